@@ -1,0 +1,55 @@
+# `make help` lists the targets. Everything runs inside $(VENV), which is made on first use and again whenever
+# pyproject.toml or constraints.txt change.
+PYTHON    ?= $(shell command -v python3.11 2>/dev/null || echo python3)
+VENV      ?= .venv
+PIP_FLAGS ?=
+OUT       ?= results
+LIMIT     ?=
+HAYSTACK  ?=
+
+RUN       := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format heatmaps clean clean-venv
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## make .venv with the harness and dev extras, at the exact versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON=$(PYTHON) is too old: Python 3.11 is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[harness,dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## Full, Oracle, PQCache and StreamingLLM on the embedded model at two budgets; prints the table
+	$(RUN) run.py experiment=demo out=$(OUT)/demo wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
+
+test: $(INSTALLED) ## the default tests: no GPU, no network, minutes
+	$(RUN) -m pytest
+
+test-slow: $(INSTALLED) ## only the tests marked slow or gpu
+	$(RUN) -m pytest -m 'slow or gpu'
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(INSTALLED) ## let ruff rewrite what it can
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for real prose
+	$(RUN) run.py -m method=full,pqcache,streaming budget=0.2 task=needle limit=null out=$(OUT)/heatmaps wandb=disabled \
+	    $(if $(HAYSTACK),task.haystack=$(HAYSTACK))
+	$(RUN) -m pqcache.harness.figures $(OUT)/heatmaps
+
+clean: ## remove caches and build files
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv: ## remove the virtual environment
+	rm -rf $(VENV)
