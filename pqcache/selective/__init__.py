@@ -1,0 +1,29 @@
+"""The shared interface: one budget, one cache, one attention function for every KV-cache method."""
+
+from pqcache.selective.attach import attach
+from pqcache.selective.budget import Budget, Plan, partition_plan
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.decode import GenerationResult, decode_loop, generate
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+
+__all__ = [
+    "Budget",
+    "DenseLayer",
+    "GenerationResult",
+    "LayerContext",
+    "Ledger",
+    "Method",
+    "ModelShape",
+    "NotApplicable",
+    "NotBuilt",
+    "Plan",
+    "SelectiveCache",
+    "SelectiveLayer",
+    "StagedLayer",
+    "attach",
+    "decode_loop",
+    "generate",
+    "partition_plan",
+]

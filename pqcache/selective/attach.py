@@ -1,0 +1,117 @@
+"""Bind a SelectiveCache to a stock transformers model, for as long as a `with` block lasts.
+
+transformers hands the attention function q, k, v and the mask, but neither the cache nor the hidden states. A forward
+pre-hook on each attention module notes them just before; the one attention function then routes to the cache's layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.support import check_architecture
+
+NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
+_CONTEXT = "_pqcache_context"
+
+
+def selective_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The attention function transformers calls: query (n, h, t, d), key and value (n, h_kv, t, d) of the new block."""
+    ctx: LayerContext | None = module.__dict__.pop(_CONTEXT, None)
+    if ctx is None:  # another cache, or none: an ordinary forward pass
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("soft-capped logits and attention sinks of the model are not supported")
+    ctx.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    ctx.step = ctx.cache.plan_step(query.shape[0], query.shape[2], attention_mask)
+    return ctx.cache.layers[ctx.layer_idx].attend(query, key, value, attention_mask, ctx), None
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The self-attention modules of the decoder, in layer order."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    modules = [getattr(layer, "self_attn", None) for layer in layers or ()]
+    if not modules or any(m is None or not hasattr(m, "layer_idx") for m in modules):
+        raise ValueError(f"model {model.config.model_type}: no decoder layers with `self_attn` found")
+    if any(getattr(m, "sinks", None) is not None for m in modules):
+        raise ValueError(f"model {model.config.model_type}: attention sinks of the model are not supported")
+    return modules  # type: ignore[return-value]
+
+
+@contextmanager
+def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Let `model` work with SelectiveCache inside the block; other caches keep working. Nesting is allowed.
+
+    Works through model(...), model.generate(...) and anything built on them. Leaves no hook and no setting behind.
+    Raises ValueError for models whose attention is not supported.
+    """
+    if model.config._attn_implementation == NAME:
+        yield model
+        return
+    check_architecture(model.config.get_text_config(decoder=True))
+    modules = attention_modules(model)
+    decoder = model.get_decoder()
+    AttentionInterface.register(NAME, selective_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask, padded and continued inputs are silently wrong
+
+    def before_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, SelectiveCache):
+            return
+        cos, sin = kwargs["position_embeddings"]
+        index: int = module.layer_idx  # type: ignore[assignment]
+        ctx = LayerContext(
+            layer_idx=index,
+            module=module,
+            cache=cache,
+            hidden=kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
+            cos=cos,
+            sin=sin,
+            position_ids=kwargs.get("position_ids"),
+            modules=modules,
+            rotary=decoder.rotary_emb,
+        )
+        module.__dict__[_CONTEXT] = ctx
+        cache.bound = index
+        cache.layers[index].on_layer_input(ctx)
+
+    def before_model(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
+            cache.open_forward()
+
+    def after_model(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
+            cache.close_forward()
+
+    previous = model.config._attn_implementation
+    hooks = [m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in modules]
+    hooks.append(decoder.register_forward_pre_hook(before_model, with_kwargs=True))
+    hooks.append(decoder.register_forward_hook(after_model, with_kwargs=True))
+    model.set_attn_implementation(NAME)
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(previous)
+        for hook in hooks:
+            hook.remove()
+        for module in modules:
+            module.__dict__.pop(_CONTEXT, None)

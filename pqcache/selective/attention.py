@@ -1,0 +1,93 @@
+"""Attention over what was kept or chosen, and the exact merge of parts.
+
+Shapes: n batch, h query heads, h_kv KV heads, g = h / h_kv, q query tokens, m keys, d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+def pack(q: torch.Tensor, heads: int) -> torch.Tensor:
+    """One query token per row, (n, h, 1, d) -> (n, heads, h / heads, d): a group's queries share one read of K and V."""
+    n, h, _, d = q.shape
+    return q.reshape(n, heads, h // heads, d)
+
+
+def attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of one token per row: q (n, h, 1, d), k and v (n, h_kv or h, m, d), valid (n, 1 or heads, m) bool.
+
+    Returns (n, 1, h, d), the layout transformers expects from an attention function.
+    """
+    n, h, _, d = q.shape
+    heads = k.shape[1]
+    mask = None
+    if valid is not None:
+        mask = valid[:, :, None]
+    out = F.scaled_dot_product_attention(pack(q, heads), k, v, attn_mask=mask, scale=scaling)
+    return out.reshape(n, 1, h, d)
+
+
+def causal_mask(past: Sequence[int], counts: Sequence[int], t: int, length: int, device: torch.device) -> torch.Tensor:
+    """Which of `length` stored tokens each of t new query columns sees: (n, 1, t, length) bool.
+
+    Row r held past[r] tokens and its last counts[r] columns are real. Padding queries see everything: their output is never
+    used, and an empty softmax would be NaN.
+    """
+    past_, counts_ = torch.tensor(past, device=device), torch.tensor(counts, device=device)
+    position = past_[:, None] + torch.arange(t, device=device)[None] - (t - counts_)[:, None]  # (n, t)
+    padding = torch.arange(t, device=device)[None] < (t - counts_)[:, None]
+    seen = torch.arange(length, device=device)[None, None] <= position[..., None]
+    return (seen | padding[..., None])[:, None]
+
+
+class Part(NamedTuple):
+    """Attention over one segment of the keys."""
+
+    out: torch.Tensor  # (n, h, q, d) fp32, normalised within the segment
+    lse: torch.Tensor  # (n, h, q) fp32, log-sum-exp of the segment's scaled logits
+    probs: torch.Tensor | None = None  # (n, h, q, m) fp32, if asked for
+
+
+def partial(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    *,
+    probs: bool = False,
+) -> Part:
+    """Attention of q (n, h, q, d) over one segment k, v (n, h_kv, m, d), to be joined by `merge`.
+
+    mask: (n, 1 or h, q, m) bool, True = may attend. A query that sees nothing here gets lse = -inf and out = 0.
+    """
+    n, h, t, d = q.shape
+    h_kv = k.shape[1]
+    grouped = q.float().view(n, h_kv, h // h_kv * t, d)
+    logits = (grouped @ k.float().transpose(-1, -2)).view(n, h, t, -1) * scaling
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - torch.where(lse.isinf(), 0, lse)[..., None])
+    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.float()).view(n, h, t, d)
+    return Part(out, lse, weights if probs else None)
+
+
+def merge(parts: Sequence[Part]) -> Part:
+    """Exact joint softmax over disjoint segments: as if their keys had been concatenated."""
+    lse = torch.logsumexp(torch.stack([p.lse for p in parts]), 0)
+    safe = torch.where(lse.isinf(), 0, lse)
+    shares = [torch.exp(p.lse - safe)[..., None] for p in parts]
+    out = sum(p.out * share for p, share in zip(parts, shares, strict=True))
+    assert isinstance(out, torch.Tensor)
+    probs = None
+    if all(p.probs is not None for p in parts):
+        probs = torch.cat([p.probs * share for p, share in zip(parts, shares, strict=True) if p.probs is not None], -1)
+    return Part(out, lse, probs)

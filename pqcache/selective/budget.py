@@ -1,0 +1,100 @@
+"""What may be spent: one budget, and how a method divides it over sinks, local window and selected tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_TOKENS = 64  # an int budget below this is almost surely a ratio typed wrongly (budget=2 for 0.2)
+_EPS = 1e-6  # 0.1 * 8160 is 815.999... in binary floating point; without this a token is lost
+
+
+def floor_share(total: int, share: float) -> int:
+    """floor(total * share) that survives binary rounding."""
+    return int(total * share + _EPS)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens a method may keep or attend per layer and KV head: a share of the prompt, or a number of tokens.
+
+    Exactly one field is set. `ratio` lies in (0, 1]; `tokens` is at least 64.
+    """
+
+    ratio: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) == (self.tokens is None):
+            raise ValueError("budget: give either a ratio or a number of tokens")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise ValueError(f"budget={self.ratio}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}")
+        if self.tokens is not None and self.tokens < MIN_TOKENS:
+            raise ValueError(
+                f"budget={self.tokens}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}"
+            )
+
+    @classmethod
+    def parse(cls, value: Budget | float | int | str) -> Budget:
+        """A Budget from what a user typed: 0.2, "0.2", 512, 1. Raises ValueError with one line that names the value."""
+        if isinstance(value, Budget):
+            return value
+        number: float | int | None = None
+        if isinstance(value, str):
+            for kind in (int, float):
+                try:
+                    number = kind(value)
+                    break
+                except ValueError:
+                    continue
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            number = value
+        if number is None:
+            raise ValueError(f"budget={value}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}")
+        if isinstance(number, int) and number != 1:
+            return cls(tokens=number)
+        return cls(ratio=float(number))
+
+    @property
+    def is_everything(self) -> bool:
+        """True for ratio 1.0, the no-op of every method with a budget."""
+        return self.ratio == 1.0
+
+    def total(self, s: int) -> int:
+        """Tokens this budget stands for at a prompt of `s` tokens."""
+        if self.tokens is not None:
+            return min(self.tokens, s)
+        assert self.ratio is not None
+        return floor_share(s, self.ratio)
+
+    def __str__(self) -> str:
+        return f"{self.tokens}tok" if self.tokens is not None else f"{self.ratio:g}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one prompt's budget is spent in one layer, in tokens per KV head; frozen when the prompt ends.
+
+    The current token is always attended and never counted here.
+    """
+
+    sinks: int  # first tokens, always kept
+    local: int  # most recent tokens, always kept
+    k: int  # selected (or, for evictors, kept) among the candidates between sinks and local window
+
+    @property
+    def total(self) -> int:
+        return self.sinks + self.local + self.k
+
+
+def partition_plan(budget: Budget, s: int, n_sink: int, recent_ratio: float) -> Plan:
+    """Sinks + local window + selected tokens for a prompt of `s` tokens.
+
+    A ratio is taken of the tokens after the sinks, which come on top, as in PQCache's experiments; a token budget
+    includes the sinks, so that budget=512 attends 512 tokens. The total is rounded once and then split: two independent
+    truncations lose a token, and budget 1.0 would no longer be full attention. The window holds at least one token.
+    """
+    sinks = min(n_sink, s)
+    rest = s - sinks
+    total = min(rest, max(0, budget.tokens - sinks)) if budget.tokens is not None else budget.total(rest)
+    local = min(rest, max(1, floor_share(total, recent_ratio)))
+    return Plan(sinks=sinks, local=local, k=max(0, total - local))

@@ -1,0 +1,199 @@
+"""SelectiveCache: a transformers Cache whose layers own attention, and the bookkeeping of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+
+from pqcache.selective.layer import SelectiveLayer, Step
+from pqcache.selective.ledger import Ledger, unique_bytes
+from pqcache.selective.method import Method, ModelShape, NotApplicable
+from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
+
+
+class SelectiveCache(Cache):
+    """The cache of one request (a batch of rows) under one method. Use inside `with attach(model):`.
+
+    Without `begin`, the first forward pass is the whole prompt. Rows may be left-padded; the attention mask says where.
+    `get_seq_length()` counts columns seen, whatever was evicted.
+    """
+
+    layers: list[SelectiveLayer]
+
+    def __init__(self, model: PreTrainedModel | PreTrainedConfig, method: Method, attn: str = "auto") -> None:
+        config = model if isinstance(model, PreTrainedConfig) else model.config
+        config = config.get_text_config(decoder=True)
+        check_architecture(config)
+        method.check_model(config)
+        self.method = method
+        self.shape = ModelShape.of(config)
+        self.window = sliding_window(config)
+        self.attn, self.kernel = attention_kernel(attn)
+        self.ledger = Ledger()
+        # Called as observer(layer, selected) after each selection; see retrieval.Selected. For diagnostics and tests.
+        self.observers: list[Callable[[SelectiveLayer, Any], None]] = []
+        super().__init__(layers=method.layers(self.shape))
+        for layer in self.layers:
+            layer.cache = self
+        self._forget()
+
+    # -- one request ------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.columns = 0  # seen, padding included
+        self.past: list[int] = []  # real tokens seen, per row
+        self.pads: list[int] = []  # leading padding columns, per row
+        self.prompt_lengths: list[int] | None = None
+        self.token_ids: torch.Tensor | None = None
+        self._target: int | None = None  # columns at which the prompt or the turn ends
+        self.step: Step | None = None
+        self.bound: int | None = None  # the layer whose attention module is running
+
+    def reset(self) -> None:
+        """Forget the request; layers and hyper-parameters stay."""
+        super().reset()
+        self.ledger.reset()
+        self._forget()
+
+    def begin(
+        self, prompt_lengths: Iterable[int], token_ids: torch.Tensor | None = None, max_new_tokens: int = 0
+    ) -> None:
+        """Start a new request and tell where the prompt ends, so that it may arrive in chunks.
+
+        prompt_lengths: real tokens per row. token_ids (n, columns): for methods that look at the tokens themselves.
+        Raises NotApplicable if prompt + max_new_tokens exceed a sliding window of the model.
+        """
+        self.reset()
+        self.prompt_lengths = list(prompt_lengths)
+        if not self.prompt_lengths or min(self.prompt_lengths) < 1:
+            raise ValueError(f"prompt_lengths={self.prompt_lengths}: allowed is at least one token per row")
+        self.token_ids = token_ids
+        self._target = max(self.prompt_lengths)
+        self.pads = [self._target - length for length in self.prompt_lengths]
+        self._check_window(self._target + max_new_tokens)
+
+    def begin_turn(self, tokens: int) -> None:
+        """Tell that the next `tokens` columns are a new turn that may arrive in chunks (one forward needs no telling)."""
+        if not self.columns or (self._target is not None and self.columns < self._target):
+            raise ValueError("begin_turn: the prompt has not ended yet")
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
+        self._target = self.columns + tokens
+
+    def _check_window(self, tokens: int) -> None:
+        if self.window is not None and tokens > self.window:
+            raise NotApplicable(
+                f"{tokens} tokens exceed the model's sliding window of {self.window}: its layers would need their own masks"
+            )
+
+    # -- one forward pass (called by attach) ------------------------------------------------------------------------
+
+    def open_forward(self) -> None:
+        self.step = None
+
+    def plan_step(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
+        """What this forward pass is: prefill, extension or decode. The first layer asks, the others reuse it."""
+        if self.step is not None:
+            return self.step
+        first = self.columns == 0
+        self._check_window(self.columns + t)
+        if first:
+            self.past = [0] * n
+            if self.prompt_lengths is None:
+                self.pads = [0] * n if mask is None else (t - mask[:, 0, -1].sum(-1)).tolist()
+        if len(self.past) != n or len(self.pads) != n:
+            raise ValueError(f"batch of {n} rows, but the cache was begun with {len(self.pads)}")
+        if self._target is None or self.columns >= self._target:  # nothing told: a block is a whole prompt or turn
+            in_prompt = first or t > 1
+            self._target = self.columns + t if in_prompt else self._target
+        else:
+            in_prompt = True
+        assert self._target is not None
+        if in_prompt:
+            if self.columns + t > self._target:
+                raise ValueError(f"a block of {t} tokens crosses the end of the prompt, told as {self._target} columns")
+            self._check_mask(mask, t)
+        counts = [t - min(t, max(0, pad - self.columns)) for pad in self.pads]
+        self.step = Step(
+            decode=not in_prompt,
+            t=t,
+            past=self.past,
+            counts=counts,
+            ends_prompt=in_prompt and self.columns + t == self._target,
+            first=first,
+        )
+        return self.step
+
+    def _check_mask(self, mask: torch.Tensor | None, t: int) -> None:
+        """Only left padding is understood: holes, right padding and custom patterns would silently be attended."""
+        if mask is None:
+            if any(self.pads) and self.columns == 0 and t > 1:
+                raise ValueError("prompt_lengths differ, but no attention_mask says where the padding is")
+            return
+        column = torch.arange(mask.shape[-1], device=mask.device)
+        pads = torch.tensor(self.pads, device=mask.device)
+        seen = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
+        last_real = pads < self.columns + t  # a row that is still all padding sees nothing
+        if not torch.equal(seen & last_real[:, None], (column[None] >= pads[:, None]) & last_real[:, None]):
+            raise ValueError(
+                "attention_mask: allowed is left padding only (zeros before the first real token of a row)"
+            )
+
+    def close_forward(self) -> None:
+        """After the last layer: the step counter advances once, for all layers alike."""
+        step, self.step, self.bound = self.step, None, None
+        if step is None:
+            return
+        self.past = step.total
+        self.columns += step.t
+        if step.decode:
+            self.ledger.end_step()
+        elif step.ends_prompt:
+            self.ledger.note_resident(self.resident_bytes())
+
+    def check_bound(self, layer_idx: int) -> None:
+        if self.bound != layer_idx:
+            raise RuntimeError(
+                "a SelectiveCache works inside `with attach(model):` only; outside, attention would see one block"
+            )
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was, in every layer: beam search, repeat and select are all this."""
+        for layer in self.layers:
+            layer.reorder_cache(index)
+        rows = index.tolist()
+        if self.past:
+            self.past = [self.past[i] for i in rows]
+            self.pads = [self.pads[i] for i in rows]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.map_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_rows(torch.arange(len(self.past)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_rows(torch.arange(len(self.past))[indices])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove < 0:
+            self.past = [length + tokens_to_remove for length in self.past]
+            self.columns += tokens_to_remove
+            if self._target is not None:
+                self._target = min(self._target, self.columns)
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Tier -> bytes of all state kept between steps, each storage once, buffer capacity included."""
+        tiers: dict[str, list[torch.Tensor]] = {}
+        for layer in self.layers:
+            for tier, tensors in layer.tensors().items():
+                tiers.setdefault(tier, []).extend(tensors)
+        return {tier: unique_bytes(tensors) for tier, tensors in tiers.items()}

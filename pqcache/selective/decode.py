@@ -1,0 +1,146 @@
+"""Our own greedy decode loop, with clocks where they mean something."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pqcache.selective.attach import attach
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.ledger import synchronize
+from pqcache.selective.method import Method
+
+
+@dataclass
+class GenerationResult:
+    """One prompt's answer and what it cost. Times in seconds, bytes over all layers."""
+
+    token_ids: list[int]  # new tokens, the end token included if it was produced
+    prompt_tokens: int
+    prefill_s: float  # submission to first token
+    tt2t_s: float | None  # submission to second token; None if there was only one
+    step_s: list[float]  # each decode step (the second new token, the third, ...)
+    index_build_s: float  # time inside the prefill spent on indexes, eviction, packing
+    budget_tokens: int | None  # planned per layer and KV head; None if the method ignores the budget
+    attended_tokens: (
+        float | None
+    )  # mean over decode steps, query heads and selecting layers; None without a decode step
+    attended_tokens_all_layers: float | None
+    resident_bytes: dict[str, int]  # tier -> bytes of all cache state after the last step
+    peak_bytes: dict[str, int]
+    bytes_per_step: dict[str, float]  # selection, demand_fetch, refill, write_back
+    extra: dict[str, Any] = field(default_factory=dict)  # facts the method reports, e.g. K-Means rounds
+
+
+class Clock:
+    """Marks in seconds since submission, each taken when the device has finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        synchronize(device)
+        self.start = time.perf_counter()
+        self.marks: list[float] = []
+
+    def mark(self) -> None:
+        synchronize(self.device)
+        self.marks.append(time.perf_counter() - self.start)
+
+
+@torch.inference_mode()
+def decode_loop(
+    model: PreTrainedModel,
+    cache: Any,
+    input_ids: torch.Tensor,
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    question_tokens: int = 0,
+    prefill_chunk: int | None = None,
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
+
+    The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
+    The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
+    """
+    ids = input_ids.to(model.device)
+    clock = Clock(ids.device)
+    body = ids.shape[1] - question_tokens
+    blocks = list(ids[:, :body].split(prefill_chunk or max(body, 1), dim=1)) + list(ids[:, body:].split(1, dim=1))
+    tokens: list[int] = []
+    blocks = [b for b in blocks if b.shape[1]]
+    for block in blocks:
+        logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    while True:
+        token = int(logits[0, -1].argmax())
+        tokens.append(token)
+        clock.mark()
+        if len(tokens) >= max_new_tokens or token in eos_token_ids or (stop is not None and stop(tokens)):
+            return tokens, clock.marks
+        step = torch.tensor([[token]], device=ids.device)
+        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+
+def generate(
+    model: PreTrainedModel,
+    method: Method,
+    input_ids: torch.Tensor,
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    question_tokens: int = 0,
+    prefill_chunk: int | None = None,
+    attn: str = "auto",
+    observers: Collection[Callable] = (),
+) -> GenerationResult:
+    """Greedy generation of one prompt, input_ids (1, s), under `method`.
+
+    Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
+        raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: allowed is (1, s) with s >= 1")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: allowed is an int >= 1")
+    s = input_ids.shape[1]
+    if not 0 <= question_tokens < s:
+        raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
+    cache = SelectiveCache(model, method, attn=attn)
+    cache.observers.extend(observers)
+    cache.begin([s - question_tokens], token_ids=input_ids, max_new_tokens=max_new_tokens + question_tokens)
+    with attach(model) if model.config._attn_implementation != "pqcache_selective" else nullcontext():
+        tokens, marks = decode_loop(
+            model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
+            question_tokens=question_tokens, prefill_chunk=prefill_chunk,
+        )  # fmt: skip
+    return report(cache, tokens, marks, s, s - question_tokens)
+
+
+def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
+    """What the cache's ledger and the clock say about one finished request."""
+    ledger, shape, method = cache.ledger, cache.shape, cache.method
+    plans = [method.plan(planned, i, shape.n_layers) for i in range(method.dense_layers or 0, shape.n_layers)]
+    totals = [plan.total for plan in plans if plan is not None]
+    resident = cache.resident_bytes()
+    ledger.note_resident(resident)
+    return GenerationResult(
+        token_ids=tokens,
+        prompt_tokens=s,
+        prefill_s=marks[0],
+        tt2t_s=marks[1] if len(marks) > 1 else None,
+        step_s=[b - a for a, b in zip(marks, marks[1:], strict=False)],
+        index_build_s=ledger.index_build_s,
+        budget_tokens=round(sum(totals) / len(totals)) if totals else None,
+        attended_tokens=ledger.attended(all_layers=False),
+        attended_tokens_all_layers=ledger.attended(all_layers=True),
+        resident_bytes=resident,
+        peak_bytes=dict(ledger.peak),
+        bytes_per_step=ledger.bytes_per_step(),
+        extra=dict(ledger.facts),
+    )

@@ -1,0 +1,242 @@
+"""Family: drop tokens for good.
+
+A method writes `head_scores` (importance per query head) or, where position alone decides, `keep`. The layer really frees what
+is dropped; positions of what stays are kept beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pqcache.selective.attention import attend_one, partial
+from pqcache.selective.budget import Plan
+from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
+from pqcache.selective.method import Method, ModelShape
+from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.resident import ResidentStore
+
+
+class Scorer:
+    """Accumulates what an eviction method needs to know about the prompt's attention; one per layer.
+
+    Row r's keys are at columns 0 .. lengths[r]-1 of every tensor. Query heads are not reduced here: a method built on
+    another (one bit per query head) needs them apart.
+    """
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
+        """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d), block included."""
+
+    def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor | None:
+        """(n, h, length) fp32 when the prompt is complete; None if the method looks at positions only."""
+        return None
+
+    def keep(self, slots: torch.Tensor, counts: list[int]) -> None:
+        """The layer kept `slots` (n, h_kv, m) of its entries; state per entry follows."""
+
+    def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
+        """One decode step's probabilities (n, h, length) over the kept entries, the new token last (dynamic methods)."""
+
+    def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
+        """The layer dropped entry slots (n, h_kv) of the flagged rows, their last entry taking its place."""
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier -> tensors kept between steps."""
+        return {}
+
+
+class EvictionLayer(StagedLayer):
+    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token."""
+
+    def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
+        self.method = method
+        super().__init__(layer_idx, shape)
+
+    def clear(self) -> None:
+        super().clear()
+        self.store = ResidentStore()
+        self.positions: Buffer | None = None  # (n, h_kv, capacity) int32: where each kept token stood in its row
+        self.seen: list[int] = []  # tokens seen per row
+        self.kept: list[int] = []  # entries held when the current turn began
+        self.plans: list[Plan] = []
+        self.scorer = self.method.make_scorer(self.layer_idx, self.shape)
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
+        self.scorer.observe(q, keys, ctx)
+
+    def unpack(self) -> ResidentStore:
+        if self.method.is_dynamic and self.positions is not None:  # dropping shuffled the entries: oldest first again
+            lengths = self.store.lengths
+            position = self.positions.view(self.store.length).clone()
+            valid = row_mask(lengths, position.shape[2], position.device)
+            if valid is not None:
+                position.masked_fill_(~valid, torch.iinfo(torch.int32).max)
+            order = position.argsort(-1)
+            self.store.keep(order, lengths)
+            self.positions.data = take_tokens(self.positions.data, order)
+            self.scorer.keep(order, lengths)
+        return self.store
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        n, h_kv = k.shape[:2]
+        positions = self._extended_positions(n, h_kv, lengths, ctx)
+        self.seen = ctx.step.total
+        self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
+        scores = self.scorer.head_scores(k, lengths, ctx)
+        slots, counts = self.method.keep(scores, positions, lengths, self.plans)  # (n, h_kv, m), ascending
+        kept = ResidentStore()
+        kept.append(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots))
+        kept.lengths = counts
+        self.store = kept
+        where = take_tokens(positions, slots)
+        self.positions = Buffer.like(where)
+        self.positions.write(where, [0] * n, [where.shape[2]] * n)
+        self.scorer.keep(slots, counts)
+
+    def _extended_positions(self, n: int, h_kv: int, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
+        """Row positions of all staged entries: those kept before, then the new block's. (n, h_kv, max(lengths)) int32."""
+        device = ctx.hidden.device
+        out = torch.zeros((n, h_kv, max(lengths)), dtype=torch.int32, device=device)
+        for row, (length, total) in enumerate(zip(lengths, ctx.step.total, strict=True)):
+            before = 0
+            if self.positions is not None:
+                before = self.kept[row]
+                out[row, :, :before] = self.positions.data[row, :, :before]
+            out[row, :, before:length] = torch.arange(total - (length - before), total, device=device)
+        return out
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        if self.staged is None:
+            self.kept = list(self.store.lengths)
+        return super().prefill(q, k, v, mask, ctx)
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        self.add(k, v, ctx)
+        q, keys, values = self.rotated(q, ctx)
+        lengths = self.store.lengths
+        valid = row_mask(lengths, keys.shape[2], q.device)
+        if self.method.needs_probs:
+            part = partial(q, keys, values, ctx.scaling, None if valid is None else valid[:, :, None], probs=True)
+            assert part.probs is not None
+            self.scorer.observe_step(part.probs[:, :, 0], lengths)
+            out = part.out.transpose(1, 2).to(q.dtype)
+        else:
+            out = attend_one(q, keys, values, ctx.scaling, valid)
+        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
+        for observer in ctx.cache.observers:
+            observer(self, None)
+        self.evict_surplus()
+        return out
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """Store the new token, k and v (n, h_kv, 1, d), with its position."""
+        assert self.positions is not None
+        position = torch.tensor(self.seen, dtype=torch.int32, device=k.device)[:, None, None].expand(-1, k.shape[1], 1)
+        self.positions.write(position, self.store.lengths, [1] * len(self.seen))
+        self.store.append(k, v)
+        self.seen = [s + 1 for s in self.seen]
+
+    def evict_surplus(self) -> None:
+        """A dynamic method drops one entry per head in every row that holds more than its capacity."""
+        over = [
+            self.method.is_dynamic and length > self.method.capacity(plan)
+            for length, plan in zip(self.store.lengths, self.plans, strict=True)
+        ]
+        if any(over):
+            assert self.positions is not None
+            slots = self.method.victim(self)
+            self.positions.drop(slots, self.store.lengths, over)
+            self.scorer.drop(slots, self.store.lengths, over)
+            self.store.drop(slots, over)
+
+    def rotated(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, K, V as attention sees them; a method that keeps keys un-rotated overrides this."""
+        return q, *self.store.view()
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        super().map_rows(index)
+        if self.store is not self.staged:
+            self.store.map_rows(index)
+        if self.positions is not None:
+            self.positions.map_rows(index)
+        self.scorer.map_rows(index)
+        rows = index.tolist()
+        self.seen = [self.seen[i] for i in rows] if self.seen else []
+        self.plans = [self.plans[i] for i in rows] if self.plans else []
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        tiers = {"device": list(super().tensors()["device"])}
+        own = self.store.tensors()["device"] + ([] if self.positions is None else [self.positions.data])
+        tiers["device"] += own
+        for tier, tensors in self.scorer.tensors().items():
+            tiers.setdefault(tier, []).extend(tensors)
+        return tiers
+
+
+@dataclass(kw_only=True)
+class EvictionMethod(Method):
+    """Base of eviction methods. A subclass writes make_scorer (or keep) and its plan."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether decode steps evict, too."""
+        return False
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether the scorer wants each decode step's attention probabilities."""
+        return False
+
+    def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
+        """What accumulates importance in one layer."""
+        return Scorer()
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> EvictionLayer:
+        return EvictionLayer(layer_idx, shape, self)
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        """Tokens kept of a prompt (or prompt + turns) of `s` tokens."""
+        raise NotImplementedError
+
+    def capacity(self, plan: Plan) -> int:
+        """Tokens a dynamic method holds between steps: a token budget in full, or its share of the prompt."""
+        return self.budget.tokens if self.budget.tokens is not None else plan.total
+
+    def victim(self, layer: EvictionLayer) -> torch.Tensor:
+        """The entry to give up in each row and head of a full layer: slots (n, h_kv)."""
+        raise NotImplementedError
+
+    def keep(
+        self, scores: torch.Tensor | None, positions: torch.Tensor, lengths: list[int], plans: list[Plan]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Which entries stay: slots (n, h_kv, m) ascending, and how many of them per row (the rest of a row is padding).
+
+        Default: sinks and local window by position, then the `k` best of the group-mean scores (n, h, m); ties go to the
+        earlier token. A row that fits its plan keeps everything.
+        """
+        n, h_kv, length = positions.shape
+        rows = []
+        for row, (filled, plan) in enumerate(zip(lengths, plans, strict=True)):
+            slot = torch.arange(length, device=positions.device)
+            if filled <= plan.total:
+                rows.append(slot[:filled].expand(h_kv, -1))
+                continue
+            forced = (slot < plan.sinks) | (slot >= filled - plan.local) & (slot < filled)
+            if plan.k == 0 or scores is None:
+                rows.append(slot[forced].expand(h_kv, -1))
+                continue
+            weight = scores[row].float().view(h_kv, -1, scores.shape[-1]).mean(1)[:, :length]
+            weight = weight.masked_fill(forced | (slot >= filled), -torch.inf)
+            best = weight.sort(dim=-1, descending=True, stable=True).indices[:, : plan.k]
+            rows.append(torch.cat([slot[forced].expand(h_kv, -1), best], dim=-1).sort(-1).values)
+        counts = [r.shape[-1] for r in rows]
+        slots = torch.zeros((n, h_kv, max(counts)), dtype=torch.long, device=positions.device)
+        for row, r in enumerate(rows):
+            slots[row, :, : r.shape[-1]] = r
+        return slots, counts

@@ -1,0 +1,59 @@
+"""From scores per query head to one ranking per KV head (GQA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+REDUCTIONS = ("none", "sum_softmax", "max_softmax", "sum_logit", "max_logit", "mean_logit")
+
+
+def group_reduce(
+    logits: torch.Tensor, h_kv: int, mode: str, valid: torch.Tensor | None = None, span: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Ranking weights from scaled logits (n, h, m), fp32: (n, h_kv, m'), or (n, h, m') for mode "none".
+
+    Softmax modes normalise over all m entries; `valid` (n or 1, 1, m) bool excludes entries first. `span` = (lo, hi) then
+    keeps only those columns: the exact oracle normalises over every past token but ranks the candidates. Excluded entries
+    come out as -inf. Sums are taken in fp32: in fp16 small probabilities flush to zero and tie.
+    """
+    if mode not in REDUCTIONS:
+        raise ValueError(f"reduce={mode}: allowed is {', '.join(REDUCTIONS)}")
+    n, h, _ = logits.shape
+    logits = logits.float()
+    if valid is not None:
+        logits = logits.masked_fill(~valid, -torch.inf)
+    weights = logits.softmax(-1) if mode.endswith("softmax") else logits
+    if span is not None:
+        weights = weights[..., span[0] : span[1]]
+        valid = valid if valid is None else valid[..., span[0] : span[1]]
+    if mode != "none":
+        grouped = weights.view(n, h_kv, h // h_kv, -1)
+        how = mode.split("_")[0]
+        weights = grouped.sum(2) if how == "sum" else grouped.mean(2) if how == "mean" else grouped.amax(2)
+    return weights if valid is None else weights.masked_fill(~valid, -torch.inf)
+
+
+def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
+    """The k[r] largest of weights (n, H, m) in row r, ties to the lower index: (n, H, max(k)), ascending, -1 = padding.
+
+    torch.topk breaks ties as it likes, and product-quantized keys tie often (equal codes): a row would then depend on the
+    padding beside it. k[r] must not exceed the entries above -inf.
+    """
+    n, heads, m = weights.shape
+    widest = max(k)
+    out = torch.full((n, heads, widest + 1), -1, dtype=torch.long, device=weights.device)
+    best = weights.topk(widest, dim=-1, sorted=len(set(k)) > 1).values
+    count = torch.tensor(k, device=weights.device)[:, None, None]
+    if len(set(k)) == 1:
+        threshold = best.amin(-1, keepdim=True)
+    else:
+        threshold = best.gather(-1, (count - 1).clamp_min(0).expand(n, heads, 1))
+    above = weights > threshold
+    equal = weights == threshold
+    chosen = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    chosen &= count > 0
+    slot = torch.where(chosen, chosen.cumsum(-1) - 1, widest)
+    column = torch.arange(m, device=weights.device).expand(n, heads, m)
+    return out.scatter_(-1, slot, column)[..., :widest]

@@ -1,0 +1,306 @@
+"""SelectiveLayer: one transformer layer's cache, which owns attention in all phases; and DenseLayer, which keeps all.
+
+A forward pass reaches a layer twice: transformers calls `update` with the new keys and values, then the attention function
+calls `attend` with the queries. Everything happens in `attend`; `update` only remembers that it ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from pqcache.selective.attention import attend_one, causal_mask
+from pqcache.store.resident import ResidentStore
+
+if TYPE_CHECKING:
+    from pqcache.selective.cache import SelectiveCache
+    from pqcache.selective.method import ModelShape
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass, the same for every layer. Lists have one entry per row and count real tokens, never padding."""
+
+    decode: bool  # one new token per row after the prompt
+    t: int  # columns of this block
+    past: list[int]  # tokens seen before
+    counts: list[int]  # real tokens in this block: each row's last counts[r] columns
+    ends_prompt: bool  # the block holds the last token of the prompt, or of a new turn
+    first: bool  # nothing was seen before
+
+    @property
+    def total(self) -> list[int]:
+        return [a + b for a, b in zip(self.past, self.counts, strict=True)]
+
+    @property
+    def padded(self) -> bool:
+        """Some row has padding in this block, or rows differ in length."""
+        return len(set(self.past)) > 1 or set(self.counts) != {self.t}
+
+
+@dataclass
+class LayerContext:
+    """What the attention module knew when it was called; filled by the forward pre-hook."""
+
+    layer_idx: int
+    module: nn.Module
+    cache: SelectiveCache
+    hidden: torch.Tensor  # (n, t, D), after the layer's input norm
+    cos: torch.Tensor  # (1 or n, t, rotary)
+    sin: torch.Tensor
+    position_ids: torch.Tensor | None  # (1 or n, t)
+    modules: list[nn.Module]  # the attention modules of all layers, for speculation one layer ahead
+    rotary: nn.Module  # the model's rotary embedding: cos, sin for other positions
+    step: Step = field(init=False)  # set by the attention function, once the mask is known
+    scaling: float = field(init=False)
+
+
+class Store(Protocol):
+    """Where a layer's K and V live. Index = position in the row; see store/resident.py for the reference."""
+
+    lengths: list[int]
+
+    @property
+    def length(self) -> int: ...
+    def view(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def map_rows(self, index: torch.Tensor) -> None: ...
+    def tensors(self) -> dict[str, list[torch.Tensor]]: ...
+
+
+class SelectiveLayer(CacheLayerMixin):
+    """Base of all layers. Subclasses override `store_prompt`, `finish_prompt` and `decode`, seldom `prefill`."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, layer_idx: int, shape: ModelShape) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.shape = shape
+        self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
+        self.cache: SelectiveCache | None = None  # set by the cache that owns this layer
+
+    # -- what a family writes ---------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget the request: back to the state after __init__."""
+        raise NotImplementedError
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        """Attention of a block of the prompt or of a new turn, and storage of its K and V.
+
+        q (n, h, t, d), k and v (n, h_kv, t, d), mask (n, 1, t, columns) bool or None. Returns (n, t, h, d).
+        """
+        raise NotImplementedError
+
+    def finish_prompt(self, ctx: LayerContext) -> None:
+        """The prompt (or a new turn) is complete: evict, build the index, pack."""
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """One new token per row: q (n, h, 1, d), k and v (n, h_kv, 1, d). Returns (n, 1, h, d)."""
+        raise NotImplementedError
+
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        """Called before this layer's projections run: the place to prefetch or to speculate for the next layer."""
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was, in every state tensor (beam search, repeat, select)."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier -> every tensor this layer keeps between steps."""
+        raise NotImplementedError
+
+    def truncate(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be cropped: what it evicted or indexed is not undone")
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        """Route one call of the attention function to its phase."""
+        if ctx.step.decode:
+            return self.decode(q, k, v, ctx)
+        out = self.prefill(q, k, v, mask, ctx)
+        if ctx.step.ends_prompt:
+            with ctx.cache.ledger.index_timer(q.device):
+                self.finish_prompt(ctx)
+        return out
+
+    # -- the transformers side --------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.cache is not None
+        self.cache.check_bound(self.layer_idx)
+        self.is_initialized = True
+        self.columns += key_states.shape[-2]
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Columns seen, whatever was evicted: positions and masks come from it."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.columns = 0
+        self.is_initialized = False
+        self.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): allowed is 0 or a negative number of tokens to remove")
+        if tokens_to_remove and self.columns:
+            self.truncate(-tokens_to_remove)
+            self.columns += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.columns:
+            self.map_rows(beam_idx)
+
+    def offload(self) -> None:
+        raise NotImplementedError("a selective cache decides itself where its tensors live")
+
+    prefetch = offload
+
+
+def dense_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    store: ResidentStore | None,
+    ctx: LayerContext,
+) -> torch.Tensor:
+    """Exact causal attention of a block over everything in `store` (None or empty: the block alone). Returns (n, t, h, d).
+
+    With `store`, the block must already be in it.
+    """
+    step = ctx.step
+    if store is not None and not step.first:
+        keys, values = store.view()
+        stored = [length - count for length, count in zip(store.lengths, step.counts, strict=True)]
+        mask = causal_mask(stored, step.counts, step.t, keys.shape[2], q.device)
+        k, v = keys, values
+    return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+
+
+class DenseLayer(SelectiveLayer):
+    """Keeps everything and attends to everything: the full cache, and the dense first layers of other methods."""
+
+    is_croppable = True
+    selecting = False
+
+    def __init__(self, layer_idx: int, shape: ModelShape, make_store=ResidentStore) -> None:
+        super().__init__(layer_idx, shape)
+        self.make_store = make_store
+        self.clear()
+
+    def clear(self) -> None:
+        self.store = self.make_store()
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        self.store.append(k, v, ctx.step.counts)
+        return dense_prefill(q, k, v, mask, self.store, ctx)
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        self.store.append(k, v)
+        keys, values = self.store.view()
+        lengths = self.store.lengths
+        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
+        return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        self.store.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return self.store.tensors()
+
+    def truncate(self, tokens: int) -> None:
+        self.store.truncate(tokens)
+
+
+class StagedLayer(SelectiveLayer):
+    """Base of layers that treat a prompt as a whole: K and V are staged exactly until the prompt ends, then settled.
+
+    Chunked prefill thus equals one-shot prefill. A new turn unpacks what was kept, attends to it exactly, and settles again.
+    """
+
+    def __init__(self, layer_idx: int, shape: ModelShape) -> None:
+        super().__init__(layer_idx, shape)
+        self.staged: ResidentStore | None = None
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # a prompt that came in one unpadded block
+        self.clear()
+
+    # -- what a family writes ---------------------------------------------------------------------------------------
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """Take over the whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
+        raise NotImplementedError
+
+    def unpack(self) -> ResidentStore:
+        """What is kept, exactly attendable, at the start of a new turn; the new tokens are appended to it."""
+        raise NotImplementedError
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
+        """Called per prompt block, before it is settled: q (n, h, t, d) against all staged keys (n, h_kv, length, d)."""
+
+    # -- the flow ---------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        step = ctx.step
+        if step.first and step.ends_prompt and not step.padded:
+            self.fresh = (k, v)
+            self.observe(q, k, ctx)
+            return dense_prefill(q, k, v, mask, None, ctx)
+        if self.staged is None:
+            self.staged = ResidentStore() if step.first else self.unpack()
+        self.staged.append(k, v, step.counts)
+        self.observe(q, self.staged.view()[0], ctx)
+        return dense_prefill(q, k, v, mask, self.staged, ctx)
+
+    def finish_prompt(self, ctx: LayerContext) -> None:
+        if self.fresh is not None:
+            self.settle(*self.fresh, ctx.step.total, ctx)
+        else:
+            assert self.staged is not None
+            self.settle(*self.staged.view(), self.staged.lengths, ctx)
+        self.fresh = self.staged = None
+
+    def clear(self) -> None:
+        self.fresh = self.staged = None
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.staged is not None:
+            self.staged.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"device": []} if self.staged is None else self.staged.tensors()
+
+
+def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:
+    """(n, 1, length) bool, True where row r has a token; None if all rows are full."""
+    if len(set(lengths)) == 1:
+        return None
+    return (torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None])[:, None]

@@ -1,0 +1,102 @@
+"""What was really moved, kept, read and spent: filled at the place where tensors move, read once per request."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Kinds of traffic, and the column of the result row that each one adds to. Prefill traffic is reported apart.
+STEP_COLUMNS = {
+    "codes": "selection",
+    "centroids": "selection",
+    "selection_keys": "selection",
+    "fetch": "demand_fetch",
+    "refill": "refill",
+    "write_back": "write_back",
+}
+PREFILL_KINDS = ("prefill_offload", "index_upload", "extend_fetch")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for queued work, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`: a small view that keeps a large tensor alive costs the large one."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+class Ledger:
+    """Bytes moved by kind, tokens attended, seconds spent on indexes; one per cache, cleared by `reset`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.moved: dict[str, int] = defaultdict(int)  # bytes since the request began, by kind
+        self.steps = 0  # decode steps finished
+        self.index_build_s = 0.0
+        self._attended: dict[int, float] = defaultdict(float)  # layer -> sum over steps of tokens per query head
+        self._union: dict[int, float] = defaultdict(float)  # layer -> sum over steps of distinct tokens per KV head
+        self._selecting: set[int] = set()  # layers that choose tokens at decode
+        self.peak: dict[str, int] = {}
+        self.facts: dict[str, Any] = {}  # what a method wants to tell, e.g. the K-Means rounds it really ran
+
+    def move(self, kind: str, nbytes: int) -> None:
+        """Record `nbytes` that crossed between tiers. `kind` is a key of STEP_COLUMNS or one of PREFILL_KINDS."""
+        if kind not in STEP_COLUMNS and kind not in PREFILL_KINDS:
+            raise KeyError(f"ledger kind {kind!r} is unknown")
+        self.moved[kind] += nbytes
+
+    def attend(self, layer: int, tokens: float, *, selecting: bool, union: float | None = None) -> None:
+        """Record that one decode step of `layer` attended `tokens` per query head (mean over rows and heads).
+
+        `union` is the mean number of distinct tokens per KV head, where query heads of a group choose apart.
+        """
+        self._attended[layer] += tokens
+        self._union[layer] += tokens if union is None else union
+        if selecting:
+            self._selecting.add(layer)
+
+    def end_step(self) -> None:
+        self.steps += 1
+
+    @contextmanager
+    def index_timer(self, device: torch.device) -> Iterator[None]:
+        """Adds the time of the enclosed block (index construction, eviction, packing) to `index_build_s`."""
+        synchronize(device)
+        start = time.perf_counter()
+        yield
+        synchronize(device)
+        self.index_build_s += time.perf_counter() - start
+
+    def note_resident(self, tiers: dict[str, int]) -> None:
+        """Raise the peak of each tier to what is resident now."""
+        for tier, nbytes in tiers.items():
+            self.peak[tier] = max(self.peak.get(tier, 0), nbytes)
+
+    def bytes_per_step(self) -> dict[str, float]:
+        """Mean bytes per decode step over all layers: selection, demand_fetch, refill, write_back."""
+        columns = dict.fromkeys(("selection", "demand_fetch", "refill", "write_back"), 0.0)
+        for kind, column in STEP_COLUMNS.items():
+            columns[column] += self.moved.get(kind, 0) / max(self.steps, 1)
+        return columns
+
+    def attended(self, *, all_layers: bool, union: bool = False) -> float | None:
+        """Mean tokens attended per decode step and query head: over the layers that select, or over all layers."""
+        table = self._union if union else self._attended
+        layers = [layer for layer in table if all_layers or not self._selecting or layer in self._selecting]
+        if not layers or not self.steps:
+            return None
+        return sum(table[layer] for layer in layers) / len(layers) / self.steps

@@ -1,0 +1,125 @@
+"""Method: the hyper-parameters of one KV-cache method, and the maker of its layers."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pqcache.selective.budget import Budget, Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from pqcache.selective.layer import SelectiveLayer
+
+PROTOCOLS = ("aligned", "paper")
+
+
+class NotApplicable(ValueError):
+    """This method cannot run under this budget, model or prompt; nothing was computed."""
+
+
+class NotBuilt(ValueError):
+    """A part that is named but not implemented yet."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The geometry a layer needs to know."""
+
+    n_layers: int
+    h: int
+    h_kv: int
+    d: int
+
+    @property
+    def group(self) -> int:
+        return self.h // self.h_kv
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelShape:
+        h = config.num_attention_heads
+        d = getattr(config, "head_dim", None) or config.hidden_size // h
+        return cls(config.num_hidden_layers, h, getattr(config, "num_key_value_heads", None) or h, d)
+
+
+@dataclass(kw_only=True)
+class Method:
+    """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters.
+
+    budget: what may be spent. dense_layers: how many first layers stay dense; None takes the method's default under
+    `protocol` ("aligned": one rule for all methods; "paper": the method's own publication).
+    """
+
+    name: ClassVar[str]
+    ignores_budget: ClassVar[bool] = False
+    paper_dense_layers: ClassVar[int] = 0
+
+    budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
+    dense_layers: int | None = None
+    protocol: str = "aligned"
+
+    def __post_init__(self) -> None:
+        self.require("protocol", self.protocol in PROTOCOLS, " or ".join(PROTOCOLS))
+        if self.dense_layers is None:
+            self.dense_layers = self.paper_dense_layers if self.protocol == "paper" else 0
+        self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
+        self.validate()
+        self.check_budget()
+
+    # -- what a subclass may override -------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check the hyper-parameters with `require`."""
+
+    def check_budget(self) -> None:
+        """Raise NotApplicable if this method cannot honour `budget`."""
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        """Raise ValueError if this method cannot run on a model of this configuration."""
+
+    def prepare(self, model: PreTrainedModel, text: str | None, cache_dir: Path | None) -> None:
+        """Work done once per model (calibration, profiling), cached under `cache_dir`."""
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
+        """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
+        return None
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
+        """The layer object of transformer layer `layer_idx` (never one of the dense layers)."""
+        raise NotImplementedError
+
+    @classmethod
+    def noop(cls, **hyper: Any) -> Self:
+        """The setting under which this method must equal dense attention."""
+        return cls(**{"budget": Budget(ratio=1.0), **hyper})
+
+    # -- shared -----------------------------------------------------------------------------------------------------
+
+    def require(self, name: str, ok: bool, allowed: str) -> None:
+        """Raise one line that names the hyper-parameter, its value and what is allowed."""
+        if not ok:
+            raise ValueError(f"{name}={getattr(self, name)}: allowed is {allowed}")
+
+    def require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            close = difflib.get_close_matches(str(value), allowed, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{name}={value}: allowed is {', '.join(allowed)}{hint}")
+
+    def layers(self, shape: ModelShape) -> list[SelectiveLayer]:
+        """One layer object per transformer layer; the first `dense_layers` keep and attend everything."""
+        from pqcache.selective.layer import DenseLayer
+
+        assert self.dense_layers is not None
+        return [
+            DenseLayer(i, shape) if i < self.dense_layers else self.make_layer(i, shape) for i in range(shape.n_layers)
+        ]
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The subclass's own fields, for the result row."""
+        common = {f.name for f in fields(Method)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}

@@ -1,0 +1,290 @@
+"""Family: keep every token, pick the ones a query attends to.
+
+A method writes an `Index` with build, append and score (or its own `select`); the layer keeps sinks and local window, masks,
+gathers, attends and counts. Positions are those of the row: its first real token is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pqcache.selective.attention import attend_one
+from pqcache.selective.budget import Plan, partition_plan
+from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
+from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
+from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.store.host import HostStore
+from pqcache.store.resident import ResidentStore
+
+STORES = ("resident", "host", "block_cache")
+SCOPES = ("candidates", "all")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens a step may choose from: positions lo .. hi[r]-1 of row r, of which it takes k[r]."""
+
+    lo: int
+    hi: list[int]
+    k: list[int]
+    lengths: list[int]  # tokens stored, the current one included
+
+    def valid(self, device: torch.device) -> torch.Tensor | None:
+        """(n, 1, max(hi) - lo) bool; None if all rows have the same candidates."""
+        if len(set(self.hi)) == 1:
+            return None
+        column = torch.arange(self.lo, max(self.hi), device=device)
+        return (column[None] < torch.tensor(self.hi, device=device)[:, None])[:, None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an index chose: indices (n, H, k) of positions, -1 = padding. H = 1 for all heads, h_kv, or h.
+
+    share (n, h) and mean (n, h_kv, d): the output becomes share * out + (1 - share) * mean, for methods that estimate what
+    they left out.
+    """
+
+    indices: torch.Tensor
+    padded: bool = False  # some entries are -1
+    share: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One step's choice in one layer, as observers get it."""
+
+    sinks: int
+    indices: torch.Tensor | None  # (n, H, k), None: every candidate
+    candidates: Candidates
+    local: list[int]  # tokens of the local window per row, the current one not counted
+    query: torch.Tensor  # (n, h, 1, d)
+
+
+class Index:
+    """What ranks the candidates of one layer. A method writes build, append, score."""
+
+    reduce: str = "sum_softmax"
+    scope: str = "candidates"  # what the softmax of the reduction is taken over
+
+    def build(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        """Index a prompt: k (n, h_kv, >= max(lengths), d). Returns per row whether there is an index (else it stays dense)."""
+        return [True] * len(lengths)
+
+    def append(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """Index one token per row: k (n, h_kv, 1, d), at position lengths[r] - 1."""
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        """Scaled logits of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32."""
+        raise NotImplementedError
+
+    def local(self, plan: Plan, past: int) -> int:
+        """Tokens of the local window after `past` tokens; an index that lags behind (clusters) keeps more."""
+        return plan.local
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier -> tensors kept between steps."""
+        return {}
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """The best candidates per KV head: top-k of the group-reduced scores."""
+        hi = max(cand.hi)
+        valid = cand.valid(q.device)
+        if self.scope == "all":
+            span = (cand.lo, hi)
+            logits = self.score(q, 0, max(cand.lengths), ctx)
+            everything = row_mask(cand.lengths, max(cand.lengths), q.device)
+            weights = group_reduce(logits, h_kv, self.reduce, everything, span)
+            if valid is not None:
+                weights = weights.masked_fill(~valid, -torch.inf)
+        else:
+            weights = group_reduce(self.score(q, cand.lo, hi, ctx), h_kv, self.reduce, valid)
+        indices = top_tokens(weights, cand.k)
+        padded = len(set(cand.k)) > 1
+        return Selection(torch.where(indices < 0, indices, indices + cand.lo) if padded else indices + cand.lo, padded)
+
+
+class RetrievalLayer(StagedLayer):
+    """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
+
+    def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:
+        self.method = method
+        super().__init__(layer_idx, shape)
+
+    def clear(self) -> None:
+        super().clear()
+        self.store: ResidentStore | HostStore | None = None
+        self.index = self.method.make_index(self.layer_idx, self.shape)
+        self.plans: list[Plan] = []  # per row, frozen when the prompt ends
+        self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        self.plans = [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
+        if self.method.store == "host":
+            store = HostStore(self.method.n_sink, max(p.local for p in self.plans) + 1, ctx.cache.ledger.move)
+            known = self.store if isinstance(self.store, HostStore) else None
+            store.load(k, v, lengths, known)
+            self.store = store
+        elif self.staged is not None:
+            self.store = self.staged
+        else:
+            self.store = ResidentStore()
+            self.store.append(k, v)
+        built = [False] * len(lengths)
+        if not self.method.budget.is_everything:
+            built = self.index.build(k, lengths, ctx)
+        self.dense = [not ok or plan.k == 0 and plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+
+    def unpack(self) -> ResidentStore:
+        if isinstance(self.store, ResidentStore):
+            return self.store
+        assert self.store is not None
+        whole = ResidentStore()
+        keys, values = self.store.view()
+        whole.append(keys, values)
+        whole.lengths = list(self.store.lengths)
+        return whole
+
+    def candidates(self) -> tuple[Candidates, list[int]]:
+        """This step's candidates and local windows; the current token is already stored."""
+        assert self.store is not None
+        lo = self.method.n_sink
+        local = [
+            self.index.local(plan, length - 1) for plan, length in zip(self.plans, self.store.lengths, strict=True)
+        ]
+        hi = [max(lo, length - 1 - window) for length, window in zip(self.store.lengths, local, strict=True)]
+        k = [
+            top - lo if dense else min(plan.k, top - lo)
+            for top, plan, dense in zip(hi, self.plans, self.dense, strict=True)
+        ]
+        return Candidates(lo, hi, k, self.store.lengths), local
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        assert self.store is not None
+        self.store.append(k, v)
+        if not all(self.dense):
+            self.index.append(k, self.store.lengths, ctx)
+        cand, local = self.candidates()
+        lengths, lo = self.store.lengths, cand.lo
+        everything = all(a == b - lo for a, b in zip(cand.k, cand.hi, strict=True))
+        selection = None
+        if everything and isinstance(self.store, ResidentStore):
+            keys, values = self.store.view()
+            valid = row_mask(lengths, keys.shape[2], q.device)
+        else:
+            if max(cand.k) > 0:
+                if everything:
+                    selection = self._all(cand, q.device)
+                else:
+                    selection = self.index.select(q, cand, self.shape.h_kv, ctx)
+            recent = min(max(local) + 1, max(lengths))
+            sinks = min(lo, max(lengths)) if isinstance(self.store, ResidentStore) else lo
+            indices = None if selection is None else selection.indices
+            keys, values = self.store.read(sinks, indices, recent, self.shape.group)
+            valid = self._valid(sinks, selection, recent, cand, local, q.device)
+        out = attend_one(q, keys, values, ctx.scaling, valid)
+        if selection is not None and selection.share is not None and selection.mean is not None:
+            share = selection.share[:, None, :, None].to(out.dtype)
+            mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)
+            out = share * out + (1 - share) * mean
+        tokens = float(keys.shape[2]) if valid is None else float(valid.sum(-1, dtype=torch.float32).mean())
+        ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True)
+        for observer in ctx.cache.observers:
+            observer(self, Selected(lo, None if selection is None else selection.indices, cand, local, q))
+        return out
+
+    @staticmethod
+    def _all(cand: Candidates, device: torch.device) -> Selection:
+        column = torch.arange(cand.lo, max(cand.hi), device=device)
+        inside = column[None] < torch.tensor(cand.hi, device=device)[:, None]
+        return Selection(torch.where(inside, column[None], -1)[:, None], padded=len(set(cand.hi)) > 1)
+
+    def _valid(
+        self,
+        sinks: int,
+        selection: Selection | None,
+        recent: int,
+        cand: Candidates,
+        local: list[int],
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        """(n, H, m) bool over [sinks | selected | recent]; None if every entry is a token of its own."""
+        lengths = cand.lengths
+        ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
+        indices = None if selection is None else selection.indices
+        settled = lengths[0] >= cand.lo + local[0] + 1 and recent == local[0] + 1  # else sinks and window overlap
+        if not ragged and settled and (selection is None or not selection.padded):
+            return None
+        ends = torch.tensor(lengths, device=device)[:, None]
+        windows = torch.tensor(local, device=device)[:, None]
+        n, heads = len(lengths), 1 if indices is None else indices.shape[1]
+        first = torch.arange(sinks, device=device)[None] < ends
+        position = ends - recent + torch.arange(recent, device=device)[None]
+        last = (position >= cand.lo) & (position >= ends - 1 - windows)
+        parts = [first[:, None].expand(n, heads, -1), last[:, None].expand(n, heads, -1)]
+        if indices is not None:
+            parts.insert(1, indices >= 0)
+        return torch.cat(parts, dim=2)
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        super().map_rows(index)
+        if self.store is not None and self.store is not self.staged:
+            self.store.map_rows(index)
+        self.index.map_rows(index)
+        rows = index.tolist()
+        self.plans = [self.plans[i] for i in rows] if self.plans else []
+        self.dense = [self.dense[i] for i in rows] if self.dense else []
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        tiers: dict[str, list[torch.Tensor]] = {}
+        for part in (super().tensors(), {} if self.store is None else self.store.tensors(), self.index.tensors()):
+            for tier, tensors in part.items():
+                tiers.setdefault(tier, []).extend(tensors)
+        return tiers
+
+
+@dataclass(kw_only=True)
+class RetrievalMethod(Method):
+    """Base of retrieval methods: sinks + local window + top-k of an index, over a store. A subclass writes make_index.
+
+    n_sink: first tokens always attended, outside a budget ratio. recent_ratio: share of the budget that is the local window.
+    store: resident (all on the device) or host (sinks and window on the device, the rest fetched). reduce: how the query
+    heads of a group agree, see selective.group.
+    """
+
+    stores: ClassVar[tuple[str, ...]] = ("resident", "host")
+    n_sink: int = 32
+    recent_ratio: float = 0.5
+    store: str = "resident"
+    reduce: str = "sum_softmax"
+
+    def validate(self) -> None:
+        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
+        self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a float in [0, 1]")
+        self.require_one_of("store", STORES)
+        if self.store not in self.stores:
+            raise NotBuilt(f"store={self.store}: not built yet; built are {', '.join(self.stores)}")
+        self.require_one_of("reduce", REDUCTIONS)
+
+    def check_budget(self) -> None:
+        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + 1:
+            raise NotApplicable(
+                f"budget={self.budget.tokens}: {self.name} needs more than {self.n_sink} sinks + 1 token"
+            )
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        return partition_plan(self.budget, s, self.n_sink, self.recent_ratio)
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> Index:
+        """The index of one layer."""
+        raise NotImplementedError
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> RetrievalLayer:
+        return RetrievalLayer(layer_idx, shape, self)

@@ -1,0 +1,51 @@
+"""Rotary positions outside the model's own forward: rotate, un-rotate, tables for other positions, plain queries.
+
+The rotation is the model's own function, found in the file that defines its attention, so partial and interleaved
+variants (GLM, Phi-3) need no case here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _rotation(module: nn.Module):  # the model family's apply_rotary_pos_emb(q, k, cos, sin)
+    return sys.modules[type(module).__module__].apply_rotary_pos_emb
+
+
+def rotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (n, heads, t, d) rotated by cos, sin (n or 1, t, rotary) as `module`'s attention would."""
+    return _rotation(module)(x, x, cos, sin)[0]
+
+
+def unrotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The inverse of `rotate`. Some families scale cos and sin by a factor a (attention scaling): R(-t) then leaves a^2."""
+    back = rotate(module, x, cos, -sin)
+    scale = (cos[..., :1] ** 2 + sin[..., :1] ** 2).unsqueeze(1)
+    rotary = cos.shape[-1]  # the leading dimensions of a head are rotated, the rest pass through
+    return torch.cat([back[..., :rotary] / scale, back[..., rotary:]], dim=-1)
+
+
+def tables(rotary: nn.Module, like: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin for `position_ids` (n, t) in the dtype of `like`, from the model's own rotary embedding."""
+    return rotary(like, position_ids=position_ids)
+
+
+def project_query(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Query heads before RoPE, (n, h, t, d), of hidden states (n, t, D) under `module`'s weights.
+
+    Handles a fused qkv projection (Phi-3) and a per-head query norm (Qwen3).
+    """
+    d = module.head_dim
+    if hasattr(module, "q_proj"):
+        q = module.q_proj(hidden)
+    else:
+        q = module.qkv_proj(hidden)[..., : module.config.num_attention_heads * d]
+    q = q.view(*hidden.shape[:-1], -1, d)
+    if hasattr(module, "q_norm"):
+        q = module.q_norm(q)
+    return q.transpose(1, 2)

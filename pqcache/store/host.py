@@ -1,0 +1,130 @@
+"""K and V on the host, with sinks and the local window on the model's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
+
+HOST = torch.device("cpu")
+_SLACK = STEP // 2  # the window is moved to the front of its buffer at most once in this many tokens
+
+
+class HostStore:
+    """Sinks (n, h_kv, n_sink, d) and a sliding window on the device; every other token in pinned host buffers.
+
+    Host row i is the token at position n_sink + i, from the moment it is seen: window tokens lie on both sides, so a token
+    that leaves the window costs no copy then. Each new token is written to the host once (`write_back`). On a machine
+    without an accelerator the same copies are made and counted, from memory to memory.
+    """
+
+    def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
+        self.n_sink = n_sink
+        self.window = window  # tokens always on the device besides the sinks: local window + the current token
+        self.moved = moved  # told (kind, bytes) for every copy between tiers; the ledger's `move`
+        self.lengths: list[int] = []
+        self.sinks: list[torch.Tensor] = []  # K, V
+        self.recent: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
+        self.columns = 0  # filled columns of `recent`
+        self.host: list[Buffer] = []  # K, V
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
+        """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1.
+
+        known: the store of the turns before, whose host rows are taken over instead of copied again.
+        """
+        self.lengths = list(lengths)
+        span = self.columns = min(self.window, self.length)
+        starts = [0] * len(self.lengths) if known is None else [max(0, n - self.n_sink) for n in known.lengths]
+        counts = [max(0, n - self.n_sink) - start for n, start in zip(self.lengths, starts, strict=True)]
+        for i, x in enumerate((k, v)):
+            sinks = x.new_zeros((*x.shape[:2], self.n_sink, x.shape[3]))
+            filled = min(self.n_sink, self.length)
+            sinks[:, :, :filled] = x[:, :, :filled]
+            recent = Buffer.like(x)
+            recent.reserve(round_up(self.window + _SLACK))
+            host = Buffer.like(x, device=HOST, pinned=True) if known is None else known.host[i]
+            host.reserve(max(a + b for a, b in zip(starts, counts, strict=True)) + 1)
+            for row, length in enumerate(self.lengths):
+                take = min(span, length)
+                recent.data[row, :, span - take : span] = x[row, :, length - take : length]
+                recent.data[row, :, : span - take] = 0  # a row shorter than the window: never undefined bytes
+                end = starts[row] + counts[row]
+                host.data[row, :, starts[row] : end] = x[row, :, self.n_sink + starts[row] : self.n_sink + end]
+            self.moved("prefill_offload", sum(counts) * x.shape[1] * x.shape[3] * x.element_size())
+            self.sinks.append(sinks)
+            self.recent.append(recent)
+            self.host.append(host)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Add one token to every row: k, v (n, h_kv, 1, d)."""
+        if self.columns == self.recent[0].capacity:
+            for recent in self.recent:
+                recent.data[:, :, : self.window] = recent.data[:, :, self.columns - self.window :].clone()
+            self.columns = self.window
+        starts = [length - self.n_sink for length in self.lengths]
+        for x, sinks, recent, host in zip((k, v), self.sinks, self.recent, self.host, strict=True):
+            recent.data[:, :, self.columns : self.columns + 1] = x
+            if min(starts) >= 0:
+                host.write(x.to(HOST, non_blocking=True), starts, [1] * len(starts))
+            else:  # a prompt shorter than the sinks: its first generated tokens become sinks
+                host.reserve(max(starts) + 1)
+                for row, start in enumerate(starts):
+                    if start < 0:
+                        sinks[row, :, self.lengths[row]] = x[row, :, 0]
+                    else:
+                        host.data[row, :, start] = x[row, :, 0]
+            self.moved("write_back", sum(start >= 0 for start in starts) * x[0].numel() * x.element_size())
+        self.columns += 1
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens streamed to the device: (n, h_kv, length, d). For a new turn's exact attention."""
+        out = []
+        for sinks, host in zip(self.sinks, self.host, strict=True):
+            rows = host.view(max(0, self.length - self.n_sink))
+            self.moved("extend_fetch", rows.numel() * rows.element_size())
+            out.append(torch.cat([sinks, rows.to(sinks.device, non_blocking=True)], dim=2)[:, :, : self.length])
+        return out[0], out[1]
+
+    def read(
+        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V of [first `sinks` | `indices` (n, H, k) | last `recent`] tokens; only `indices` cross from the host."""
+        if recent > self.columns or sinks != self.n_sink:
+            raise ValueError(
+                f"host store holds {self.n_sink} sinks and a window of {self.columns} tokens on the device"
+            )
+        out = []
+        h_kv = self.sinks[0].shape[1]
+        real = 0 if indices is None else int((indices >= 0).sum()) * (h_kv if indices.shape[1] == 1 else 1)
+        for sink, window, host in zip(self.sinks, self.recent, self.host, strict=True):
+            always = [sink, window.data[:, :, self.columns - recent : self.columns]]
+            if indices is not None:
+                rows = take_tokens(host.data, (indices.to(HOST) - self.n_sink), group)
+                self.moved("fetch", real * rows.shape[-1] * rows.element_size())
+                always.insert(1, rows.to(sink.device, non_blocking=True))
+            if always[1].shape[1] != h_kv:  # one choice per query head: the shared parts follow
+                always = [x if x.shape[1] != h_kv else x.repeat_interleave(group, dim=1) for x in always]
+            out.append(torch.cat(always, dim=2))
+        return out[0], out[1]
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if not self.sinks:
+            return
+        self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
+        for buffer in (*self.recent, *self.host):
+            buffer.map_rows(index)
+        self.lengths = [self.lengths[i] for i in index.tolist()]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {
+            "device": [*self.sinks, *(b.data for b in self.recent)],
+            "host": [b.data for b in self.host],
+        }
