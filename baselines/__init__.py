@@ -1,0 +1,1 @@
+"""KV-cache methods other than PQCache, one file each."""

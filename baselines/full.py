@@ -1,0 +1,20 @@
+"""Full: the whole KV cache, kept and attended; the reference of every comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pqcache.selective.layer import DenseLayer
+from pqcache.selective.method import Method, ModelShape
+
+
+@dataclass(kw_only=True)
+class Full(Method):
+    """Keeps every token and attends to every token. Ignores the budget."""
+
+    name: ClassVar[str] = "full"
+    ignores_budget: ClassVar[bool] = True
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> DenseLayer:
+        return DenseLayer(layer_idx, shape)

@@ -1,0 +1,34 @@
+"""Int8: every token kept in 8 bits, a baseline without selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pqcache.selective.method import ModelShape
+from pqcache.selective.quantization import QuantizationMethod
+from pqcache.store.coded import Codec, ExactCodec, TokenCodec
+
+
+@dataclass(kw_only=True)
+class Int8(QuantizationMethod):
+    """Asymmetric 8-bit codes with one (step, minimum) pair of fp16 per token and KV head, for K and for V.
+
+    bits: 8, or 16 for the no-op. residual: newest tokens kept exact. Ignores the budget: a token costs
+    2 h_kv (d + 4) bytes per layer instead of 4 h_kv d at 16 bits, whatever the ratio.
+    """
+
+    name: ClassVar[str] = "int8"
+
+    bits: int = 8
+
+    def validate(self) -> None:
+        self.require("bits", self.bits in (8, 16), "8 or 16")
+        self.require("residual", self.residual >= 0, "an int >= 0")
+
+    def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:
+        return ExactCodec() if self.bits == 16 else TokenCodec(self.bits)
+
+    @classmethod
+    def noop(cls, **hyper: Any) -> Self:
+        return cls(**{"bits": 16, **hyper})

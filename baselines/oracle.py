@@ -1,0 +1,51 @@
+"""Oracle: exact top-k attention, the upper bound of retrieval at a budget (PQCache, arXiv 2407.12820, section 4.1.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import ModelShape
+from pqcache.selective.retrieval import SCOPES, Index, RetrievalMethod
+
+
+class ExactIndex(Index):
+    """Scores by the keys themselves. With a resident store it reads the store's own keys and keeps nothing."""
+
+    def __init__(self, layer_idx: int, method: Oracle) -> None:
+        self.layer_idx = layer_idx
+        self.reduce, self.scope = method.reduce, method.scope
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        layer = ctx.cache.layers[self.layer_idx]
+        keys = layer.store.view()[0][:, :, lo:hi]
+        n, h, _, d = q.shape
+        grouped = q.view(n, keys.shape[1], -1, d).float()
+        return (grouped @ keys.float().transpose(-1, -2)).view(n, h, -1) * ctx.scaling
+
+
+@dataclass(kw_only=True)
+class Oracle(RetrievalMethod):
+    """Ranks the candidates by their exact attention weight, summed over a group's query heads, per KV head.
+
+    scope: what the softmax is taken over before ranking: "all" past tokens (the published code) or the "candidates" only.
+    A reference, not a system: everything stays on the device.
+
+    Deviations: the current token is attended on top of the local window, as for every other method here; the published code
+    counts it inside and so attends to one token fewer.
+    """
+
+    name: ClassVar[str] = "oracle"
+    stores: ClassVar[tuple[str, ...]] = ("resident",)
+
+    scope: str = "all"
+
+    def validate(self) -> None:
+        super().validate()
+        self.require_one_of("scope", SCOPES)
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> ExactIndex:
+        return ExactIndex(layer_idx, self)

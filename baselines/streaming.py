@@ -1,0 +1,130 @@
+"""StreamingLLM: attention sinks and a recent window, nothing in between (Xiao et al., arXiv 2309.17453, section 3.2)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pqcache.selective import rope
+from pqcache.selective.budget import Plan, partition_plan
+from pqcache.selective.eviction import EvictionLayer, EvictionMethod
+from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.store.resident import ResidentStore
+
+_NEVER = torch.iinfo(torch.int32).max  # a position later than any
+MODES = ("static", "dynamic", "rolling")
+
+
+@dataclass(kw_only=True)
+class StreamingLLM(EvictionMethod):
+    """Keeps the first n_sink tokens and the most recent ones.
+
+    mode: "static" prunes once, after the prompt, and then grows; "dynamic" also drops the oldest non-sink token for each
+    generated one; "rolling" is dynamic with positions counted inside the cache, as published: keys are stored before RoPE
+    and rotated by their rank at every step.
+    n_sink: None takes 32 under the aligned protocol (on top of a budget ratio, as for the other methods), 4 under the paper's
+    (inside the budget).
+
+    Deviations: the default mode is static, so that generated tokens are kept as they are by the retrieval methods.
+    """
+
+    name: ClassVar[str] = "streaming"
+
+    n_sink: int | None = None
+    mode: str = "static"
+
+    def validate(self) -> None:
+        if self.n_sink is None:
+            self.n_sink = 32 if self.protocol == "aligned" else 4
+        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
+        self.require_one_of("mode", MODES)
+
+    def check_budget(self) -> None:
+        assert self.n_sink is not None
+        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink:
+            raise NotApplicable(
+                f"budget={self.budget.tokens}: streaming needs more tokens than its {self.n_sink} sinks"
+            )
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.mode != "static"
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        assert self.n_sink is not None
+        if self.protocol == "aligned":
+            return partition_plan(self.budget, s, self.n_sink, recent_ratio=1.0)
+        total = self.budget.total(s)
+        sinks = min(self.n_sink, s)
+        return Plan(sinks=sinks, local=min(s - sinks, max(1, total - sinks)), k=0)
+
+    def capacity(self, plan: Plan) -> int:
+        return sys.maxsize if self.budget.is_everything else super().capacity(plan)
+
+    def victim(self, layer: EvictionLayer) -> torch.Tensor:
+        """Each row's oldest token after the sinks."""
+        assert layer.positions is not None and self.n_sink is not None
+        position = layer.positions.view(layer.store.length)
+        candidates = position.masked_fill(position < self.n_sink, _NEVER)
+        valid = row_mask(layer.store.lengths, position.shape[2], position.device)
+        return (candidates if valid is None else candidates.masked_fill(~valid, _NEVER)).argmin(-1)
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> EvictionLayer:
+        return (RollingLayer if self.mode == "rolling" else EvictionLayer)(layer_idx, shape, self)
+
+
+class RollingLayer(EvictionLayer):
+    """Stores keys before RoPE after the prompt; every query and key is rotated by its rank in the cache."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.by_rank = False  # staged keys carry ranks (a later turn), not the model's positions
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        if not ctx.step.first and self.positions is not None:
+            held = self.staged.lengths if self.staged is not None else self.store.lengths
+            at = torch.tensor(held, device=q.device)[:, None] + torch.arange(q.shape[2], device=q.device)
+            q, k = self._moved(q, at, ctx), self._moved(k, at, ctx)
+            self.by_rank = True
+        return super().prefill(q, k, v, mask, ctx)
+
+    def unpack(self) -> ResidentStore:
+        store = super().unpack()
+        if self.positions is not None:
+            assert store.k is not None and self.module is not None and self.rotary is not None
+            rank = torch.arange(store.k.capacity, device=store.k.data.device)[None]
+            store.k.data = rope.rotate(self.module, store.k.data, *rope.tables(self.rotary, store.k.data, rank))
+        return store
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        self.module, self.rotary = ctx.module, ctx.rotary
+        at = torch.arange(k.shape[2], device=k.device)[None]
+        if not self.by_rank and ctx.position_ids is not None:  # a caller may count padding columns as positions
+            last = torch.tensor(ctx.step.total, device=k.device)[:, None] - 1
+            at = at + ctx.position_ids[:, -1:] - last
+        super().settle(rope.unrotate(ctx.module, k, *rope.tables(ctx.rotary, k, at)), v, lengths, ctx)
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        super().add(rope.unrotate(ctx.module, k, ctx.cos, ctx.sin), v, ctx)
+
+    def rotated(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert self.positions is not None
+        keys, values = self.store.view()
+        position = self.positions.view(keys.shape[2])[:, 0]  # the same for all heads
+        valid = row_mask(self.store.lengths, position.shape[1], q.device)
+        if valid is not None:
+            position = position.masked_fill(~valid[:, 0], _NEVER)
+        rank = position.argsort(-1).argsort(-1)
+        newest = torch.tensor(self.store.lengths, device=q.device)[:, None] - 1
+        keys = rope.rotate(ctx.module, keys, *rope.tables(ctx.rotary, keys, rank))
+        return self._moved(q, newest, ctx), keys, values
+
+    def _moved(self, x: torch.Tensor, at: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """x (n, heads, t, d), rotated by the model's positions, rotated by `at` (n, t) instead."""
+        return rope.rotate(ctx.module, rope.unrotate(ctx.module, x, ctx.cos, ctx.sin), *rope.tables(ctx.rotary, x, at))

@@ -1,0 +1,104 @@
+"""Batched K-Means: all groups of a layer (rows x KV heads x sub-spaces) at once, Lloyd with re-seeding of empty clusters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
+
+
+class KMeansResult(NamedTuple):
+    """centroids (G, C, d) fp32, codes (G, N) int64 = nearest centroid, rounds = updates really done (the slowest group's)."""
+
+    centroids: torch.Tensor
+    codes: torch.Tensor
+    rounds: int
+
+
+def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nearest centroid by squared L2, ties to the lowest index: codes (G, N) int64 and distance without |x|^2 (G, N).
+
+    x (G, N, d), centroids (G, C, d), fp32.
+    """
+    g, n, _ = x.shape
+    c = centroids.shape[1]
+    norms = centroids.square().sum(-1)[:, None]  # (G, 1, C)
+    rows = max(1, _CHUNK // max(1, g * c))
+    codes, best = [], []
+    for block in x.split(rows, dim=1):
+        distance = torch.baddbmm(norms.expand(-1, block.shape[1], -1), block, centroids.transpose(1, 2), alpha=-2)
+        value, index = distance.min(-1)
+        codes.append(index)
+        best.append(value)
+    return torch.cat(codes, 1), torch.cat(best, 1)
+
+
+def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:
+    """`clusters` distinct positions out of n, uniform without replacement; the same for every group of a request."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(n, generator=generator)[:clusters]
+
+
+def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4) -> KMeansResult:
+    """Lloyd's algorithm on x (G, N, d) from centroids init (G, C, d), each group on its own; at most `max_iter` rounds.
+
+    A group stops when its assignment no longer changes, or when its centroids move by no more than
+    tol * mean_d Var(x_d) in total (squared). Empty clusters take the points farthest from their centroids, which leave their
+    old clusters (scikit-learn's rule, which the published system runs). Codes always belong to the returned centroids.
+    """
+    x = x.float()
+    centroids = init.float().clone()
+    g, n, _ = x.shape
+    limit = tol * x.var(1, correction=0).mean(-1)  # (G,)
+    active = torch.arange(g, device=x.device)  # groups still moving
+    codes = torch.full((g, n), -1, dtype=torch.long, device=x.device)
+    rounds = 0
+    for _ in range(max_iter):
+        points = x if len(active) == g else x[active]
+        new_codes, partial = assign(points, centroids[active])
+        same = (new_codes == codes[active]).all(1)
+        codes[active] = new_codes
+        if bool(same.all()):
+            return KMeansResult(centroids, codes, rounds)
+        updated = _means(points, new_codes, partial, centroids[active])
+        shift = (updated - centroids[active]).square().sum((1, 2))
+        # a group whose labels are stable keeps the centroids those labels belong to
+        centroids[active] = torch.where(same[:, None, None], centroids[active], updated)
+        rounds += 1
+        active = active[~same & (shift > limit[active])]
+        if len(active) == 0:
+            break
+    return KMeansResult(centroids, assign(x, centroids)[0], rounds)
+
+
+def _means(x: torch.Tensor, codes: torch.Tensor, partial: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Mean of each cluster's members, empty clusters re-seeded: (G, C, d)."""
+    g, n, d = x.shape
+    c = old.shape[1]
+    flat = (codes + torch.arange(g, device=x.device)[:, None] * c).reshape(-1)
+    sums = torch.zeros(g * c, d, device=x.device).index_add_(0, flat, x.reshape(-1, d)).view(g, c, d)
+    counts = torch.bincount(flat, minlength=g * c).view(g, c)
+    empty = counts == 0
+    if bool(empty.any()):
+        for group in empty.any(1).nonzero()[:, 0].tolist():
+            _reseed(x[group], codes[group], partial[group], sums[group], counts[group])
+    return torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], old)
+
+
+def _reseed(
+    x: torch.Tensor, codes: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Give each empty cluster of one group the point farthest from its own centroid; sums and counts change in place."""
+    distance = partial + x.square().sum(-1)
+    empty = (counts == 0).nonzero()[:, 0]
+    if float(distance.max()) <= 0:  # every point lies on a centroid: nothing to gain
+        return
+    farthest = distance.topk(min(len(empty), len(x))).indices
+    for cluster, point in zip(empty.tolist(), farthest.tolist(), strict=False):
+        old = int(codes[point])
+        sums[old] -= x[point]
+        counts[old] -= 1
+        sums[cluster] = x[point]
+        counts[cluster] = 1

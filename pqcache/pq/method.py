@@ -1,0 +1,149 @@
+"""PQCache: retrieve the tokens whose product-quantized keys score highest (Zhang et al., arXiv 2407.12820, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from pqcache.pq import codebook
+from pqcache.pq.kmeans import initial_positions, kmeans
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import ModelShape, NotBuilt
+from pqcache.selective.retrieval import Index, RetrievalMethod
+from pqcache.store.buffer import Buffer
+
+_REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
+
+
+class PQIndex(Index):
+    """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i."""
+
+    def __init__(self, method: PQCache) -> None:
+        self.method = method
+        self.reduce = method.reduce
+        self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
+        self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
+        self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
+
+    def build(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        method, home = self.method, k.device
+        where = torch.device(method.kmeans_device if method.kmeans_device != "auto" else home)
+        keys = k[:, :, method.n_sink :]
+        counts = [max(0, length - method.n_sink) for length in lengths]
+        if self.codes is not None and all(
+            old > 0 and count <= old * (1 + _REFIT) for old, count in zip(self.fitted, counts, strict=True)
+        ):
+            self._encode(keys, counts)
+            return [True] * len(counts)
+        n, h_kv, _, d = keys.shape
+        c, sub = 2**method.b, d // method.m
+        dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
+        centroids = torch.zeros((n, h_kv, method.m, c, sub), dtype=dtype, device=home)
+        rounds = 0
+        # rows of one length are clustered together; the result of a row never depends on its neighbours
+        for count in sorted(set(counts)):
+            rows = [r for r, other in enumerate(counts) if other == count]
+            if count <= c:  # fewer keys than centroids: nothing to compress, the row stays dense
+                continue
+            points = codebook.split(keys[rows, :, :count].to(where), method.m)
+            init = points[:, initial_positions(count, c, method.kmeans_seed).to(where)]
+            result = kmeans(points, init, int(method.max_iter), method.tol)
+            rounds = max(rounds, result.rounds)
+            centroids[rows] = result.centroids.view(len(rows), h_kv, method.m, c, sub).to(home, dtype)
+        self.centroids = centroids
+        self.fitted = [count if count > c else 0 for count in counts]
+        self.codes = Buffer(n, h_kv * method.m, (), torch.uint8 if method.b <= 8 else torch.int16, home)
+        self._encode(keys, counts)
+        if where.type != home.type:
+            moved = centroids.numel() * centroids.element_size()
+            ctx.cache.ledger.move("index_upload", moved)
+        ledger = ctx.cache.ledger
+        ledger.facts["kmeans_rounds"] = max(rounds, ledger.facts.get("kmeans_rounds", 0))
+        return [fitted > 0 for fitted in self.fitted]
+
+    def _encode(self, keys: torch.Tensor, counts: list[int]) -> None:
+        """Codes of all keys (n, h_kv, t, d) after the sinks, row r's first counts[r] being real."""
+        assert self.centroids is not None and self.codes is not None
+        codes = codebook.encode(keys[:, :, : max(counts)], self.centroids)
+        self.codes.write(
+            codes.flatten(1, 2).to(self.codes.data.dtype), [0] * len(counts), [codes.shape[-1]] * len(counts)
+        )
+
+    def append(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """The new token gets its codes at once; it is ranked once it has left the local window."""
+        assert self.centroids is not None and self.codes is not None
+        codes = codebook.encode(k, self.centroids).flatten(1, 2).to(self.codes.data.dtype)
+        starts = [length - 1 - self.method.n_sink for length in lengths]
+        if min(starts) >= 0:
+            self.codes.write(codes, starts, [1] * len(starts))
+            return
+        for row, start in enumerate(starts):  # a short row beside indexed ones: it is dense, its sinks are not coded
+            if start >= 0:
+                self.codes.reserve(start + 1)
+                self.codes.data[row, :, start] = codes[row, :, 0]
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        assert self.centroids is not None and self.codes is not None
+        sink = self.method.n_sink
+        n, h_kv, m = self.centroids.shape[:3]
+        codes = self.codes.data[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1)
+        return codebook.score(q, codes, self.centroids) * ctx.scaling
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.centroids is None or self.codes is None:
+            return
+        self.centroids = self.centroids.index_select(0, index.to(self.centroids.device))
+        self.codes.map_rows(index)
+        self.fitted = [self.fitted[i] for i in index.tolist()]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        if self.centroids is None or self.codes is None:
+            return {}
+        return {"device": [self.centroids, self.codes.data]}
+
+
+@dataclass(kw_only=True)
+class PQCache(RetrievalMethod):
+    """m: sub-spaces per key (must divide the head dimension). b: bits per code, 2^b centroids per sub-space. max_iter: K-Means
+    rounds, or "adaptive" (section 3.3). tol, kmeans_seed, kmeans_device: of the K-Means. Others: see RetrievalMethod.
+
+    Candidates are ranked by softmax over the candidates per query head, summed over the group; centroids stay as the prompt
+    left them, later keys take the nearest one.
+
+    Deviations from the released code, each for correctness: K-Means sees every key after the sinks (not stale rows), a token's
+    codes are its own, all layers advance together, scores are fp32, codes are uint8 and only new ones are written, prompts too
+    short for an index stay dense. Prompt tokens in the local window are on the host as well, so that leaving it costs nothing.
+    """
+
+    name: ClassVar[str] = "pqcache"
+
+    m: int = 2
+    b: int = 6
+    max_iter: int | str = 5
+    tol: float = 1e-4
+    kmeans_seed: int = 4321
+    kmeans_device: str = "cpu"
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
+        self.require("b", 1 <= self.b <= 12, "an int in 1..12")
+        if self.max_iter == "adaptive":
+            raise NotBuilt(
+                "max_iter=adaptive: not built yet (it needs a profile of this machine); give a number of rounds"
+            )
+        self.require("max_iter", isinstance(self.max_iter, int) and self.max_iter >= 1, "an int >= 1 or adaptive")
+        self.require("tol", self.tol >= 0, "a float >= 0")
+        self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
+        if self.kmeans_device == "cuda":
+            self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        d = ModelShape.of(config).d
+        self.require("m", d % self.m == 0, f"a divisor of the head dimension {d}")
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> PQIndex:
+        return PQIndex(self)
