@@ -1,0 +1,51 @@
+"""Shared by all tests: few threads, no network, and the offline test data where it is present.
+
+Tests marked `shared` read real data (essays, judge scores) that is not part of the repository. It is looked for in
+`$PQCACHE_TEST_DATA`, then in `shared/data` beside the checkout; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Set before any test module imports the libraries that read them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def _data_folder() -> Path | None:
+    named = os.environ.get("PQCACHE_TEST_DATA")
+    folder = Path(named) if named else REPO.parent / "shared" / "data"
+    return folder if folder.is_dir() else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason="no offline test data (PQCACHE_TEST_DATA)")
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("shared") and _data_folder() is None:
+            item.add_marker(missing)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    folder = _data_folder()
+    if folder is None:
+        pytest.skip("no offline test data (PQCACHE_TEST_DATA)")
+    return folder

@@ -1,0 +1,89 @@
+"""The table that joins a method or an architecture to every invariant: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    Glm4Config,
+    GlmConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from baselines.full import Full
+from baselines.int8 import Int8
+from baselines.oracle import Oracle
+from baselines.streaming import StreamingLLM
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SMALL),
+    "llama-mha": lambda: LlamaConfig(**{**_SMALL, "num_key_value_heads": 4}),
+    "mistral": lambda: MistralConfig(**_SMALL, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**_SMALL),
+    "qwen3": lambda: Qwen3Config(**_SMALL, head_dim=32),
+    "phi3": lambda: Phi3Config(**_SMALL),
+    "glm": lambda: GlmConfig(**_SMALL, head_dim=16),
+    "glm4": lambda: Glm4Config(**_SMALL, head_dim=16),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method under one setting: `make(budget=...)` at a tight budget, `noop()` where it must equal dense attention."""
+
+    cls: type[Method]
+    hyper: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.cls.name, *(str(v) for v in self.hyper.values())])
+
+    def close(self, actual: torch.Tensor, expected: torch.Tensor, message: str = "") -> None:
+        """Equal up to the rounding of float64; keys that are un-rotated and rotated again carry the fp32 tables' rounding."""
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if "rolling" in self.hyper.values() else {}
+        torch.testing.assert_close(actual, expected, msg=lambda m: f"{message} {m}", **tolerance)
+
+    def make(self, **extra: Any) -> Method:
+        return self.cls(**{"budget": Budget(ratio=0.25), **self.hyper, **extra})
+
+    def noop(self, **extra: Any) -> Method:
+        return self.cls.noop(**{**self.hyper, **extra})
+
+
+# 8 sinks and 4-bit codes: the prompts of these tests are short.
+CASES = [
+    Case(Full),
+    Case(Oracle, {"n_sink": 8}),
+    Case(Oracle, {"n_sink": 8, "scope": "candidates", "reduce": "none"}),
+    Case(PQCache, {"n_sink": 8, "b": 4}),
+    Case(PQCache, {"n_sink": 8, "b": 4, "store": "host"}),
+    Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none"}),
+    Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
+    Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
+    Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
+    Case(Int8),
+    Case(Int8, {"residual": 5}),
+]

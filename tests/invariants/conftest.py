@@ -1,0 +1,46 @@
+"""Small random models in float64, so that equality of two code paths is not blurred by rounding."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.invariants.cases import ARCHITECTURES, CASES, Case
+
+
+@functools.cache
+def build(architecture: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # the default start attends almost evenly, and every selection would look alike
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Matrices of 64 columns gain nothing from a second thread, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(request.param)
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return build("llama")
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.id)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param

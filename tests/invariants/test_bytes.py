@@ -1,0 +1,130 @@
+"""Kept bytes equal the closed form, counted from storages; evicted tensors are really gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.full import Full
+from baselines.int8 import Int8
+from baselines.oracle import Oracle
+from baselines.streaming import StreamingLLM
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective.ledger import unique_bytes
+from tests.invariants.drive import Session, tokens
+
+S, STEPS = 1000, 10
+LAYERS, H_KV, D, ITEM = 3, 2, 16, 8  # the small llama in float64
+
+
+def capacity(n: int) -> int:
+    """Buffers grow in steps of 256 tokens."""
+    return -(-n // 256) * 256
+
+
+def kv(n: int) -> int:
+    """K and V of n tokens in one layer."""
+    return 2 * H_KV * n * D * ITEM
+
+
+def pq_index(n_sink: int, m: int, b: int) -> int:
+    """fp32 centroids and one byte per code and sub-space."""
+    return H_KV * 2**b * D * 4 + H_KV * m * capacity(S + STEPS - n_sink)
+
+
+WINDOW = 484 // 4  # (1000 - 32) * 0.25 // 2, the local window at budget 0.25
+CASES: list[tuple[Method, dict[str, int]]] = [
+    (Full(), {"device": kv(capacity(S + STEPS))}),
+    (Oracle(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS))}),
+    (PQCache(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + pq_index(32, 2, 6)}),
+    (
+        PQCache(budget=Budget(ratio=0.25), store="host", m=4, b=5),
+        {"device": kv(32) + kv(capacity(121 + 1 + 128)) + pq_index(32, 4, 5), "host": kv(capacity(S + STEPS - 32))},
+    ),
+    # kept K and V, and an int32 position per token and KV head
+    (
+        StreamingLLM(budget=Budget(ratio=0.25)),
+        {"device": kv(capacity(32 + 242 + STEPS)) + H_KV * 4 * capacity(32 + 242 + STEPS)},
+    ),
+    (
+        StreamingLLM(budget=Budget(ratio=0.2), mode="rolling", n_sink=4),
+        {"device": kv(capacity(4 + 199 + 1)) + H_KV * 4 * capacity(4 + 199 + 1)},
+    ),
+    (Int8(), {"device": 2 * H_KV * capacity(S + STEPS) * (D + 2 * 2)}),
+    (Int8(residual=7), {"device": 2 * H_KV * capacity(S + STEPS - 7) * (D + 2 * 2) + kv(7)}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("method", "expected"), CASES, ids=lambda x: x.name if isinstance(x, Method) else "")
+@pytest.mark.parametrize("chunk", [None, 256])
+def test_resident_bytes_equal_the_closed_form(
+    llama: PreTrainedModel, method: Method, expected: dict[str, int], chunk: int | None
+) -> None:
+    cache = SelectiveCache(llama, method)
+    with attach(llama):
+        session = Session(llama, cache, [tokens(S, 1)], chunk)
+        for token in tokens(STEPS, 2):
+            session.step([token])
+    assert cache.resident_bytes() == {tier: LAYERS * nbytes for tier, nbytes in expected.items()}
+
+
+@torch.no_grad()
+def test_every_tensor_a_cache_holds_is_counted(llama: PreTrainedModel) -> None:
+    """Walk all attributes of all layers: a tensor outside `tensors()` would be memory nobody reports."""
+    for method, _ in CASES:
+        cache = SelectiveCache(llama, method)
+        with attach(llama):
+            session = Session(llama, cache, [tokens(S, 1)])
+            session.step([5])
+        for layer in cache.layers:
+            counted = {t.untyped_storage().data_ptr() for part in layer.tensors().values() for t in part}
+            assert {t.untyped_storage().data_ptr() for t in _walk(layer, set()) if t.numel()} <= counted, method.name
+
+
+def _walk(thing: object, seen: set[int]) -> list[torch.Tensor]:
+    if id(thing) in seen or isinstance(thing, SelectiveCache | torch.nn.Module | Method):
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        children = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        children = list(thing)
+    else:
+        children = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    return [tensor for child in children for tensor in _walk(child, seen)]
+
+
+@torch.no_grad()
+def test_evicted_tokens_free_memory(llama: PreTrainedModel) -> None:
+    """Streaming at 0.1 holds a tenth of what the full cache holds, and no hidden reference keeps the rest."""
+    held = {}
+    for method in (Full(), StreamingLLM(budget=Budget(ratio=0.1), n_sink=4)):
+        cache = SelectiveCache(llama, method)
+        with attach(llama):
+            session = Session(llama, cache, [tokens(4000, 1)])
+            session.step([5])
+        held[method.name] = unique_bytes(t for layer in cache.layers for t in _walk(layer, set()))
+    assert held["streaming"] < 0.15 * held["full"]
+
+
+@torch.no_grad()
+def test_moved_bytes_equal_the_closed_forms(llama: PreTrainedModel) -> None:
+    """Host store, budget 0.2, s = 1000: 97 candidates fetched per step, one token written back, the prompt moved once."""
+    cache = SelectiveCache(llama, PQCache(budget=Budget(ratio=0.2), store="host"))
+    with attach(llama):
+        session = Session(llama, cache, [tokens(S, 1)])
+        assert cache.ledger.moved["prefill_offload"] == LAYERS * kv(S - 32)
+        for token in tokens(STEPS, 2):
+            session.step([token])
+    k = 193 - 96  # floor(968 * 0.2) = 193 tokens, 96 of them the window
+    assert cache.ledger.bytes_per_step() == {
+        "selection": 0.0,  # codes and centroids are resident
+        "demand_fetch": LAYERS * kv(k),
+        "refill": 0.0,
+        "write_back": LAYERS * kv(1),
+    }

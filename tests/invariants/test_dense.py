@@ -1,0 +1,79 @@
+"""Every method's no-op setting equals the stock cache, on every architecture, through forward, generate and beam search."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from pqcache.selective import SelectiveCache, attach
+from tests.invariants.cases import Case
+from tests.invariants.drive import Session, logits, tokens
+
+STEPS = [[t] for t in tokens(24, 9)]
+
+
+def test_noop_equals_dense(model: PreTrainedModel, case: Case) -> None:
+    prompt = [tokens(90, 1)]
+    case.close(logits(model, case.noop(), prompt, STEPS), logits(model, None, prompt, STEPS))
+
+
+def test_tight_budget_changes_something(llama: PreTrainedModel, case: Case) -> None:
+    """The other tests compare paths of one method: a method that did nothing at all would pass them."""
+    if case.cls.name == "full":
+        return
+    prompt = [tokens(90, 1)]
+    difference = (logits(llama, case.make(), prompt, STEPS) - logits(llama, None, prompt, STEPS)).abs().amax((0, 2))
+    assert difference[0] < 1e-6  # the first token comes from exact prefill attention
+    assert difference[1:].min() > 1e-4
+
+
+def test_generate_equals_stock(model: PreTrainedModel, case: Case) -> None:
+    ids = torch.tensor([tokens(60, 2), tokens(60, 3)])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(ids, **options)
+    with attach(model):
+        ours = model.generate(ids, past_key_values=SelectiveCache(model, case.noop()), **options)
+    assert torch.equal(stock, ours)
+
+
+def test_generate_with_left_padding_and_beams_equals_stock(llama: PreTrainedModel, case: Case) -> None:
+    ids = torch.tensor([[0] * 20 + tokens(40, 4), tokens(60, 5)])
+    options = {
+        "attention_mask": (ids != 0).long(),
+        "num_beams": 3,
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
+    stock = llama.generate(ids, **options)
+    with attach(llama):
+        ours = llama.generate(ids, past_key_values=SelectiveCache(llama, case.noop()), **options)
+    assert torch.equal(stock, ours)
+
+
+def test_generate_in_prefill_chunks(llama: PreTrainedModel, case: Case) -> None:
+    """`generate` with chunks needs the prompt's length told; the result is that of one block."""
+    ids = torch.tensor([tokens(70, 6)])
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    with attach(llama):
+        whole = llama.generate(ids, past_key_values=SelectiveCache(llama, case.make()), **options)
+        cache = SelectiveCache(llama, case.make())
+        cache.begin([70])
+        chunked = llama.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
+    assert torch.equal(whole, chunked)
+
+
+def test_second_turn_of_noop_equals_stock(model: PreTrainedModel, case: Case) -> None:
+    def run(cache):
+        session = Session(model, cache, [tokens(50, 7)])
+        out = [session.step([t]) for t in tokens(3, 8)]
+        out.append(session.turn([tokens(25, 9)]))
+        out += [session.step([t]) for t in tokens(6, 10)]
+        assert cache.get_seq_length() == 50 + 3 + 25 + 6
+        return torch.stack(out)
+
+    with torch.no_grad():
+        stock = run(DynamicCache(config=model.config))
+        with attach(model):
+            ours = run(SelectiveCache(model, case.noop()))
+    case.close(ours, stock)

@@ -1,0 +1,111 @@
+"""A method's result does not depend on how the work arrives: chunks, batches, padding, beams, earlier requests."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from pqcache.selective import Budget, SelectiveCache, attach
+from tests.invariants.cases import Case
+from tests.invariants.drive import Session, logits, tokens
+
+STEPS = tokens(30, 20)  # more than the local window of most prompts here
+
+
+def test_chunked_prefill_equals_one_block(model: PreTrainedModel, case: Case) -> None:
+    prompt, steps = [tokens(90, 21)], [[t] for t in STEPS]
+    whole = logits(model, case.make(), prompt, steps)
+    case.close(logits(model, case.make(), prompt, steps, chunk=17), whole)
+
+
+def test_prompt_token_by_token_equals_one_block(llama: PreTrainedModel, case: Case) -> None:
+    """A block of one token is prefill as long as the prompt has not ended."""
+    prompt, steps = [tokens(60, 22)], [[t] for t in STEPS[:6]]
+    case.close(logits(llama, case.make(), prompt, steps, chunk=1), logits(llama, case.make(), prompt, steps))
+
+
+def test_padded_rows_equal_single_rows(model: PreTrainedModel, case: Case) -> None:
+    """Rows of very different length: shorter than the sinks, too short for an index, long."""
+    rows = [tokens(n, 30 + n) for n in (90, 41, 6, 1)]
+    steps = [[(t + r) % 100 + 5 for r in range(len(rows))] for t in STEPS]
+    for chunk in (None, 23):
+        batch = logits(model, case.make(), rows, steps, chunk=chunk)
+        for r, row in enumerate(rows):
+            single = logits(model, case.make(), [row], [[column[r]] for column in steps])
+            case.close(batch[r : r + 1], single, f"row {r}, chunk {chunk}:")
+
+
+def test_token_budget_in_a_padded_batch(llama: PreTrainedModel, case: Case) -> None:
+    rows = [tokens(100, 40), tokens(50, 41)]
+    steps = [[t, t + 1] for t in STEPS]
+    method = case.make(budget=Budget(tokens=64))
+    batch = logits(llama, method, rows, steps)
+    for r, row in enumerate(rows):
+        case.close(batch[r : r + 1], logits(llama, method, [row], [[column[r]] for column in steps]))
+
+
+@torch.no_grad()
+def test_reordered_rows_equal_rows_alone(llama: PreTrainedModel, case: Case) -> None:
+    """Beam search: after any reorder, each row continues as the row it came from would have."""
+    rows = [tokens(80, 50), tokens(33, 51), tokens(80, 52)]
+    before, index, after = tokens(5, 53), [2, 0, 0], tokens(12, 54)
+    with attach(llama):
+        session = Session(llama, SelectiveCache(llama, case.make()), rows)
+        for t in before:
+            session.step([t] * 3)
+        session.reorder(index)
+        got = torch.stack([session.step([t] * 3) for t in after], 1)
+    for slot, source in enumerate(index):
+        alone = logits(llama, case.make(), [rows[source]], [[t] for t in before + after])[:, 1 + len(before) :]
+        case.close(got[slot : slot + 1], alone)
+
+
+def test_repeat_and_select_rows(llama: PreTrainedModel, case: Case) -> None:
+    with torch.no_grad(), attach(llama):
+        session = Session(llama, SelectiveCache(llama, case.make()), [tokens(70, 60), tokens(70, 61)])
+        session.cache.batch_repeat_interleave(2)
+        session.mask = session.mask.repeat_interleave(2, 0)
+        session.step([5] * 4)
+        session.cache.batch_select_indices(torch.tensor([3, 0]))
+        session.mask = session.mask[[3, 0]]
+        got = session.step([6, 6])
+    for slot, seed in enumerate((61, 60)):
+        case.close(got[slot : slot + 1], logits(llama, case.make(), [tokens(70, seed)], [[5], [6]])[:, -1])
+
+
+@torch.no_grad()
+def test_second_turn_in_chunks_equals_one_block(llama: PreTrainedModel, case: Case) -> None:
+    def run(chunk: int | None) -> torch.Tensor:
+        with attach(llama):
+            session = Session(llama, SelectiveCache(llama, case.make()), [tokens(80, 70), tokens(44, 71)])
+            for t in tokens(20, 72):
+                session.step([t, t])
+            out = [session.turn([tokens(30, 73), tokens(30, 74)], chunk)]
+            out += [session.step([t, t]) for t in tokens(10, 75)]
+            assert session.cache.get_seq_length() == 80 + 20 + 30 + 10
+        return torch.stack(out, 1)
+
+    case.close(run(7), run(None))
+
+
+def test_requests_in_a_row_equal_fresh_ones(llama: PreTrainedModel, case: Case) -> None:
+    cache = SelectiveCache(llama, case.make())
+    for n in (95, 20, 60):
+        prompt, steps = [tokens(n, 80 + n)], [[t] for t in STEPS]
+        case.close(logits(llama, case.make(), prompt, steps, cache=cache), logits(llama, case.make(), prompt, steps))
+
+
+def test_host_store_changes_nothing(llama: PreTrainedModel) -> None:
+    from pqcache.pq import PQCache
+
+    prompt, steps = [tokens(300, 90), tokens(120, 91)], [[t, t] for t in STEPS]
+    results = [
+        logits(llama, PQCache(budget=Budget(ratio=0.3), n_sink=8, b=4, store=store), prompt, steps)
+        for store in ("resident", "host")
+    ]
+    torch.testing.assert_close(*results)
+
+
+def test_dense_layers_stay_dense(llama: PreTrainedModel, case: Case) -> None:
+    prompt, steps = [tokens(90, 1)], [[t] for t in STEPS[:8]]
+    case.close(logits(llama, case.make(dense_layers=3), prompt, steps), logits(llama, None, prompt, steps))

@@ -1,0 +1,189 @@
+"""Codebooks, scores and K-Means: identities, bounds, a naive reference, and the schedule's formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pqcache.pq import PQCache, codebook
+from pqcache.pq.kmeans import assign, initial_positions, kmeans
+from pqcache.pq.schedule import CostModel
+from pqcache.selective import NotBuilt
+from pqcache.selective.group import group_reduce, top_tokens
+
+
+def fitted(
+    m: int = 2, b: int = 4, n: int = 200, d: int = 16, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys (1, 2, n, d), their centroids and codes."""
+    torch.manual_seed(seed)
+    keys = torch.randn(1, 2, n, d)
+    points = codebook.split(keys, m)
+    result = kmeans(points, points[:, initial_positions(n, 2**b, 0)], 5)
+    centroids = result.centroids.view(1, 2, m, 2**b, d // m)
+    return keys, centroids, codebook.encode(keys, centroids)
+
+
+@pytest.mark.parametrize(("m", "b"), [(1, 6), (2, 4), (4, 3), (8, 2)])
+def test_scores_are_inner_products_with_decoded_keys(m: int, b: int) -> None:
+    keys, centroids, codes = fitted(m, b)
+    q = torch.randn(1, 6, 1, 16)
+    decoded = codebook.decode(codes, centroids).repeat_interleave(3, dim=1)
+    torch.testing.assert_close(
+        codebook.score(q, codes.to(torch.uint8), centroids), (q * decoded).sum(-1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_codes_are_nearest_centroids() -> None:
+    keys, centroids, codes = fitted()
+    points = codebook.split(keys, 2).view(1, 2, 2, 200, 8)
+    distance = torch.cdist(points, centroids)
+    nearest = distance.gather(-1, codes[..., None])[..., 0]
+    torch.testing.assert_close(nearest, distance.amin(-1), rtol=0, atol=1e-5)
+
+
+def test_score_error_is_bounded_by_the_residuals() -> None:
+    keys, centroids, codes = fitted()
+    q = torch.randn(1, 2, 1, 16)
+    exact = (q * keys).sum(-1)
+    error = (exact - codebook.score(q, codes.to(torch.uint8), centroids)).abs()
+    residual = keys - codebook.decode(codes, centroids)
+    halves = residual.view(1, 2, 200, 2, 8).norm(dim=-1) * q.view(1, 2, 1, 2, 8).norm(dim=-1)
+    assert (error <= halves.sum(-1) + 1e-4).all()
+    assert (halves.sum(-1) <= q.norm(dim=-1) * residual.norm(dim=-1) * 2**0.5 + 1e-4).all()
+
+
+def test_a_gap_wider_than_the_error_gives_the_exact_set() -> None:
+    """Keys of which five are far ahead of the rest: whatever the residuals, both rankings agree."""
+    keys, centroids, codes = fitted(b=6)
+    q = torch.randn(1, 2, 1, 16)
+    bound = (q.norm(dim=-1) * (keys - codebook.decode(codes, centroids)).norm(dim=-1)).amax(-1, keepdim=True)
+    exact = (q * keys).sum(-1)
+    order = exact.sort(-1, descending=True).values
+    gaps = order[..., :-1] - order[..., 1:]
+    for head in range(2):
+        for k in (gaps[0, head] > 2 * bound[0, head]).nonzero()[:, 0].tolist():
+            approximate = codebook.score(q, codes.to(torch.uint8), centroids)[:, head : head + 1]
+            assert torch.equal(top_tokens(exact[:, head : head + 1], [k + 1]), top_tokens(approximate, [k + 1]))
+    # and with every distinct sub-vector a centroid there is no error at all
+    few = torch.randn(1, 2, 10, 16)[:, :, torch.randint(10, (200,))]
+    points = codebook.split(few, 2)
+    distinct = torch.stack([p.unique(dim=0) for p in points])
+    result = kmeans(points, distinct, 5)
+    exact_codes = result.centroids.view(1, 2, 2, -1, 8)
+    codes = codebook.encode(few, exact_codes)
+    torch.testing.assert_close(codebook.decode(codes, exact_codes), few)
+    scores = codebook.score(q, codes.to(torch.uint8), exact_codes)
+    torch.testing.assert_close(
+        group_reduce(scores, 2, "sum_softmax"), group_reduce((q * few).sum(-1), 2, "sum_softmax")
+    )
+
+
+def _inertia(x: torch.Tensor, centroids: torch.Tensor) -> float:
+    return float((assign(x, centroids)[1] + x.square().sum(-1)).sum())
+
+
+def test_inertia_never_rises_and_a_converged_result_stays() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 500, 8)
+    init = x[:, :16]
+    inertias = [_inertia(x, kmeans(x, init, t, tol=0).centroids) for t in range(1, 12)]
+    assert all(b <= a * (1 + 1e-6) for a, b in zip(inertias, inertias[1:], strict=False))
+    done = kmeans(x, init, 500, tol=0)
+    assert done.rounds < 500
+    again = kmeans(x, done.centroids, 5, tol=0)
+    torch.testing.assert_close(again.centroids, done.centroids)
+    assert torch.equal(again.codes, done.codes)
+
+
+def _reference(x: np.ndarray, centers: np.ndarray, max_iter: int, tol: float) -> tuple[np.ndarray, np.ndarray]:
+    """One group, step by step: Lloyd with re-seeding of empty clusters by the farthest points."""
+    labels = np.full(len(x), -1)
+    stable = False
+    for _ in range(max_iter):
+        distance = ((x[:, None] - centers[None]) ** 2).sum(-1)
+        new = distance.argmin(1)
+        if (new == labels).all():
+            stable = True
+            break
+        labels = new
+        sums = np.stack([x[labels == c].sum(0) for c in range(len(centers))])
+        counts = np.bincount(labels, minlength=len(centers))
+        empty = np.flatnonzero(counts == 0)
+        far = np.argsort(-distance[np.arange(len(x)), labels], kind="stable")[: len(empty)]
+        for cluster, point in zip(empty, far, strict=True):
+            sums[labels[point]] -= x[point]
+            counts[labels[point]] -= 1
+            sums[cluster], counts[cluster] = x[point], 1
+        moved = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], centers)
+        shift, centers = ((moved - centers) ** 2).sum(), moved
+        if shift <= tol * x.var(0).mean():
+            break
+    if not stable:
+        labels = ((x[:, None] - centers[None]) ** 2).sum(-1).argmin(1)
+    return centers, labels
+
+
+def test_kmeans_equals_the_naive_reference_with_empty_clusters() -> None:
+    rng = np.random.default_rng(0)
+    x = np.stack([rng.normal(size=(300, 4)), rng.normal(size=(300, 4)) * 5])
+    init = x[:, :20].copy()
+    init[:, 15:] = 100 + np.arange(5)[None, :, None]  # five centroids that no point is near: empty in the first round
+    result = kmeans(torch.tensor(x, dtype=torch.float32), torch.tensor(init, dtype=torch.float32), 12)
+    for g in range(2):
+        centers, labels = _reference(x[g], init[g], 12, 1e-4)
+        torch.testing.assert_close(
+            result.centroids[g], torch.tensor(centers, dtype=torch.float32), rtol=1e-4, atol=1e-4
+        )
+        assert np.array_equal(result.codes[g].numpy(), labels)
+        assert len(np.unique(labels)) == 20
+
+
+def test_groups_do_not_depend_on_their_neighbours() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 300, 8) * torch.arange(1, 7)[:, None, None]
+    together = kmeans(x, x[:, :16], 8)
+    for g in range(6):
+        alone = kmeans(x[g : g + 1], x[g : g + 1, :16], 8)
+        torch.testing.assert_close(alone.centroids[0], together.centroids[g])
+        assert torch.equal(alone.codes[0], together.codes[g])
+
+
+def test_constant_and_duplicate_keys_give_no_nan() -> None:
+    x = torch.ones(2, 100, 4)
+    result = kmeans(x, x[:, :8], 5)
+    assert torch.equal(result.centroids, torch.ones(2, 8, 4))
+    assert not result.codes.any()
+
+
+def test_rounds_formula() -> None:
+    mistral = (4.86069848e-11, 2.52501805e-06, 5.10610107e-04)
+    model = CostModel(compute=mistral, base=(2e-6, 1e-3), per_round=(3e-7, 2e-4))
+    assert [model.rounds(x) for x in (1000, 8160, 32000)] == [3, 5, 9]
+    assert CostModel((0, 0, 1e6), (2e-6, 1e-3), (3e-7, 2e-4)).rounds(8160) == 300
+    assert CostModel((0, 0, 1e-9), (2e-6, 1e-3), (3e-7, 2e-4)).rounds(8160) == 3
+    assert CostModel(mistral, (0.0, 0.0), (0.0, -1e-9)).rounds(8160) == 300  # a fit of noise must not divide by zero
+    assert model.rounds(32000, groups=16, workers=2) == 3  # eight groups after one another do not hide
+
+
+def test_init_is_seeded_distinct_and_shared() -> None:
+    assert torch.equal(initial_positions(1000, 64, 7), initial_positions(1000, 64, 7))
+    assert len(set(initial_positions(1000, 64, 7).tolist())) == 64
+    assert not torch.equal(initial_positions(1000, 64, 7), initial_positions(1000, 64, 8))
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"m": 3}, "m=3: allowed is"),
+        ({"b": 0}, "b=0: allowed is"),
+        ({"max_iter": 0}, "max_iter=0"),
+        ({"store": "hots"}, "did you mean host"),
+    ],
+)
+def test_bad_hyper_parameters_name_field_value_and_allowed(hyper: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PQCache(**hyper)
+    with pytest.raises(NotBuilt):
+        PQCache(max_iter="adaptive")

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pqcache.selective.attention import attend_one, merge, partial
+from pqcache.selective.group import group_reduce, top_tokens
+
+
+def test_merged_parts_equal_one_softmax() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 50, 8), torch.randn(2, 2, 50, 8)
+    mask = torch.rand(2, 1, 3, 50) < 0.7
+    mask[0, 0, 0, :20] = False  # a segment in which one query sees nothing
+    whole = partial(q, k, v, 0.3, mask, probs=True)
+    parts = [
+        partial(q, k[:, :, a:b], v[:, :, a:b], 0.3, mask[..., a:b], probs=True)
+        for a, b in ((0, 20), (20, 21), (21, 50))
+    ]
+    joined = merge(parts)
+    for got, want in zip(joined, whole, strict=True):
+        torch.testing.assert_close(got, want)
+    expected = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), mask, scale=0.3)
+    torch.testing.assert_close(joined.out, expected)
+    assert not parts[0].out[0, :, 0].any()
+
+
+def test_one_token_attention_equals_repeated_heads() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8)
+    valid = torch.rand(2, 3, 40) < 0.5
+    expected = F.scaled_dot_product_attention(
+        q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), valid.repeat_interleave(2, 1)[:, :, None], scale=0.25
+    )
+    torch.testing.assert_close(attend_one(q, k, v, 0.25, valid), expected.transpose(1, 2))
+
+
+def test_group_reductions() -> None:
+    logits = torch.tensor([[[1.0, 2.0, 3.0], [3.0, 2.0, 0.0], [0.0, 0.0, 9.0], [1.0, 1.0, 1.0]]])
+    grouped = logits.view(1, 2, 2, 3)
+    assert torch.equal(group_reduce(logits, 2, "sum_logit"), grouped.sum(2))
+    assert torch.equal(group_reduce(logits, 2, "max_logit"), grouped.amax(2))
+    torch.testing.assert_close(group_reduce(logits, 2, "sum_softmax"), grouped.softmax(-1).sum(2))
+    torch.testing.assert_close(group_reduce(logits, 2, "sum_softmax", span=(1, 3)), grouped.softmax(-1).sum(2)[..., 1:])
+    valid = torch.tensor([[[True, True, False]]])
+    weights = group_reduce(logits, 2, "sum_softmax", valid)
+    assert torch.isneginf(weights[..., 2]).all()
+    torch.testing.assert_close(weights[..., :2], grouped[..., :2].softmax(-1).sum(2))
+
+
+def test_identical_query_heads_change_no_ranking() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(1, 2, 30)
+    for mode in ("sum_softmax", "max_softmax", "sum_logit", "max_logit", "mean_logit"):
+        single = top_tokens(group_reduce(logits, 2, mode), [7])
+        doubled = top_tokens(group_reduce(logits.repeat_interleave(2, 1), 2, mode), [7])
+        assert torch.equal(single, doubled)
+
+
+def test_top_tokens_breaks_ties_by_position_and_pads() -> None:
+    weights = torch.tensor(
+        [[[1.0, 5.0, 1.0, 1.0, 2.0]], [[0.0, 0.0, 0.0, -torch.inf, -torch.inf]], [[3.0, 1.0, 2.0, 1.0, 1.0]]]
+    )
+    assert top_tokens(weights, [3, 2, 0]).tolist() == [[[0, 1, 4]], [[0, 1, -1]], [[-1, -1, -1]]]
+    assert top_tokens(weights[:1], [4]).tolist() == [[[0, 1, 2, 4]]]

@@ -1,0 +1,43 @@
+"""Rotation outside the forward pass, on every architecture: what the hooks see is what the model used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from baselines.full import Full
+from pqcache.selective import SelectiveCache, attach, rope
+from pqcache.selective.layer import DenseLayer
+from tests.invariants.cases import _SMALL, ARCHITECTURES
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama-yarn"])
+@torch.no_grad()
+def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if architecture == "llama-yarn":  # yarn scales cos and sin: un-rotating must undo that, too
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
+        config = LlamaConfig(**_SMALL, rope_parameters=scaling)
+    else:
+        config = ARCHITECTURES[architecture]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    seen = []
+
+    def spy(self, q, k, v, mask, ctx):
+        seen.append((q, k, ctx))
+        return original(self, q, k, v, mask, ctx)
+
+    original = DenseLayer.attend
+    monkeypatch.setattr(DenseLayer, "attend", spy)
+    with attach(model):
+        model(torch.randint(3, 100, (2, 9)), past_key_values=SelectiveCache(model, Full()))
+    assert len(seen) == config.num_hidden_layers
+    for q, k, ctx in seen:
+        plain = rope.project_query(ctx.module, ctx.hidden)
+        torch.testing.assert_close(rope.rotate(ctx.module, plain, ctx.cos, ctx.sin), q)
+        torch.testing.assert_close(rope.unrotate(ctx.module, q, ctx.cos, ctx.sin), plain, rtol=1e-4, atol=1e-5)
+        cos, sin = rope.tables(ctx.rotary, k, torch.arange(9)[None].expand(2, -1))
+        torch.testing.assert_close(
+            rope.rotate(ctx.module, rope.unrotate(ctx.module, k, cos, sin), cos, sin), k, rtol=1e-4, atol=1e-5
+        )
