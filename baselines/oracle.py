@@ -13,15 +13,14 @@ from pqcache.selective.retrieval import SCOPES, Index, RetrievalMethod
 
 
 class ExactIndex(Index):
-    """Scores by the keys themselves. With a resident store it reads the store's own keys and keeps nothing."""
+    """Scores by the keys themselves. It reads the store's own keys and keeps nothing."""
 
-    def __init__(self, layer_idx: int, method: Oracle) -> None:
-        self.layer_idx = layer_idx
+    def __init__(self, method: Oracle) -> None:
         self.reduce, self.scope = method.reduce, method.scope
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        layer = ctx.cache.layers[self.layer_idx]
-        keys = layer.store.view()[0][:, :, lo:hi]
+        assert self.layer.store is not None
+        keys = self.layer.store.view()[0][:, :, lo:hi]
         n, h, _, d = q.shape
         grouped = q.view(n, keys.shape[1], -1, d).float()
         return (grouped @ keys.float().transpose(-1, -2)).view(n, h, -1) * ctx.scaling
@@ -48,4 +47,4 @@ class Oracle(RetrievalMethod):
         self.require_one_of("scope", SCOPES)
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> ExactIndex:
-        return ExactIndex(layer_idx, self)
+        return ExactIndex(self)

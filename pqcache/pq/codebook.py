@@ -21,7 +21,9 @@ def split(x: torch.Tensor, m: int) -> torch.Tensor:
 def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Codes of keys x (n, h_kv, t, d) under centroids (n, h_kv, m, C, d / m): (n, h_kv, m, t) int64, nearest by L2."""
     n, h_kv, m, c, sub = centroids.shape
-    codes, _ = assign(split(x, m), centroids.float().reshape(-1, c, sub))
+    flat = centroids.float().reshape(-1, c, sub)
+    middle = flat.mean(1, keepdim=True)  # distances do not change, but far from the origin fp32 would lose them
+    codes, _ = assign(split(x, m) - middle, flat - middle)
     return codes.view(n, h_kv, m, -1)
 
 

@@ -49,7 +49,8 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     old clusters (scikit-learn's rule, which the published system runs). Codes always belong to the returned centroids.
     """
     x = x.float()
-    centroids = init.float().clone()
+    middle = x.mean(1, keepdim=True)  # keys with a bias lie far from the origin, where fp32 loses small distances
+    x, centroids = x - middle, init.float() - middle
     g, n, _ = x.shape
     limit = tol * x.var(1, correction=0).mean(-1)  # (G,)
     active = torch.arange(g, device=x.device)  # groups still moving
@@ -61,7 +62,7 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
         same = (new_codes == codes[active]).all(1)
         codes[active] = new_codes
         if bool(same.all()):
-            return KMeansResult(centroids, codes, rounds)
+            return KMeansResult(centroids + middle, codes, rounds)
         updated = _means(points, new_codes, partial, centroids[active])
         shift = (updated - centroids[active]).square().sum((1, 2))
         # a group whose labels are stable keeps the centroids those labels belong to
@@ -70,7 +71,7 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
         active = active[~same & (shift > limit[active])]
         if len(active) == 0:
             break
-    return KMeansResult(centroids, assign(x, centroids)[0], rounds)
+    return KMeansResult(centroids + middle, assign(x, centroids)[0], rounds)
 
 
 def _means(x: torch.Tensor, codes: torch.Tensor, partial: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -28,51 +28,40 @@ class PQIndex(Index):
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
 
-    def build(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
-        method, home = self.method, k.device
-        where = torch.device(method.kmeans_device if method.kmeans_device != "auto" else home)
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        method, home, ledger = self.method, k.device, ctx.cache.ledger
+        where = home if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
         keys = k[:, :, method.n_sink :]
         counts = [max(0, length - method.n_sink) for length in lengths]
-        if self.codes is not None and all(
-            old > 0 and count <= old * (1 + _REFIT) for old, count in zip(self.fitted, counts, strict=True)
-        ):
-            self._encode(keys, counts)
-            return [True] * len(counts)
         n, h_kv, _, d = keys.shape
         c, sub = 2**method.b, d // method.m
-        dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
-        centroids = torch.zeros((n, h_kv, method.m, c, sub), dtype=dtype, device=home)
-        rounds = 0
+        if self.centroids is None or self.codes is None:
+            dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
+            self.centroids = torch.zeros((n, h_kv, method.m, c, sub), dtype=dtype, device=home)
+            self.codes = Buffer(n, h_kv * method.m, (), torch.uint8 if method.b <= 8 else torch.int16, home)
+            self.fitted = [0] * n
+        # too few keys for an index, or few new ones since the last fit: nothing to cluster
+        due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + _REFIT)]
         # rows of one length are clustered together; the result of a row never depends on its neighbours
-        for count in sorted(set(counts)):
-            rows = [r for r, other in enumerate(counts) if other == count]
-            if count <= c:  # fewer keys than centroids: nothing to compress, the row stays dense
-                continue
+        for count in sorted({counts[r] for r in due}):
+            rows = [r for r in due if counts[r] == count]
             points = codebook.split(keys[rows, :, :count].to(where), method.m)
             init = points[:, initial_positions(count, c, method.kmeans_seed).to(where)]
             result = kmeans(points, init, int(method.max_iter), method.tol)
-            rounds = max(rounds, result.rounds)
-            centroids[rows] = result.centroids.view(len(rows), h_kv, method.m, c, sub).to(home, dtype)
-        self.centroids = centroids
-        self.fitted = [count if count > c else 0 for count in counts]
-        self.codes = Buffer(n, h_kv * method.m, (), torch.uint8 if method.b <= 8 else torch.int16, home)
-        self._encode(keys, counts)
-        if where.type != home.type:
-            moved = centroids.numel() * centroids.element_size()
-            ctx.cache.ledger.move("index_upload", moved)
-        ledger = ctx.cache.ledger
-        ledger.facts["kmeans_rounds"] = max(rounds, ledger.facts.get("kmeans_rounds", 0))
+            fitted = result.centroids.view(len(rows), h_kv, method.m, c, sub).to(home, self.centroids.dtype)
+            self.centroids[rows] = fitted
+            for r in rows:
+                self.fitted[r] = count
+            if where.type != home.type:
+                ledger.move("index_input", len(rows) * h_kv * count * d * k.element_size())
+                ledger.move("index_upload", fitted.numel() * fitted.element_size())
+            ledger.facts["kmeans_iterations"] = max(result.rounds, ledger.facts.get("kmeans_iterations", 0))
+        if any(self.fitted):
+            codes = codebook.encode(keys[:, :, : max(counts)], self.centroids).flatten(1, 2)
+            self.codes.write(codes.to(self.codes.data.dtype), [0] * n, [codes.shape[-1]] * n)
         return [fitted > 0 for fitted in self.fitted]
 
-    def _encode(self, keys: torch.Tensor, counts: list[int]) -> None:
-        """Codes of all keys (n, h_kv, t, d) after the sinks, row r's first counts[r] being real."""
-        assert self.centroids is not None and self.codes is not None
-        codes = codebook.encode(keys[:, :, : max(counts)], self.centroids)
-        self.codes.write(
-            codes.flatten(1, 2).to(self.codes.data.dtype), [0] * len(counts), [codes.shape[-1]] * len(counts)
-        )
-
-    def append(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """The new token gets its codes at once; it is ranked once it has left the local window."""
         assert self.centroids is not None and self.codes is not None
         codes = codebook.encode(k, self.centroids).flatten(1, 2).to(self.codes.data.dtype)

@@ -42,7 +42,6 @@ def selective_attention(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("soft-capped logits and attention sinks of the model are not supported")
     ctx.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    ctx.step = ctx.cache.plan_step(query.shape[0], query.shape[2], attention_mask)
     return ctx.cache.layers[ctx.layer_idx].attend(query, key, value, attention_mask, ctx), None
 
 
@@ -74,29 +73,42 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask, padded and continued inputs are silently wrong
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        module.__dict__.pop(_CONTEXT, None)  # of a pass that failed between here and the attention function
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, SelectiveCache):
             return
         cos, sin = kwargs["position_embeddings"]
         index: int = module.layer_idx  # type: ignore[assignment]
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         ctx = LayerContext(
             layer_idx=index,
             module=module,
             cache=cache,
-            hidden=kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
+            hidden=hidden,
             cos=cos,
             sin=sin,
             position_ids=kwargs.get("position_ids"),
             modules=modules,
             rotary=decoder.rotary_emb,
+            step=cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
         )
         module.__dict__[_CONTEXT] = ctx
         cache.bound = index
         cache.layers[index].on_layer_input(ctx)
+        if index + 1 < len(modules):
+            cache.layers[index + 1].on_previous_input(ctx)
 
-    def before_model(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
-            cache.open_forward()
+    def before_model(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if not isinstance(cache, SelectiveCache):
+            return None
+        cache.open_forward()
+        if kwargs.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            # Positions count a row's own tokens, as `generate` does it: sub-spaces of keys are not invariant to a shift.
+            inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+            t = (args[0] if inputs is None else inputs).shape[1]
+            return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]}
+        return None
 
     def after_model(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):

@@ -33,8 +33,9 @@ class SelectiveCache(Cache):
         self.window = sliding_window(config)
         self.attn, self.kernel = attention_kernel(attn)
         self.ledger = Ledger()
-        # Called as observer(layer, selected) after each selection; see retrieval.Selected. For diagnostics and tests.
-        self.observers: list[Callable[[SelectiveLayer, Any], None]] = []
+        # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
+        # retrieval.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.
+        self.observers: list[Callable[[SelectiveLayer, torch.Tensor, Any], None]] = []
         super().__init__(layers=method.layers(self.shape))
         for layer in self.layers:
             layer.cache = self
@@ -49,6 +50,9 @@ class SelectiveCache(Cache):
         self.prompt_lengths: list[int] | None = None
         self.token_ids: torch.Tensor | None = None
         self._target: int | None = None  # columns at which the prompt or the turn ends
+        self._told = False  # by begin or begin_turn
+        self._decoded = False  # since the prompt or turn ended
+        self._open = False  # a forward pass began and has not ended
         self.step: Step | None = None
         self.bound: int | None = None  # the layer whose attention module is running
 
@@ -71,6 +75,7 @@ class SelectiveCache(Cache):
         if not self.prompt_lengths or min(self.prompt_lengths) < 1:
             raise ValueError(f"prompt_lengths={self.prompt_lengths}: allowed is at least one token per row")
         self.token_ids = token_ids
+        self._told = True
         self._target = max(self.prompt_lengths)
         self.pads = [self._target - length for length in self.prompt_lengths]
         self._check_window(self._target + max_new_tokens)
@@ -82,6 +87,7 @@ class SelectiveCache(Cache):
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
         self._target = self.columns + tokens
+        self._told = True
 
     def _check_window(self, tokens: int) -> None:
         if self.window is not None and tokens > self.window:
@@ -92,50 +98,71 @@ class SelectiveCache(Cache):
     # -- one forward pass (called by attach) ------------------------------------------------------------------------
 
     def open_forward(self) -> None:
+        if self._open:
+            raise RuntimeError("the last forward pass did not finish, its layers disagree: begin() or reset() first")
         self.step = None
+        self._open = True
 
     def plan_step(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
-        """What this forward pass is: prefill, extension or decode. The first layer asks, the others reuse it."""
+        """What this forward pass is: prefill, extension or decode. The first layer asks, the others reuse it.
+
+        Checks everything before any layer has changed, so that a refused pass can be repeated.
+        """
         if self.step is not None:
             return self.step
+        try:
+            self.step = self._plan(n, t, mask)
+        except ValueError:
+            self._open = False
+            raise
+        self.ledger.decoding = self.step.decode
+        return self.step
+
+    def _plan(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
         first = self.columns == 0
         self._check_window(self.columns + t)
+        seen = None
+        if mask is not None:  # (n, columns) bool: what the last query of the block sees
+            seen = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
         if first:
             self.past = [0] * n
             if self.prompt_lengths is None:
-                self.pads = [0] * n if mask is None else (t - mask[:, 0, -1].sum(-1)).tolist()
+                self.pads = [0] * n if seen is None else (t - seen.sum(-1)).tolist()
         if len(self.past) != n or len(self.pads) != n:
             raise ValueError(f"batch of {n} rows, but the cache was begun with {len(self.pads)}")
         if self._target is None or self.columns >= self._target:  # nothing told: a block is a whole prompt or turn
             in_prompt = first or t > 1
+            if in_prompt and not first and not self._told and not self._decoded:
+                raise ValueError(
+                    "a second block of several tokens right after the first: tell with begin() where the prompt ends,"
+                    " or with begin_turn() that this is a new turn"
+                )
             self._target = self.columns + t if in_prompt else self._target
         else:
             in_prompt = True
         assert self._target is not None
-        if in_prompt:
-            if self.columns + t > self._target:
-                raise ValueError(f"a block of {t} tokens crosses the end of the prompt, told as {self._target} columns")
-            self._check_mask(mask, t)
+        if in_prompt and self.columns + t > self._target:
+            raise ValueError(f"a block of {t} tokens crosses the end of the prompt, told as {self._target} columns")
+        self._check_padding(seen, t)
         counts = [t - min(t, max(0, pad - self.columns)) for pad in self.pads]
-        self.step = Step(
+        return Step(
             decode=not in_prompt,
             t=t,
             past=self.past,
             counts=counts,
+            final=[self._target - pad for pad in self.pads],
             ends_prompt=in_prompt and self.columns + t == self._target,
             first=first,
         )
-        return self.step
 
-    def _check_mask(self, mask: torch.Tensor | None, t: int) -> None:
+    def _check_padding(self, seen: torch.Tensor | None, t: int) -> None:
         """Only left padding is understood: holes, right padding and custom patterns would silently be attended."""
-        if mask is None:
+        if seen is None:
             if any(self.pads) and self.columns == 0 and t > 1:
                 raise ValueError("prompt_lengths differ, but no attention_mask says where the padding is")
             return
-        column = torch.arange(mask.shape[-1], device=mask.device)
-        pads = torch.tensor(self.pads, device=mask.device)
-        seen = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
+        column = torch.arange(seen.shape[-1], device=seen.device)
+        pads = torch.tensor(self.pads, device=seen.device)
         last_real = pads < self.columns + t  # a row that is still all padding sees nothing
         if not torch.equal(seen & last_real[:, None], (column[None] >= pads[:, None]) & last_real[:, None]):
             raise ValueError(
@@ -144,15 +171,17 @@ class SelectiveCache(Cache):
 
     def close_forward(self) -> None:
         """After the last layer: the step counter advances once, for all layers alike."""
-        step, self.step, self.bound = self.step, None, None
+        step, self.step, self.bound, self._open = self.step, None, None, False
         if step is None:
             return
         self.past = step.total
         self.columns += step.t
+        self._decoded = step.decode
         if step.decode:
             self.ledger.end_step()
         elif step.ends_prompt:
-            self.ledger.note_resident(self.resident_bytes())
+            self._told = False
+            self.note_resident()
 
     def check_bound(self, layer_idx: int) -> None:
         if self.bound != layer_idx:
@@ -164,6 +193,7 @@ class SelectiveCache(Cache):
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was, in every layer: beam search, repeat and select are all this."""
+        index = index.cpu()  # row counts are Python ints everywhere: one transfer here instead of one per layer
         for layer in self.layers:
             layer.reorder_cache(index)
         rows = index.tolist()
@@ -178,15 +208,26 @@ class SelectiveCache(Cache):
         self.map_rows(torch.arange(len(self.past)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_rows(torch.arange(len(self.past))[indices])
+        self.map_rows(torch.arange(len(self.past), device=indices.device)[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
+        fixed = [layer for layer in self.layers if not layer.is_croppable]
+        if tokens_to_remove < 0 and fixed:
+            raise NotImplementedError(f"{self.method.name} cannot be cropped: what it evicted or indexed is not undone")
+        if -tokens_to_remove > min(self.past, default=0):
+            raise ValueError(
+                f"crop({tokens_to_remove}): allowed is at most the {min(self.past, default=0)} tokens of a row"
+            )
         super().crop(tokens_to_remove)
         if tokens_to_remove < 0:
             self.past = [length + tokens_to_remove for length in self.past]
             self.columns += tokens_to_remove
             if self._target is not None:
                 self._target = min(self._target, self.columns)
+
+    def note_resident(self) -> None:
+        """Let the ledger's peak know what is held now."""
+        self.ledger.note_resident(self.resident_bytes())
 
     # -- figures ----------------------------------------------------------------------------------------------------
 

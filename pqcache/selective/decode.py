@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +51,7 @@ class Clock:
         self.marks.append(time.perf_counter() - self.start)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: its tensors could not be updated by a later turn outside it
 def decode_loop(
     model: PreTrainedModel,
     cache: Any,
@@ -114,7 +113,7 @@ def generate(
     cache = SelectiveCache(model, method, attn=attn)
     cache.observers.extend(observers)
     cache.begin([s - question_tokens], token_ids=input_ids, max_new_tokens=max_new_tokens + question_tokens)
-    with attach(model) if model.config._attn_implementation != "pqcache_selective" else nullcontext():
+    with attach(model):
         tokens, marks = decode_loop(
             model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
             question_tokens=question_tokens, prefill_chunk=prefill_chunk,
@@ -142,5 +141,5 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         resident_bytes=resident,
         peak_bytes=dict(ledger.peak),
         bytes_per_step=ledger.bytes_per_step(),
-        extra=dict(ledger.facts),
+        extra={**ledger.facts, "attended_union": ledger.attended(all_layers=False, union=True)},
     )

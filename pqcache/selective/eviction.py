@@ -25,8 +25,8 @@ class Scorer:
     another (one bit per query head) needs them apart.
     """
 
-    def observe(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
-        """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d), block included."""
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d); see StagedLayer.observe."""
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor | None:
         """(n, h, length) fp32 when the prompt is complete; None if the method looks at positions only."""
@@ -49,6 +49,18 @@ class Scorer:
         return {}
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A complete prompt (or kept tokens + new turn), as `EvictionMethod.keep` gets it. Row r has lengths[r] entries."""
+
+    k: torch.Tensor  # (n, h_kv, length, d), as stored
+    scores: torch.Tensor | None  # (n, h, length) fp32, per query head
+    positions: torch.Tensor  # (n, h_kv, length) int32, in the row
+    lengths: list[int]
+    plans: list[Plan]
+    ctx: LayerContext
+
+
 class EvictionLayer(StagedLayer):
     """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token."""
 
@@ -65,10 +77,11 @@ class EvictionLayer(StagedLayer):
         self.plans: list[Plan] = []
         self.scorer = self.method.make_scorer(self.layer_idx, self.shape)
 
-    def observe(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
-        self.scorer.observe(q, keys, ctx)
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        self.scorer.observe(q, keys, stored, ctx)
 
     def unpack(self) -> ResidentStore:
+        self.kept = list(self.store.lengths)
         if self.method.is_dynamic and self.positions is not None:  # dropping shuffled the entries: oldest first again
             lengths = self.store.lengths
             position = self.positions.view(self.store.length).clone()
@@ -87,7 +100,7 @@ class EvictionLayer(StagedLayer):
         self.seen = ctx.step.total
         self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
         scores = self.scorer.head_scores(k, lengths, ctx)
-        slots, counts = self.method.keep(scores, positions, lengths, self.plans)  # (n, h_kv, m), ascending
+        slots, counts = self.method.keep(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
         kept = ResidentStore()
         kept.append(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots))
         kept.lengths = counts
@@ -109,13 +122,6 @@ class EvictionLayer(StagedLayer):
             out[row, :, before:length] = torch.arange(total - (length - before), total, device=device)
         return out
 
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
-    ) -> torch.Tensor:
-        if self.staged is None:
-            self.kept = list(self.store.lengths)
-        return super().prefill(q, k, v, mask, ctx)
-
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.add(k, v, ctx)
         q, keys, values = self.rotated(q, ctx)
@@ -128,9 +134,7 @@ class EvictionLayer(StagedLayer):
             out = part.out.transpose(1, 2).to(q.dtype)
         else:
             out = attend_one(q, keys, values, ctx.scaling, valid)
-        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
-        for observer in ctx.cache.observers:
-            observer(self, None)
+        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=True)
         self.evict_surplus()
         return out
 
@@ -168,6 +172,7 @@ class EvictionLayer(StagedLayer):
         self.scorer.map_rows(index)
         rows = index.tolist()
         self.seen = [self.seen[i] for i in rows] if self.seen else []
+        self.kept = [self.kept[i] for i in rows] if self.kept else []
         self.plans = [self.plans[i] for i in rows] if self.plans else []
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -212,14 +217,13 @@ class EvictionMethod(Method):
         """The entry to give up in each row and head of a full layer: slots (n, h_kv)."""
         raise NotImplementedError
 
-    def keep(
-        self, scores: torch.Tensor | None, positions: torch.Tensor, lengths: list[int], plans: list[Plan]
-    ) -> tuple[torch.Tensor, list[int]]:
+    def keep(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         """Which entries stay: slots (n, h_kv, m) ascending, and how many of them per row (the rest of a row is padding).
 
         Default: sinks and local window by position, then the `k` best of the group-mean scores (n, h, m); ties go to the
         earlier token. A row that fits its plan keeps everything.
         """
+        scores, positions, lengths, plans = prompt.scores, prompt.positions, prompt.lengths, prompt.plans
         n, h_kv, length = positions.shape
         rows = []
         for row, (filled, plan) in enumerate(zip(lengths, plans, strict=True)):

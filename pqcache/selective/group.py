@@ -45,15 +45,17 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
     widest = max(k)
     out = torch.full((n, heads, widest + 1), -1, dtype=torch.long, device=weights.device)
     best = weights.topk(widest, dim=-1, sorted=len(set(k)) > 1).values
-    count = torch.tensor(k, device=weights.device)[:, None, None]
+    count: torch.Tensor | int = widest
     if len(set(k)) == 1:
         threshold = best.amin(-1, keepdim=True)
     else:
+        count = torch.tensor(k, device=weights.device)[:, None, None]
         threshold = best.gather(-1, (count - 1).clamp_min(0).expand(n, heads, 1))
     above = weights > threshold
     equal = weights == threshold
     chosen = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-    chosen &= count > 0
+    if isinstance(count, torch.Tensor):
+        chosen &= count > 0
     slot = torch.where(chosen, chosen.cumsum(-1) - 1, widest)
     column = torch.arange(m, device=weights.device).expand(n, heads, m)
     return out.scatter_(-1, slot, column)[..., :widest]

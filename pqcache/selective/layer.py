@@ -6,8 +6,9 @@ calls `attend` with the queries. Everything happens in `attend`; `update` only r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -29,8 +30,10 @@ class Step:
     t: int  # columns of this block
     past: list[int]  # tokens seen before
     counts: list[int]  # real tokens in this block: each row's last counts[r] columns
+    final: list[int]  # tokens seen when the current prompt or turn will have ended
     ends_prompt: bool  # the block holds the last token of the prompt, or of a new turn
     first: bool  # nothing was seen before
+    masks: dict = field(default_factory=dict)  # causal masks of this pass, shared by its layers
 
     @property
     def total(self) -> list[int]:
@@ -55,24 +58,31 @@ class LayerContext:
     position_ids: torch.Tensor | None  # (1 or n, t)
     modules: list[nn.Module]  # the attention modules of all layers, for speculation one layer ahead
     rotary: nn.Module  # the model's rotary embedding: cos, sin for other positions
-    step: Step = field(init=False)  # set by the attention function, once the mask is known
-    scaling: float = field(init=False)
+    step: Step  # what this forward pass is
+    scaling: float = field(init=False)  # set by the attention function
 
 
 class Store(Protocol):
-    """Where a layer's K and V live. Index = position in the row; see store/resident.py for the reference."""
+    """Where a layer's K and V live. Index = position in the row; see store/resident.py for the reference.
 
-    lengths: list[int]
+    Retrieval also asks for `read`, eviction for `keep` and `drop`.
+    """
 
     @property
+    def whole(self) -> bool: ...  # whether `view` costs nothing
+    @property
+    def lengths(self) -> list[int]: ...
+    @property
     def length(self) -> int: ...
+    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: Any = None) -> None: ...
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None: ...  # one token per row
     def view(self) -> tuple[torch.Tensor, torch.Tensor]: ...
     def map_rows(self, index: torch.Tensor) -> None: ...
     def tensors(self) -> dict[str, list[torch.Tensor]]: ...
 
 
 class SelectiveLayer(CacheLayerMixin):
-    """Base of all layers. Subclasses override `store_prompt`, `finish_prompt` and `decode`, seldom `prefill`."""
+    """Base of all layers. A family writes `prefill`, `finish_prompt` and `decode`; most start from StagedLayer."""
 
     is_sliding = False
     is_croppable = False
@@ -83,6 +93,7 @@ class SelectiveLayer(CacheLayerMixin):
         self.shape = shape
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
         self.cache: SelectiveCache | None = None  # set by the cache that owns this layer
+        self.selected: Any = None  # what the current decode step chose, for observers; retrieval.Selected, or None
 
     # -- what a family writes ---------------------------------------------------------------------------------------
 
@@ -107,7 +118,10 @@ class SelectiveLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def on_layer_input(self, ctx: LayerContext) -> None:
-        """Called before this layer's projections run: the place to prefetch or to speculate for the next layer."""
+        """Called before this layer's projections run: the place to start a prefetch."""
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """The same moment of the layer before, whose context this is: the place to speculate one layer ahead."""
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was, in every state tensor (beam search, repeat, select)."""
@@ -128,9 +142,14 @@ class SelectiveLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Route one call of the attention function to its phase."""
         if ctx.step.decode:
-            return self.decode(q, k, v, ctx)
+            out = self.decode(q, k, v, ctx)
+            for observer in ctx.cache.observers:
+                observer(self, q, self.selected)
+            self.selected = None
+            return out
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
+            ctx.cache.note_resident()  # the peak: this layer's prompt still whole beside what earlier layers settled
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
         return out
@@ -196,8 +215,11 @@ def dense_prefill(
     step = ctx.step
     if store is not None and not step.first:
         keys, values = store.view()
-        stored = [length - count for length, count in zip(store.lengths, step.counts, strict=True)]
-        mask = causal_mask(stored, step.counts, step.t, keys.shape[2], q.device)
+        stored = tuple(length - count for length, count in zip(store.lengths, step.counts, strict=True))
+        key = (stored, keys.shape[2], q.device)
+        if key not in step.masks:
+            step.masks[key] = causal_mask(stored, step.counts, step.t, keys.shape[2], q.device)
+        mask = step.masks[key]
         k, v = keys, values
     return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
 
@@ -206,7 +228,6 @@ class DenseLayer(SelectiveLayer):
     """Keeps everything and attends to everything: the full cache, and the dense first layers of other methods."""
 
     is_croppable = True
-    selecting = False
 
     def __init__(self, layer_idx: int, shape: ModelShape, make_store=ResidentStore) -> None:
         super().__init__(layer_idx, shape)
@@ -243,6 +264,7 @@ class StagedLayer(SelectiveLayer):
     """Base of layers that treat a prompt as a whole: K and V are staged exactly until the prompt ends, then settled.
 
     Chunked prefill thus equals one-shot prefill. A new turn unpacks what was kept, attends to it exactly, and settles again.
+    `staged` may be the layer's own store (nothing is copied then), so whoever maps rows maps it once.
     """
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
@@ -261,8 +283,11 @@ class StagedLayer(SelectiveLayer):
         """What is kept, exactly attendable, at the start of a new turn; the new tokens are appended to it."""
         raise NotImplementedError
 
-    def observe(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
-        """Called per prompt block, before it is settled: q (n, h, t, d) against all staged keys (n, h_kv, length, d)."""
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        """Called per prompt block, before it is settled: q (n, h, t, d) against all staged keys (n, h_kv, length, d).
+
+        Row r holds stored[r] entries, the last ctx.step.counts[r] of them this block's (`causal_mask` wants the difference).
+        """
 
     # -- the flow ---------------------------------------------------------------------------------------------------
 
@@ -272,12 +297,13 @@ class StagedLayer(SelectiveLayer):
         step = ctx.step
         if step.first and step.ends_prompt and not step.padded:
             self.fresh = (k, v)
-            self.observe(q, k, ctx)
+            self.observe(q, k, step.total, ctx)
             return dense_prefill(q, k, v, mask, None, ctx)
         if self.staged is None:
             self.staged = ResidentStore() if step.first else self.unpack()
         self.staged.append(k, v, step.counts)
-        self.observe(q, self.staged.view()[0], ctx)
+        self.staged.reserve(self.staged.length + max(a - b for a, b in zip(step.final, step.total, strict=True)))
+        self.observe(q, self.staged.view()[0], self.staged.lengths, ctx)
         return dense_prefill(q, k, v, mask, self.staged, ctx)
 
     def finish_prompt(self, ctx: LayerContext) -> None:
@@ -296,7 +322,15 @@ class StagedLayer(SelectiveLayer):
             self.staged.map_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": []} if self.staged is None else self.staged.tensors()
+        held = [] if self.staged is None else self.staged.tensors()["device"]
+        return {"device": [*held, *(self.fresh or ())]}
+
+
+def exact_copy(store: Store) -> ResidentStore:
+    """Everything a store holds, decoded and on the device."""
+    copy = ResidentStore()
+    copy.load(*store.view(), store.lengths)
+    return copy
 
 
 def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-# Kinds of traffic, and the column of the result row that each one adds to. Prefill traffic is reported apart.
-STEP_COLUMNS = {
+# Kinds of traffic between tiers, and the column of the result row to which a decode step's bytes of that kind add.
+COLUMNS = {
     "codes": "selection",
     "centroids": "selection",
     "selection_keys": "selection",
     "fetch": "demand_fetch",
     "refill": "refill",
-    "write_back": "write_back",
+    "write_back": "write_back",  # new tokens, towards the host
+    "index_input": "selection",  # keys, to where the index is built
+    "index_upload": "selection",  # the built index, to where it is used
 }
-PREFILL_KINDS = ("prefill_offload", "index_upload", "extend_fetch")
 
 
 def synchronize(device: torch.device) -> None:
@@ -44,25 +45,34 @@ class Ledger:
         self.reset()
 
     def reset(self) -> None:
-        self.moved: dict[str, int] = defaultdict(int)  # bytes since the request began, by kind
+        self.decoding = False  # which of the two tables `move` writes to; set at each forward pass
+        self.moved: dict[str, int] = defaultdict(int)  # bytes of decode steps, by kind
+        self.prefill_moved: dict[str, int] = defaultdict(int)  # bytes of the prompt and of later turns, by kind
         self.steps = 0  # decode steps finished
         self.index_build_s = 0.0
-        self._attended: dict[int, float] = defaultdict(float)  # layer -> sum over steps of tokens per query head
-        self._union: dict[int, float] = defaultdict(float)  # layer -> sum over steps of distinct tokens per KV head
+        self._attended: dict[int, float | torch.Tensor] = defaultdict(
+            float
+        )  # layer -> sum over steps of tokens per query head
+        self._union: dict[int, float | torch.Tensor] = defaultdict(
+            float
+        )  # layer -> sum over steps of distinct tokens per KV head
         self._selecting: set[int] = set()  # layers that choose tokens at decode
         self.peak: dict[str, int] = {}
         self.facts: dict[str, Any] = {}  # what a method wants to tell, e.g. the K-Means rounds it really ran
 
     def move(self, kind: str, nbytes: int) -> None:
-        """Record `nbytes` that crossed between tiers. `kind` is a key of STEP_COLUMNS or one of PREFILL_KINDS."""
-        if kind not in STEP_COLUMNS and kind not in PREFILL_KINDS:
+        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS."""
+        if kind not in COLUMNS:
             raise KeyError(f"ledger kind {kind!r} is unknown")
-        self.moved[kind] += nbytes
+        (self.moved if self.decoding else self.prefill_moved)[kind] += nbytes
 
-    def attend(self, layer: int, tokens: float, *, selecting: bool, union: float | None = None) -> None:
+    def attend(
+        self, layer: int, tokens: float | torch.Tensor, *, selecting: bool, union: torch.Tensor | None = None
+    ) -> None:
         """Record that one decode step of `layer` attended `tokens` per query head (mean over rows and heads).
 
-        `union` is the mean number of distinct tokens per KV head, where query heads of a group choose apart.
+        `union` is the mean number of distinct tokens per KV head, where query heads of a group choose apart. Tensors of
+        one element are added up on their device, so that no step waits for them.
         """
         self._attended[layer] += tokens
         self._union[layer] += tokens if union is None else union
@@ -89,7 +99,7 @@ class Ledger:
     def bytes_per_step(self) -> dict[str, float]:
         """Mean bytes per decode step over all layers: selection, demand_fetch, refill, write_back."""
         columns = dict.fromkeys(("selection", "demand_fetch", "refill", "write_back"), 0.0)
-        for kind, column in STEP_COLUMNS.items():
+        for kind, column in COLUMNS.items():
             columns[column] += self.moved.get(kind, 0) / max(self.steps, 1)
         return columns
 
@@ -99,4 +109,4 @@ class Ledger:
         layers = [layer for layer in table if all_layers or not self._selecting or layer in self._selecting]
         if not layers or not self.steps:
             return None
-        return sum(table[layer] for layer in layers) / len(layers) / self.steps
+        return float(sum(float(table[layer]) for layer in layers)) / len(layers) / self.steps

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from pqcache.selective.attention import attend_one
-from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
+from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy, row_mask
 from pqcache.selective.method import Method, ModelShape
 from pqcache.store.coded import Codec, CodedStore, CodedStream, pack_all_but
 from pqcache.store.resident import ResidentStore
@@ -32,26 +32,26 @@ class QuantizationLayer(StagedLayer):
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         if self.store is None:
             self.store = self.method.make_store(self.layer_idx, self.shape)
-        self.store.append(k, v, self.store.lengths or [0] * len(lengths), lengths)
+        self.store.load(k, v, lengths)
         self.store.pack()
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
-        whole = ResidentStore()
-        whole.append(*self.store.view())
-        whole.lengths = list(self.store.lengths)
-        return whole
+        return exact_copy(self.store)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None
-        n = k.shape[0]
-        self.store.append(k, v, [0] * n, [1] * n)  # attended exactly once, packed afterwards
+        self.store.append(k, v)  # attended exactly once, packed afterwards
         keys, values = self.store.view()
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
         out = attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
+        self.observe_step(q, keys, ctx)
         self.store.pack()
         return out
+
+    def observe_step(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
+        """Called per decode step before packing: q (n, h, 1, d), keys (n, h_kv, length, d); for saliency probes."""
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)

@@ -6,21 +6,30 @@ gathers, attends and counts. Positions are those of the row: its first real toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from pqcache.selective.attention import attend_one
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
-from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
+from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
 from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
 
 STORES = ("resident", "host", "block_cache")
 SCOPES = ("candidates", "all")
+
+
+class RetrievalStore(Store, Protocol):
+    """A store that can hand out chosen tokens."""
+
+    def read(
+        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,6 @@ class Selected:
     indices: torch.Tensor | None  # (n, H, k), None: every candidate
     candidates: Candidates
     local: list[int]  # tokens of the local window per row, the current one not counted
-    query: torch.Tensor  # (n, h, 1, d)
 
 
 class Index:
@@ -71,12 +79,20 @@ class Index:
     reduce: str = "sum_softmax"
     scope: str = "candidates"  # what the softmax of the reduction is taken over
 
-    def build(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
-        """Index a prompt: k (n, h_kv, >= max(lengths), d). Returns per row whether there is an index (else it stays dense)."""
+    layer: RetrievalLayer  # the layer it serves; its store has K and V (set before anything else is called)
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        """Index a prompt: k, v (n, h_kv, >= max(lengths), d). Returns per row whether there is an index (else: dense).
+
+        Called again after each later turn, with everything.
+        """
         return [True] * len(lengths)
 
-    def append(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        """Index one token per row: k (n, h_kv, 1, d), at position lengths[r] - 1."""
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """Index one token per row, already stored: k, v (n, h_kv, 1, d), at position lengths[r] - 1."""
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """The layer before is about to run, with this context: speculate, prefetch."""
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         """Scaled logits of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32."""
@@ -84,6 +100,10 @@ class Index:
 
     def local(self, plan: Plan, past: int) -> int:
         """Tokens of the local window after `past` tokens; an index that lags behind (clusters) keeps more."""
+        return plan.local
+
+    def most_local(self, plan: Plan) -> int:
+        """The most `local` may return, for stores that hold the window on the device."""
         return plan.local
 
     def map_rows(self, index: torch.Tensor) -> None:
@@ -120,37 +140,31 @@ class RetrievalLayer(StagedLayer):
 
     def clear(self) -> None:
         super().clear()
-        self.store: ResidentStore | HostStore | None = None
+        self.store: RetrievalStore | None = None
         self.index = self.method.make_index(self.layer_idx, self.shape)
+        self.index.layer = self
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.plans = [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
-        if self.method.store == "host":
-            store = HostStore(self.method.n_sink, max(p.local for p in self.plans) + 1, ctx.cache.ledger.move)
-            known = self.store if isinstance(self.store, HostStore) else None
-            store.load(k, v, lengths, known)
-            self.store = store
-        elif self.staged is not None:
+        window = 1 + max(self.index.most_local(plan) for plan in self.plans)
+        known, self.store = self.store, self.method.make_store(window, ctx.cache.ledger.move)
+        if self.store.whole and self.staged is not None:
             self.store = self.staged
         else:
-            self.store = ResidentStore()
-            self.store.append(k, v)
+            self.store.load(k, v, lengths, known)
         built = [False] * len(lengths)
         if not self.method.budget.is_everything:
-            built = self.index.build(k, lengths, ctx)
-        self.dense = [not ok or plan.k == 0 and plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+            built = self.index.build(k, v, lengths, ctx)
+        self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
 
     def unpack(self) -> ResidentStore:
-        if isinstance(self.store, ResidentStore):
-            return self.store
         assert self.store is not None
-        whole = ResidentStore()
-        keys, values = self.store.view()
-        whole.append(keys, values)
-        whole.lengths = list(self.store.lengths)
-        return whole
+        return self.store if isinstance(self.store, ResidentStore) else exact_copy(self.store)
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        self.index.on_previous_input(ctx)
 
     def candidates(self) -> tuple[Candidates, list[int]]:
         """This step's candidates and local windows; the current token is already stored."""
@@ -170,22 +184,21 @@ class RetrievalLayer(StagedLayer):
         assert self.store is not None
         self.store.append(k, v)
         if not all(self.dense):
-            self.index.append(k, self.store.lengths, ctx)
+            self.index.append(k, v, self.store.lengths, ctx)
         cand, local = self.candidates()
         lengths, lo = self.store.lengths, cand.lo
         everything = all(a == b - lo for a, b in zip(cand.k, cand.hi, strict=True))
         selection = None
-        if everything and isinstance(self.store, ResidentStore):
+        if everything and self.store.whole:
             keys, values = self.store.view()
             valid = row_mask(lengths, keys.shape[2], q.device)
         else:
             if max(cand.k) > 0:
-                if everything:
-                    selection = self._all(cand, q.device)
-                else:
-                    selection = self.index.select(q, cand, self.shape.h_kv, ctx)
+                selection = (
+                    self._all(cand, q.device) if everything else self.index.select(q, cand, self.shape.h_kv, ctx)
+                )
             recent = min(max(local) + 1, max(lengths))
-            sinks = min(lo, max(lengths)) if isinstance(self.store, ResidentStore) else lo
+            sinks = min(lo, max(lengths))
             indices = None if selection is None else selection.indices
             keys, values = self.store.read(sinks, indices, recent, self.shape.group)
             valid = self._valid(sinks, selection, recent, cand, local, q.device)
@@ -194,11 +207,21 @@ class RetrievalLayer(StagedLayer):
             share = selection.share[:, None, :, None].to(out.dtype)
             mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)
             out = share * out + (1 - share) * mean
-        tokens = float(keys.shape[2]) if valid is None else float(valid.sum(-1, dtype=torch.float32).mean())
-        ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True)
-        for observer in ctx.cache.observers:
-            observer(self, Selected(lo, None if selection is None else selection.indices, cand, local, q))
+        tokens = keys.shape[2] if valid is None else valid.sum(-1, dtype=torch.float32).mean()
+        union = None
+        if selection is not None and self.shape.h_kv < selection.indices.shape[1]:
+            union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(lengths))
+        ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
+        if ctx.cache.observers:
+            self.selected = Selected(lo, None if selection is None else selection.indices, cand, local)
         return out
+
+    def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
+        """Mean number of distinct positions per KV head in indices (n, h, k), where query heads chose apart."""
+        n, h_kv = indices.shape[0], self.shape.h_kv
+        marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
+        marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # -1, padding, falls on column 0
+        return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
 
     @staticmethod
     def _all(cand: Candidates, device: torch.device) -> Selection:
@@ -235,7 +258,7 @@ class RetrievalLayer(StagedLayer):
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
-        if self.store is not None and self.store is not self.staged:
+        if self.store is not None and self.store is not self.staged:  # else it has just been mapped
             self.store.map_rows(index)
         self.index.map_rows(index)
         rows = index.tolist()
@@ -285,6 +308,12 @@ class RetrievalMethod(Method):
     def make_index(self, layer_idx: int, shape: ModelShape) -> Index:
         """The index of one layer."""
         raise NotImplementedError
+
+    def make_store(self, window: int, moved: Callable[[str, int], None]) -> RetrievalStore:
+        """Where one layer's K and V live; `window` tokens besides the sinks are attended at every step."""
+        if self.store == "host":
+            return HostStore(self.n_sink, window, moved)
+        return ResidentStore()
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> RetrievalLayer:
         return RetrievalLayer(layer_idx, shape, self)

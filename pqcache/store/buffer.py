@@ -53,6 +53,7 @@ class Buffer:
         """Row r takes the last counts[r] entries of x (n, heads, t, *rest) at positions starts[r], starts[r]+1, ..."""
         self.reserve(max(a + b for a, b in zip(starts, counts, strict=True)))
         t = x.shape[2]
+        x = x.detach()  # a cache never keeps a graph alive
         if len(set(starts)) == 1 and set(counts) == {t}:
             self.data[:, :, starts[0] : starts[0] + t] = x
             return
@@ -72,7 +73,10 @@ class Buffer:
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was."""
-        self.data = self.data.index_select(0, index.to(self.data.device))
+        index = index.to(self.data.device)
+        n, heads, capacity, *rest = self.data.shape
+        moved = self._allocate(len(index), heads, capacity, tuple(rest), self.data.dtype, self.data.device)
+        self.data = torch.index_select(self.data, 0, index, out=moved)
 
 
 def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1) -> torch.Tensor:

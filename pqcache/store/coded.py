@@ -113,26 +113,22 @@ class CodedStream:
     def lengths(self) -> list[int]:
         return [a + b for a, b in zip(self.body, self.tails, strict=True)]
 
-    def append(self, x: torch.Tensor, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Row r takes x[r, :, starts[r]:ends[r]] into its tail."""
+    def append(self, x: torch.Tensor, counts: Sequence[int]) -> None:
+        """Row r takes the last counts[r] of x (n, h_kv, t, d) into its tail."""
+        t = x.shape[2]
         if self.tail is None:
             self.body, self.tails, self.tail = [0] * x.shape[0], [0] * x.shape[0], x[:, :, :0]
-        new = [b - a for a, b in zip(starts, ends, strict=True)]
-        if len(set(new)) == 1:
-            self.tail = torch.cat(
-                [self.tail, x[:, :, starts[0] : ends[0]] if len(set(starts)) == 1 else right_align(x, starts, ends)], 2
-            )
+        if set(counts) == {t}:
+            self.tail = torch.cat([self.tail, x], 2)
         else:
             old = self.tail.shape[2]
-            width = max(a + b for a, b in zip(self.tails, new, strict=True))
+            width = max(a + b for a, b in zip(self.tails, counts, strict=True))
             tail = x.new_zeros((*x.shape[:2], width, x.shape[3]))
-            for row, (a, b) in enumerate(zip(starts, ends, strict=True)):
-                tail[row, :, width - new[row] :] = x[row, :, a:b]
-                tail[row, :, width - new[row] - self.tails[row] : width - new[row]] = self.tail[
-                    row, :, old - self.tails[row] :
-                ]
+            for row, (held, new) in enumerate(zip(self.tails, counts, strict=True)):
+                tail[row, :, width - new :] = x[row, :, t - new :]
+                tail[row, :, width - new - held : width - new] = self.tail[row, :, old - held :]
             self.tail = tail
-        self.tails = [a + b for a, b in zip(self.tails, new, strict=True)]
+        self.tails = [a + b for a, b in zip(self.tails, counts, strict=True)]
 
     def pack(self) -> None:
         """Move what the schedule says from the tail into the body."""
@@ -176,6 +172,8 @@ class CodedStream:
 class CodedStore:
     """K and V as coded streams; row r's first token has index 0."""
 
+    whole = False  # `view` decodes everything
+
     def __init__(self, k: CodedStream, v: CodedStream) -> None:
         self.k, self.v = k, v
 
@@ -187,10 +185,17 @@ class CodedStore:
     def length(self) -> int:
         return max(self.lengths, default=0)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Row r takes k, v [r, :, starts[r]:ends[r]], exact until `pack` runs."""
-        self.k.append(k, starts, ends)
-        self.v.append(v, starts, ends)
+    def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        """Row r takes the last counts[r] (default all t) of k, v (n, h_kv, t, d), exact until `pack` runs."""
+        counts = [k.shape[2]] * k.shape[0] if counts is None else counts
+        self.k.append(k, counts)
+        self.v.append(v, counts)
+
+    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: object = None) -> None:
+        """Take what is new of a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
+        held = self.lengths or [0] * len(lengths)
+        counts = [total - old for total, old in zip(lengths, held, strict=True)]
+        self.append(right_align(k, held, lengths), right_align(v, held, lengths), counts)
 
     def pack(self) -> None:
         """Pack what is due."""

@@ -20,6 +20,8 @@ class HostStore:
     without an accelerator the same copies are made and counted, from memory to memory.
     """
 
+    whole = False  # `view` streams everything to the device
+
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
         self.n_sink = n_sink
         self.window = window  # tokens always on the device besides the sinks: local window + the current token
@@ -57,7 +59,7 @@ class HostStore:
                 recent.data[row, :, : span - take] = 0  # a row shorter than the window: never undefined bytes
                 end = starts[row] + counts[row]
                 host.data[row, :, starts[row] : end] = x[row, :, self.n_sink + starts[row] : self.n_sink + end]
-            self.moved("prefill_offload", sum(counts) * x.shape[1] * x.shape[3] * x.element_size())
+            self.moved("write_back", sum(counts) * x.shape[1] * x.shape[3] * x.element_size())
             self.sinks.append(sinks)
             self.recent.append(recent)
             self.host.append(host)
@@ -72,7 +74,7 @@ class HostStore:
         for x, sinks, recent, host in zip((k, v), self.sinks, self.recent, self.host, strict=True):
             recent.data[:, :, self.columns : self.columns + 1] = x
             if min(starts) >= 0:
-                host.write(x.to(HOST, non_blocking=True), starts, [1] * len(starts))
+                host.write(x.to(HOST), starts, [1] * len(starts))
             else:  # a prompt shorter than the sinks: its first generated tokens become sinks
                 host.reserve(max(starts) + 1)
                 for row, start in enumerate(starts):
@@ -89,30 +91,42 @@ class HostStore:
         out = []
         for sinks, host in zip(self.sinks, self.host, strict=True):
             rows = host.view(max(0, self.length - self.n_sink))
-            self.moved("extend_fetch", rows.numel() * rows.element_size())
-            out.append(torch.cat([sinks, rows.to(sinks.device, non_blocking=True)], dim=2)[:, :, : self.length])
+            self.moved("fetch", rows.numel() * rows.element_size())
+            out.append(torch.cat([sinks, rows.to(sinks.device)], dim=2)[:, :, : self.length])
         return out[0], out[1]
 
     def read(
         self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V of [first `sinks` | `indices` (n, H, k) | last `recent`] tokens; only `indices` cross from the host."""
-        if recent > self.columns or sinks != self.n_sink:
+        if recent > self.columns or sinks > self.n_sink:
             raise ValueError(
                 f"host store holds {self.n_sink} sinks and a window of {self.columns} tokens on the device"
             )
-        out = []
         h_kv = self.sinks[0].shape[1]
-        real = 0 if indices is None else int((indices >= 0).sum()) * (h_kv if indices.shape[1] == 1 else 1)
-        for sink, window, host in zip(self.sinks, self.recent, self.host, strict=True):
-            always = [sink, window.data[:, :, self.columns - recent : self.columns]]
-            if indices is not None:
-                rows = take_tokens(host.data, (indices.to(HOST) - self.n_sink), group)
-                self.moved("fetch", real * rows.shape[-1] * rows.element_size())
-                always.insert(1, rows.to(sink.device, non_blocking=True))
-            if always[1].shape[1] != h_kv:  # one choice per query head: the shared parts follow
-                always = [x if x.shape[1] != h_kv else x.repeat_interleave(group, dim=1) for x in always]
-            out.append(torch.cat(always, dim=2))
+        always = [
+            (sink[:, :, :sinks], window.data[:, :, self.columns - recent : self.columns])
+            for sink, window in zip(self.sinks, self.recent, strict=True)
+        ]
+        if indices is None:
+            k, v = (torch.cat(pair, dim=2) for pair in always)
+            return k, v
+        if indices.shape[1] not in (1, h_kv):  # one choice per query head: the shared parts follow
+            always = [(a.repeat_interleave(group, dim=1), b.repeat_interleave(group, dim=1)) for a, b in always]
+        fetched = self.fetch(indices, group)
+        k, v = (torch.cat([a, x, b], dim=2) for (a, b), x in zip(always, fetched, strict=True))
+        return k, v
+
+    def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V of positions `indices` (n, H, k) from the host, -1 read as anything: (n, h_kv or h, k, d) on the device."""
+        index = indices.to(HOST) - self.n_sink
+        heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
+        real = int((index >= 0).sum()) * heads
+        out = []
+        for sink, host in zip(self.sinks, self.host, strict=True):
+            rows = take_tokens(host.data, index, group)
+            self.moved("fetch", real * rows.shape[-1] * rows.element_size())
+            out.append(rows.to(sink.device))
         return out[0], out[1]
 
     def map_rows(self, index: torch.Tensor) -> None:

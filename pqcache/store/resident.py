@@ -15,6 +15,8 @@ class ResidentStore:
     Left padding is dropped on the way in, so an index is a token's position in its own row, whatever its neighbours.
     """
 
+    whole = True  # `view` costs nothing
+
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.k: Buffer | None = None
@@ -24,6 +26,17 @@ class ResidentStore:
     def length(self) -> int:
         """Tokens in the longest row."""
         return max(self.lengths, default=0)
+
+    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: object = None) -> None:
+        """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
+        self.append(k, v)
+        self.lengths = list(lengths)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens per row at once."""
+        for buffer in (self.k, self.v):
+            if buffer is not None:
+                buffer.reserve(tokens)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Add tokens: row r takes the last counts[r] (default all t) of k, v (n, h_kv, t, d)."""

@@ -56,8 +56,8 @@ class Session:
             done += block.shape[1]
         return out.logits[:, -1]
 
-    def turn(self, rows: Sequence[list[int]], chunk: int | None = None) -> torch.Tensor:
-        if chunk is not None and isinstance(self.cache, SelectiveCache):
+    def turn(self, rows: Sequence[list[int]], chunk: int | None = None, told: bool = False) -> torch.Tensor:
+        if (told or chunk is not None) and isinstance(self.cache, SelectiveCache):
             self.cache.begin_turn(len(rows[0]))
         self.last = self._feed(torch.tensor(rows), chunk)
         return self.last

@@ -118,7 +118,7 @@ def test_moved_bytes_equal_the_closed_forms(llama: PreTrainedModel) -> None:
     cache = SelectiveCache(llama, PQCache(budget=Budget(ratio=0.2), store="host"))
     with attach(llama):
         session = Session(llama, cache, [tokens(S, 1)])
-        assert cache.ledger.moved["prefill_offload"] == LAYERS * kv(S - 32)
+        assert cache.ledger.prefill_moved["write_back"] == LAYERS * kv(S - 32)
         for token in tokens(STEPS, 2):
             session.step([token])
     k = 193 - 96  # floor(968 * 0.2) = 193 tokens, 96 of them the window

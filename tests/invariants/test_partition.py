@@ -35,7 +35,7 @@ def test_partition_is_exact_at_every_step_in_every_layer(llama: PreTrainedModel,
     assert (plan.sinks, plan.local, plan.k) == (8, 11, 11)
     cache = SelectiveCache(llama, method)
     calls: list[tuple[int, Selected]] = []
-    cache.observers.append(lambda layer, selected: calls.append((layer.layer_idx, selected)))
+    cache.observers.append(lambda layer, q, selected: calls.append((layer.layer_idx, selected)))
     with attach(llama):
         session = Session(llama, cache, [tokens(PROMPT, 1)])
         for step, token in enumerate(tokens(STEPS, 2)):
@@ -63,7 +63,7 @@ def test_gathered_tokens_are_the_ones_named(llama: PreTrainedModel, name: str) -
     cache, whole = SelectiveCache(llama, method), SelectiveCache(llama, reference)
     checked = 0
 
-    def observe(layer: RetrievalLayer, selected: Selected) -> None:
+    def observe(layer: RetrievalLayer, q: torch.Tensor, selected: Selected) -> None:
         """Layer 0's keys depend on nothing but the tokens: the full cache of the same tokens has the true ones."""
         nonlocal checked
         if layer.layer_idx:
