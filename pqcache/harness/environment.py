@@ -1,0 +1,90 @@
+"""Where a result came from (versions, commit, machine), and keeping other packages' files under `out`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "numpy", "hydra-core")
+
+
+def versions() -> dict[str, str | None]:
+    """Package -> version, python and this package included."""
+    import pqcache
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "pqcache": pqcache.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of this source tree, `-dirty` if tracked files were changed; None outside a repository."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # installed somewhere inside another project's repository
+        return None
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+
+
+def device_caption(device: str) -> str:
+    """The machine in words, for captions: what computed, and how much of it."""
+    import torch
+
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    if device.startswith("mps"):
+        return f"Apple GPU ({platform.machine()})"
+    return f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def keep_files_under(out: Path) -> None:
+    """Send what datasets, evaluate and matplotlib write to a folder under `out`; the hub cache stays where it is."""
+    cache = (out / ".cache").resolve()
+    # matplotlib reads this variable when it is first imported and offers no other way
+    os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
+    import datasets
+
+    settings: Any = datasets.config
+    settings.HF_DATASETS_CACHE = cache / "datasets"
+    settings.DOWNLOADED_DATASETS_PATH = cache / "datasets" / "downloads"
+    settings.EXTRACTED_DATASETS_PATH = cache / "datasets" / "downloads" / "extracted"
+    settings.HF_MODULES_CACHE = cache / "modules"
+    datasets.disable_progress_bars()
+
+
+def quiet() -> None:
+    """No chatter from the libraries: what is left on the screen is ours, and real warnings."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,0 +1,151 @@
+"""Models: the embedded one, or any causal LM of the Hugging Face hub or a local folder; and how text becomes tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")  # where a prompt's last question starts
+QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run, and the prompt protocol that goes with it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool
+    system: str | None
+    max_length: int | None  # tokens of prompt + answer the model was made for
+
+    @property
+    def device(self) -> str:
+        return str(self.model.device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """The prompt side of a result, as far as the model decides it."""
+        return {"wrapper": "chat template" if self.chat else "none", "system": self.system if self.chat else None}
+
+    def wrap(self, prompt: str) -> str:
+        """The prompt as the one user turn of a chat; unchanged for a model without chat."""
+        if not self.chat:
+            return prompt
+        turns = [{"role": "system", "content": self.system}] if self.system is not None else []
+        turns.append({"role": "user", "content": prompt})
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a wrapped prompt, led by the tokenizer's own opening tokens (BOS, or GLM's two) exactly once."""
+        prefix = opening_tokens(self.tokenizer)
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        while prefix and ids[: len(prefix)] == prefix:
+            ids = ids[len(prefix) :]
+        return prefix + ids
+
+    def question_tokens(self, text: str) -> int:
+        """How many tokens of a wrapped prompt hold its last question.
+
+        The question starts at the last marker (MARKERS), but at most 100 characters before the end; without a marker it
+        is the last 100 characters. A token that straddles the start belongs to the question. The first token of the
+        prompt never does.
+        """
+        start = max(len(text) - QUESTION_CHARACTERS, *(text.rfind(marker) for marker in MARKERS))
+        total = len(self.encode(text))
+        if getattr(self.tokenizer, "is_fast", False):
+            offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            count = sum(1 for _, end in offsets if end > start)
+        else:
+            count = len(self.tokenizer(text[start:], add_special_tokens=False)["input_ids"])
+        return max(0, min(count, total - 1))
+
+    def stop_ids(self) -> set[int]:
+        """Every end-of-sequence id that the model, its generation config or its tokenizer names."""
+        generation = getattr(self.model, "generation_config", None)
+        named: list[Any] = [
+            self.tokenizer.eos_token_id,
+            getattr(self.model.config, "eos_token_id", None),
+            getattr(generation, "eos_token_id", None),
+        ]
+        ids: set[int] = set()
+        for value in named:
+            ids |= set(value) if isinstance(value, list | tuple) else {value} if isinstance(value, int) else set()
+        if self.chat:  # Llama-3 ends a turn with this one; early revisions of its generation config forgot it
+            turn_end = self.tokenizer.get_vocab().get("<|eot_id|>")
+            ids |= {turn_end} if turn_end is not None else set()
+        return ids
+
+
+def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens a tokenizer puts before any text."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []
+
+
+def pick_device(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
+    """The model's configuration alone: cheap, to refuse unsupported models before their weights are loaded."""
+    from transformers import AutoConfig
+
+    if name == "embedded":
+        from pqcache.embedded import model_dir
+
+        return AutoConfig.from_pretrained(model_dir())
+    return AutoConfig.from_pretrained(_path(options), revision=options["revision"])
+
+
+def load(name: str, options: dict[str, Any]) -> LoadedModel:
+    """Load weights and tokenizer. Raises OSError or ValueError, whose first line says what is missing."""
+    import torch
+
+    device = pick_device(options["device"])
+    if name == "embedded":
+        from pqcache.embedded import load_model, load_tokenizer
+
+        dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
+        tokenizer = load_tokenizer()
+        model = load_model(dtype=dtype, device=device)
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        path, revision = _path(options), options["revision"]
+        dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype).to(device).eval()
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if options["chat"] and not has_template:
+        raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
+    chat = has_template if options["chat"] is None else options["chat"]
+    config = model.config.get_text_config(decoder=True)
+    limit = options["max_length"] or getattr(config, "max_position_embeddings", None)
+    return LoadedModel(name, model, tokenizer, chat, options["system"], limit)
+
+
+def _path(options: dict[str, Any]) -> str:
+    from pathlib import Path
+
+    path = str(options["path"])
+    local = Path(path).expanduser()
+    return str(local) if local.is_dir() else path

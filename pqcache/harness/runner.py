@@ -1,0 +1,312 @@
+"""Run a plan's cells: load each model and task once, record every sample, write the rows, print what was measured.
+
+Exit codes: 0 all is well (cells of methods that are not built yet are skipped), 1 a cell failed, 2 refused, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness import environment, models, results, tables, tracking
+from pqcache.harness.cells import Cell, Plan, open_folder, write_status
+from pqcache.harness.config import Refused
+from pqcache.harness.results import Row
+from pqcache.harness.samples import Busy, SampleLog
+from pqcache.harness.tasks import TaskSpec, build_task
+
+if TYPE_CHECKING:
+    from lm_eval.tasks.manager import TaskDict
+
+
+@dataclass
+class Session:
+    """What several cells share: one model at a time, the documents of each task, facts about this machine."""
+
+    _model: tuple[str, models.LoadedModel | Exception] | None = None
+    _tasks: dict[str, tuple[TaskSpec, TaskDict]] = field(default_factory=dict)
+    _facts: dict[str, Any] = field(default_factory=dict)
+
+    def model(self, cell: Cell) -> models.LoadedModel:
+        """The cell's model; the last one stays loaded. A model that could not be loaded fails again at once."""
+        key = json.dumps(cell.identity["model"], sort_keys=True)
+        if self._model is None or self._model[0] != key:
+            self._model = None  # free the old weights before loading new ones
+            self._tasks.clear()  # documents are counted in the old model's tokens
+            options = dict(cell.identity["model"])
+            try:
+                self._model = key, models.load(options.pop("name"), options)
+            except Exception as error:  # whatever it is, it is this model's cells that fail
+                self._model = key, error
+        if isinstance(self._model[1], Exception):
+            raise self._model[1]
+        return self._model[1]
+
+    def task(self, cell: Cell, loaded: models.LoadedModel) -> tuple[TaskSpec, TaskDict]:
+        """The cell's task: its specification and lm-eval's task objects with their documents."""
+        options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+        name, seed, limit = cell.identity["task"]["name"], cell.identity["seed"], cell.run.limit
+        key = json.dumps([name, options, seed, limit], sort_keys=True)
+        if key not in self._tasks:
+            workdir = Path(cell.run.out).expanduser() / ".cache" / "tasks"
+            spec, manager = build_task(
+                name,
+                options,
+                seed=seed,
+                tokenizer=loaded.tokenizer,
+                workdir=workdir,
+                limit=limit,
+                model_name=loaded.name,
+            )
+            tasks = manager.load(spec.lm_eval_tasks)
+            for task in tasks["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=seed)
+            self._tasks[key] = spec, tasks
+        return self._tasks[key]
+
+    def facts(self, device: str) -> dict[str, Any]:
+        if not self._facts:
+            self._facts = {"versions": environment.versions(), "git_commit": environment.git_commit()}
+        return {**self._facts, "device": environment.device_caption(device)}
+
+
+@dataclass
+class Outcome:
+    """How a cell ended."""
+
+    status: str  # ok | failed | not built | not applicable
+    row: Row | None = None  # figures of this run, also where an older row with more samples is kept
+    kept: bool = False  # row.json holds more samples than this run and was left alone
+    reason: str = ""
+
+
+def run_plan(plan: Plan) -> int:
+    """Run every cell of a checked plan and print the result. Returns the exit code."""
+    out = Path(plan.cells[0].run.out).expanduser()
+    _check_models(plan)
+    environment.keep_files_under(out)
+    environment.quiet()
+    session = Session()
+    outcomes: dict[str, Outcome] = {}
+    ordered = sorted(plan.cells, key=_model_order(plan))
+    for index, cell in enumerate(ordered):
+        if plan.sweep:
+            print(f"[{index + 1}/{len(ordered)}] {cell.label}", flush=True)
+        try:
+            outcomes[cell.name] = _run_or_record(session, cell)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted in {cell.label}; the same command goes on where it stopped", file=sys.stderr)
+            return 130
+        if plan.sweep:
+            print(f"      {_line(outcomes[cell.name])}", flush=True)
+    return _report(plan, outcomes, out)
+
+
+def _model_order(plan: Plan) -> Any:
+    """Cells of one model next to each other, else in the order of the plan."""
+    first: dict[str, int] = {}
+    for cell in plan.cells:
+        first.setdefault(json.dumps(cell.identity["model"], sort_keys=True), len(first))
+    return lambda cell: first[json.dumps(cell.identity["model"], sort_keys=True)]
+
+
+def _check_models(plan: Plan) -> None:
+    """Refuse methods that cannot run on a model, from its configuration alone, before any weights are loaded."""
+    from pqcache.selective import NotApplicable
+
+    configs: dict[str, Any] = {}
+    errors: list[str] = []
+    for cell in plan.cells:
+        key = json.dumps(cell.identity["model"], sort_keys=True)
+        if key not in configs:
+            options = dict(cell.identity["model"])
+            try:
+                configs[key] = models.load_config(options.pop("name"), options)
+            except (OSError, ValueError):
+                configs[key] = None  # loading the model will say what is wrong
+        if cell.method is None or configs[key] is None:
+            continue
+        try:
+            cell.method.check_model(configs[key])
+        except ValueError as error:
+            line = " ".join(f"{cell.identity['model']['name']}, {cell.identity['method']['name']}: {error}".split())
+            if isinstance(error, NotApplicable) and plan.sweep:
+                cell.skip = cell.skip or ("not applicable", line)
+            else:
+                errors.append(line)
+    if errors:
+        raise Refused(errors)
+
+
+def _run_or_record(session: Session, cell: Cell) -> Outcome:
+    """Run one cell; whatever goes wrong ends in its status.json and not in the other cells."""
+    folder = open_folder(cell)
+    if cell.skip is not None:
+        status, reason = cell.skip
+        write_status(folder, status, reason=reason)
+        return Outcome(status, reason=reason)
+    try:
+        with SampleLog(folder / "samples.jsonl") as log:
+            try:
+                write_status(folder, "running")
+                outcome = run_cell(session, cell, log)
+            except KeyboardInterrupt:
+                write_status(folder, "interrupted", n_samples=len(log))
+                raise
+            except Exception as error:  # one failed cell must not lose the others
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                write_status(folder, "failed", reason=reason, traceback=traceback.format_exc())
+                return Outcome("failed", reason=f"{reason[:400]} ({folder / 'status.json'})")
+            row = results.read_row(folder / "row.json")
+            write_status(folder, "ok", n_samples=row["n_samples"] if row is not None else None)
+            return outcome
+    except Busy as busy:
+        return Outcome("failed", reason=str(busy))
+
+
+def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    """Evaluate one cell, reusing the samples in its log, and write its row."""
+    from lm_eval.evaluator import evaluate
+
+    from pqcache.harness.lm import HarnessLM
+    from pqcache.selective.support import attention_kernel
+
+    loaded = session.model(cell)
+    spec, tasks = session.task(cell, loaded)
+    cell.method.prepare(loaded.model, None, Path(cell.run.cache_dir).expanduser())
+
+    def scorer(task: str, doc: dict, response: str) -> float | None:
+        metric = spec.metric[task].partition(",")[0]
+        value = tasks["tasks"][task].process_results(doc, [response]).get(metric)
+        return None if value is None else float(value) * spec.scale
+
+    lm = HarnessLM(
+        loaded,
+        cell.method,
+        log,
+        attn=cell.run.attn,
+        seed=cell.identity["seed"],
+        question_as_decode=cell.run.question_as_decode,
+        max_new_tokens=spec.max_new_tokens,
+        scorer=scorer,
+        label=cell.label,
+    )
+    with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's own progress bars; the adapter keeps the real stream
+        evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
+    assert evaluated is not None
+    rows = _sample_rows(evaluated["samples"], spec)
+    scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
+    for sample in rows:
+        scores[sample["task"]][sample["key"]] = sample["score"]
+    folder = cell.folder
+    row = results.build_row(
+        cell,
+        scores,
+        lm.used.values(),
+        prompt_protocol={**loaded.protocol, "bos_count": lm.bos_count, "truncation": "none; longer is refused"},
+        attn=attention_kernel(cell.run.attn)[0],
+        kv_dtype=loaded.dtype,
+        **session.facts(loaded.device),
+    )
+    others = [r for path in folder.parent.glob("*/row.json") if (r := results.read_row(path)) is not None]
+    row = results.pair_with_full(row, results.find_full(row, [*(r for r in others if r["folder"] != cell.name), row]))
+    old = results.read_row(folder / "row.json")
+    if old is not None and old["n_samples"] > row["n_samples"]:
+        return Outcome("ok", row, kept=True)
+    results.write_row(folder / "row.json", row)
+    if spec.figure is not None and rows:
+        _draw(spec, rows, folder, cell.label)
+    if old is None or lm.resumed < len(lm.used):
+        tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
+    return Outcome("ok", row)
+
+
+def _sample_rows(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict[str, Any]]:
+    """One entry per document: its score 0..100, what the answer was, and the document's own facts."""
+    rows = []
+    for task, entries in samples.items():
+        metric, _, wanted = spec.metric[task].partition(",")
+        wanted = wanted or entries[0]["filter"]
+        for entry in entries:
+            if entry["filter"] == wanted:
+                rows.append(
+                    {
+                        "task": task,
+                        "doc_id": entry["doc_id"],
+                        "key": f"{entry['doc_id']}:{entry['doc_hash'][:8]}",
+                        "score": float(entry[metric]) * spec.scale,
+                        "response": entry["resps"][0][0],
+                        "target": entry["target"],
+                        "meta": entry["doc"].get("meta"),
+                        "doc": entry["doc"],
+                    }
+                )
+    return rows
+
+
+def _draw(spec: TaskSpec, rows: list[dict[str, Any]], folder: Path, title: str) -> None:
+    assert spec.figure is not None
+    try:
+        spec.figure(rows, folder, title)
+    except Exception as error:  # the row is on disk; a picture can be drawn again
+        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.row is not None:
+        kept = "; row.json keeps its larger number of samples" if outcome.kept else ""
+        return tables.summary_line(outcome.row) + kept
+    return f"{'skipped, ' if outcome.status != 'failed' else ''}{outcome.status}: {outcome.reason}"
+
+
+def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
+    results.refresh_pairs(out)
+    rows: dict[str, Row] = {}
+    for cell in plan.cells:
+        outcome = outcomes[cell.name]
+        if outcome.row is not None:
+            fresh = None if outcome.kept else results.read_row(cell.folder / "row.json")
+            rows[cell.name] = fresh or outcome.row
+    failed = [(cell, outcomes[cell.name]) for cell in plan.cells if outcomes[cell.name].status == "failed"]
+    if plan.sweep:
+        shown = {name: tables.MISSING if o.status != "failed" else "failed" for name, o in outcomes.items()}
+        print(f"\n{tables.sweep_table(plan, rows, shown)}\n\n{_caption(plan, rows)}rows: {out}")
+    else:
+        cell = plan.cells[0]
+        if outcomes[cell.name].status not in ("ok", "failed"):
+            print(_line(outcomes[cell.name]))
+        if cell.name in rows:
+            print(tables.row_text(rows[cell.name], cell.folder / "row.json"))
+            if outcomes[cell.name].kept:
+                print("  row.json keeps its larger number of samples; the figures above are of this limit")
+    for cell, outcome in failed:
+        print(f"failed: {cell.label}: {outcome.reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _caption(plan: Plan, rows: dict[str, Row]) -> str:
+    """Machine, samples and prompt length of a table, in one line."""
+    if not rows:
+        return ""
+    some = list(rows.values())
+    devices = " / ".join(dict.fromkeys(row["device"] for row in some))
+    counts = sorted({row["n_samples"] for row in some})
+    prompt = sum(row["prompt_tokens"] for row in some) / len(some)
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    tasks = ", ".join(dict.fromkeys(row["task"] for row in some))
+    names = ", ".join(dict.fromkeys(row["model"] for row in some))
+    return (
+        f"{names}, {tasks}: {each} samples a cell, {prompt:.0f} prompt tokens on average, batch 1, on {devices}.\n"
+        "to Full: mean difference of the same samples, 95 % bootstrap interval. MiB: cache after the last step.\n"
+    )

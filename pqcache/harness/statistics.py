@@ -1,0 +1,60 @@
+"""Means with bootstrap intervals, and differences of paired samples. Seeded: the same samples give the same interval.
+
+A score is the unweighted mean over tasks of each task's mean, so the bootstrap draws within each task. Samples are
+keyed task -> sample -> score (0..100).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+RESAMPLES = 10_000
+SEED = 0
+CONFIDENCE = 0.95
+
+Scores = Mapping[str, Mapping[str, float]]  # task -> sample id -> score
+
+
+def mean(scores: Scores) -> float | None:
+    """The unweighted mean over tasks; None without samples."""
+    tasks = [list(samples.values()) for samples in scores.values() if samples]
+    return float(np.mean([np.mean(values) for values in tasks])) if tasks else None
+
+
+def interval(scores: Scores) -> list[float] | None:
+    """The 95 % percentile bootstrap interval of `mean`; None without samples."""
+    tasks = [np.array(list(samples.values()), dtype=float) for samples in scores.values() if samples]
+    if not tasks:
+        return None
+    random = np.random.default_rng(SEED)
+    total = np.zeros(RESAMPLES)
+    for values in tasks:
+        draws = max(1, 4_000_000 // len(values))  # resamples at a time: bounds the memory
+        means = [
+            values[random.integers(0, len(values), (min(draws, RESAMPLES - start), len(values)))].mean(axis=1)
+            for start in range(0, RESAMPLES, draws)
+        ]
+        total += np.concatenate(means)
+    edge = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(total / len(tasks), [edge, 1 - edge])
+    return [float(low), float(high)]
+
+
+def paired(scores: Scores, reference: Scores) -> Scores:
+    """Score minus reference score of every sample that both have."""
+    return {
+        task: {key: value - reference[task][key] for key, value in samples.items() if key in reference[task]}
+        for task, samples in scores.items()
+        if task in reference
+    }
+
+
+def only(scores: Scores, like: Scores) -> Scores:
+    """The samples of `scores` that `like` has too."""
+    return {
+        task: {key: value for key, value in samples.items() if key in like[task]}
+        for task, samples in scores.items()
+        if task in like
+    }

@@ -1,0 +1,78 @@
+"""The tasks of the harness, each one file of Python beside one lm-eval definition (YAML).
+
+    options = {"lengths": [1024], "depths": [0, 50, 100]}
+    spec, manager = build_task(
+        "needle", options, seed=0, tokenizer=tokenizer, workdir=out, limit=None, model_name="embedded"
+    )
+    lm_eval.simple_evaluate(model=lm, tasks=spec.lm_eval_tasks, task_manager=manager)
+
+A task module has `Options` (a dataclass: the fields are the `task.*` keys; it checks itself when it is made, before any
+model is loaded) and `build(options, *, seed, tokenizer, count_tokens, limit, model_name)`, which returns the TaskSpec
+and the documents of each lm-eval task.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.tasks import needle, needle_pocket
+from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec, chat_prompt, prompt_tokens
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from lm_eval.tasks import TaskManager
+
+_MODULES: dict[str, ModuleType] = {"needle": needle, "needle_pocket": needle_pocket}
+TASKS: tuple[str, ...] = tuple(_MODULES)
+
+__all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "chat_prompt", "prompt_tokens", "task_options"]
+
+
+def _module(name: str) -> ModuleType:
+    if name not in _MODULES:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TASKS)}"
+        raise ValueError(f"task={name}: unknown task; {hint}")
+    return _MODULES[name]
+
+
+def task_options(name: str) -> type:
+    """The dataclass of the task's options; making one raises a one-line ValueError for a bad value."""
+    return _module(name).Options
+
+
+def build_task(
+    name: str,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    tokenizer: Any,
+    workdir: Path,
+    limit: int | None,
+    model_name: str,
+    count_tokens: Callable[[str], int] | None = None,
+) -> tuple[TaskSpec, TaskManager]:
+    """Make the documents of a task and the TaskManager that finds its definition in this package.
+
+    The documents stay in memory; `workdir` is for tasks that must keep files. `count_tokens` says how many tokens the
+    model sees for a prompt; by default the prompt is one user turn of the tokenizer's chat template.
+    """
+    from lm_eval.tasks import TaskManager
+
+    module = _module(name)
+    spec, docs = module.build(
+        module.Options(**options),
+        seed=seed,
+        tokenizer=tokenizer,
+        count_tokens=count_tokens or partial(prompt_tokens, tokenizer),
+        limit=limit,
+        model_name=model_name,
+    )
+    definitions = str(Path(__file__).parent)
+    manager = TaskManager(include_path=definitions, include_defaults=False, metadata={"docs": Docs(docs)})
+    return spec, manager

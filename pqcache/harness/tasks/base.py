@@ -1,0 +1,73 @@
+"""What every task shares: its specification, its in-memory documents, and how a prompt is counted in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# One finished sample. Figures read "score" (0..100) and "meta" (the doc's own: needle has length and depth).
+SampleRow = Mapping[str, Any]
+Figure = Callable[[Sequence[SampleRow], Path, str], Path | None]
+
+
+@dataclass(kw_only=True)
+class TaskSpec:
+    """What one task name and its options expand to."""
+
+    name: str
+    lm_eval_tasks: list[str | dict]  # for simple_evaluate(tasks=...), beside the TaskManager
+    metric: dict[str, str]  # lm-eval task name -> the per-sample metric that is the score
+    scale: float  # metric * scale = 0..100
+    max_new_tokens: int
+    figure: Figure | None = None  # (sample rows, folder, title) -> the drawn file; None if there is nothing to draw
+    sub_scores: list[str] = field(default_factory=list)  # lm-eval tasks listed one by one under "tasks" in the row
+
+
+class Docs:
+    """Generated documents on their way to lm-eval, which passes `metadata` to a task's `custom_dataset`.
+
+    lm-eval deep-copies and prints task configurations; this wrapper makes that free of cost.
+    """
+
+    def __init__(self, by_task: dict[str, list[dict]]) -> None:
+        self.by_task = by_task
+
+    def __deepcopy__(self, memo: dict) -> Docs:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Docs({ {name: len(docs) for name, docs in self.by_task.items()} })"
+
+
+def dataset_of(docs: Docs, task: str) -> dict[str, Dataset]:
+    """The `test` split of a task, held in memory: nothing is written into the datasets cache."""
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list(docs.by_task[task])}
+
+
+def chat_prompt(tokenizer: Any, prompt: str) -> str:
+    """The prompt as one user turn of the tokenizer's chat template; unchanged where there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return prompt
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+def prompt_tokens(tokenizer: Any, prompt: str) -> int:
+    """Tokens the model sees for `prompt`: chat wrapping included, BOS counted once."""
+    text = chat_prompt(tokenizer, prompt)
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    return len(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+
+
+def require(condition: bool, option: str, value: Any, allowed: str) -> None:
+    """Raise the one-line ValueError that every wrong option ends in."""
+    if not condition:
+        raise ValueError(f"task.{option}={value}: {allowed}")

@@ -1,0 +1,35 @@
+"""TT2T and TPOT over the samples of a cell.
+
+TT2T runs from submitting the prompt to the second token: the first token never needs a method's index, the second does.
+TPOT is the time of one decode step; each sample's first two steps are dropped (they pay for warming up), the rest are
+pooled over samples. Where no step is left the answer is None: 0 would be a made-up number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+DROPPED_STEPS = 2
+
+
+def pooled_steps(steps: Iterable[Sequence[float]]) -> list[float]:
+    """Decode steps of all samples, the first two of each dropped."""
+    return [s for sample in steps for s in sample[DROPPED_STEPS:]]
+
+
+def percentile(values: Iterable[float | None], share: float) -> float | None:
+    """The value below which `share` of the values lie, linear between neighbours; None without values."""
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return None
+    at = share * (len(known) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(known) - 1)
+    return known[low] + (known[high] - known[low]) * (at - low)
+
+
+def tpot_ms(steps: Iterable[Sequence[float]], share: float) -> float | None:
+    """A percentile of the time per output token, in milliseconds."""
+    seconds = percentile(pooled_steps(steps), share)
+    return None if seconds is None else seconds * 1000

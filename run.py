@@ -1,0 +1,49 @@
+"""Run causal LMs under KV-cache methods and measure quality, latency and bytes.
+
+    python run.py method=pqcache budget=0.2                                 one cell: prints its row and its row.json
+    python run.py -m method=full,oracle,pqcache,streaming budget=0.1,0.2     a sweep: ends with one table
+    python run.py experiment=demo                                           a table kept as configs/experiment/demo.yaml
+    python run.py method=pqcache task.length=4096 method.m=4 --cfg job      print the configuration, run nothing
+    python run.py --help                                                    groups and top-level keys
+
+Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+HYDRA_ANSWERS = {"--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
+
+
+def main(argv: list[str]) -> int:
+    if HYDRA_ANSWERS & {argument.partition("=")[0] for argument in argv}:
+        import hydra
+
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(lambda _: None)()
+        return 0
+
+    from pqcache.harness.cells import make_plan
+    from pqcache.harness.compose import compose_all
+    from pqcache.harness.config import Refused
+
+    try:
+        request = compose_all(argv, CONFIGS)
+        plan = make_plan(request)
+        if request.show_config:
+            print("---\n".join(cell.yaml() for cell in plan.cells), end="")
+            return 0
+        # lm-eval and all the rest: only once the command is known to be right
+        from pqcache.harness.runner import run_plan
+
+        return run_plan(plan)
+    except Refused as refused:
+        for line in refused.lines:
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

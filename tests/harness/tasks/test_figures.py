@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib import image
+
+from pqcache.harness.figures import _split_titles, heat_maps, needle_grid
+from pqcache.harness.tasks import needle
+
+ROWS = [
+    {"meta": {"length": length, "depth": depth, "tokens": length}, "score": score}
+    for length, depth, score in [(1024, 0, 100.0), (1024, 50, 0.0), (2048, 0, 100.0), (2048, 0, 0.0)]
+]
+
+
+def _has_colour(path: Path, colour: str) -> bool:
+    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    pixels = image.imread(path)[..., :3].reshape(-1, 3)
+    return bool((np.abs(pixels - wanted) < 0.01).all(axis=1).any())
+
+
+def test_grid_is_the_mean_of_its_samples() -> None:
+    lengths, depths, scores = needle_grid(ROWS)
+    assert (lengths, depths) == ([1024, 2048], [0, 50])
+    assert scores[0] == [1.0, 0.5]
+    assert scores[1][0] == 0.0
+    assert math.isnan(scores[1][1])  # no sample there
+
+
+def test_one_run(tmp_path: Path) -> None:
+    path = needle.draw(ROWS, tmp_path / "cell", "pqcache 0.2")
+    assert path == tmp_path / "cell" / "heatmap.png"
+    for colour in ("#F0496E", "#EBB839", "#0CD79F"):  # wrong, half, right
+        assert _has_colour(path, colour)
+    assert needle.draw([], tmp_path, "nothing") is None
+
+
+def test_colours_are_pinned_to_0_and_1(tmp_path: Path) -> None:
+    path = heat_maps({"all right": [ROWS[0]]}, tmp_path / "right.png")
+    assert path is not None
+    assert _has_colour(path, "#0CD79F")
+
+
+def test_what_all_titles_say_stands_once() -> None:
+    assert _split_titles(["full 1.0 needle", "pqcache 0.2 needle"]) == ("needle", ["full 1.0", "pqcache 0.2"])
+    assert _split_titles(["full 1.0 needle"]) == ("", ["full 1.0 needle"])
+
+
+def test_several_methods_side_by_side(tmp_path: Path) -> None:
+    for folder, title in [("full", "full"), ("seed 0", "streaming 0.2"), ("seed 1", "streaming 0.2")]:
+        needle.draw(ROWS, tmp_path / folder, title)
+    command = [sys.executable, "-m", "pqcache.harness.figures"]
+    done = subprocess.run([*command, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()) == tmp_path / "heatmaps.png"
+    one, two = (image.imread(p).shape for p in (tmp_path / "full" / "heatmap.png", tmp_path / "heatmaps.png"))
+    assert two[1] > 2 * one[1]
+    assert json.loads((tmp_path / "full" / "heatmap.json").read_text())["title"] == "full"
+    empty = subprocess.run([*command, str(tmp_path / "full")], capture_output=True, text=True)
+    assert empty.returncode == 2
+    assert "no heatmap.json" in empty.stderr

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pqcache.embedded.documents import filler_text
+from pqcache.harness.tasks import build_task, prompt_tokens, task_options
+from pqcache.harness.tasks import needle as task
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
+
+
+def _tokenizer(pre_tokenizer, template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=["<unk>", "<s>"], show_progress=False)
+    tokenizer.train_from_iterator([filler_text(Random(1), 20_000), task.HEAD + task.NEEDLE + task.TAIL], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="module", params=["bytes, chat template", "words, no template"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """The second one glues the full stop to the word before it: it never yields a "." token, and drops white space."""
+    if request.param.startswith("bytes"):
+        return _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), TEMPLATE)
+    return _tokenizer(pre_tokenizers.WhitespaceSplit(), None)
+
+
+def _build(tokenizer, tmp_path: Path, *, limit: int | None = None, seed: int = 0, model: str = "embedded", **options):
+    spec, manager = build_task(
+        "needle", options, seed=seed, tokenizer=tokenizer, workdir=tmp_path, limit=limit, model_name=model
+    )
+    return spec, manager.load(spec.lm_eval_tasks)["tasks"]["needle"]
+
+
+def test_the_length_is_never_exceeded_and_nearly_used_up(tokenizer, tmp_path: Path) -> None:
+    _, found = _build(tokenizer, tmp_path, lengths=[512, 1024], depths=[0, 30, 100])
+    docs = list(found.test_docs())
+    assert [(d["meta"]["length"], d["meta"]["depth"]) for d in docs] == [
+        (512, 0), (512, 30), (512, 100), (1024, 0), (1024, 30), (1024, 100),
+    ]  # fmt: skip
+    for doc in docs:
+        used = prompt_tokens(tokenizer, doc["prompt"])
+        assert used == doc["meta"]["tokens"]
+        assert doc["meta"]["length"] - 16 <= used <= doc["meta"]["length"]
+        assert doc["prompt"].count(task.NEEDLE) == 1
+
+
+def test_the_needle_stands_after_a_sentence_end_at_its_depth(tokenizer, tmp_path: Path) -> None:
+    _, found = _build(tokenizer, tmp_path, lengths=[1024], depths=[0, 25, 50, 75, 100])
+    for doc in found.test_docs():
+        before, _, after = doc["prompt"].partition(task.NEEDLE)
+        before, after, depth = before.removeprefix(task.HEAD), after.removesuffix(task.TAIL), doc["meta"]["depth"]
+        share = 100 * len(before) / len(before + after)
+        assert depth - 10 <= share <= depth + 2
+        assert depth in (0, 100) or before.endswith(".")
+        assert (before == "") == (depth == 0)
+        assert (after == "") == (depth == 100)
+
+
+@pytest.mark.parametrize(
+    ("target", "inserted_after"),
+    [(8, ""), (15, ""), (16, "About 3.5 miles."), (30, "About 3.5 miles."), (31, 'About 3.5 miles. She said "no."')],
+)
+def test_insertion_point(target: int, inserted_after: str) -> None:
+    text = 'About 3.5 miles. She said "no." and then left without a stop'
+    assert task.insert_needle(text, target, 50) == inserted_after + task.NEEDLE + text.removeprefix(inserted_after)
+
+
+def test_tokenizers_without_offsets(tmp_path: Path) -> None:
+    class Slow:
+        is_fast = False
+
+        def __init__(self, fast: PreTrainedTokenizerFast) -> None:
+            self.fast, self.bos_token, self.chat_template = fast, fast.bos_token, None
+            self.decode = fast.decode
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **options: bool) -> dict:
+            assert not options.get("return_offsets_mapping")
+            return {"input_ids": self.fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
+
+    fast = _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), None)
+    fast.backend_tokenizer.decoder = decoders.ByteLevel()
+    prompts = []
+    for tokenizer in (fast, Slow(fast)):
+        _, found = _build(tokenizer, tmp_path, lengths=[512], depths=[50])
+        prompts.append(found.test_docs()[0]["prompt"])
+    assert prompts[0] == prompts[1]
+
+
+def test_default_grids(tokenizer, tmp_path: Path) -> None:
+    _, small = _build(tokenizer, tmp_path, limit=1)
+    assert small.test_docs()[0]["meta"]["length"] == 1024
+    _, large = _build(tokenizer, tmp_path, limit=1, model="some/model")
+    assert large.test_docs()[0]["meta"]["length"] == 1000
+    lengths, depths = task.GRID
+    assert (lengths[-1], len(depths)) == (30_000, 11)
+    assert task.EMBEDDED_GRID == ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
+
+
+def test_a_limit_keeps_the_first_documents_and_the_seed_changes_the_text(tokenizer, tmp_path: Path) -> None:
+    options = {"lengths": [512, 300], "depths": [50, 0]}
+    _, whole = _build(tokenizer, tmp_path, **options)
+    _, part = _build(tokenizer, tmp_path, limit=2, **options)
+    _, other = _build(tokenizer, tmp_path, seed=1, **options)
+    prompts = whole.test_docs()["prompt"]
+    assert part.test_docs()["prompt"][:] == prompts[:2]
+    assert other.test_docs()["prompt"][0] != prompts[0]
+
+
+def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> None:
+    folder = tmp_path / "essays"
+    folder.mkdir()
+    (folder / "b.txt").write_text("Second file.\n" + filler_text(Random(2), 600))
+    (folder / "a.txt").write_text("First file.\n" + filler_text(Random(3), 600))
+    (folder / "c.md").write_text("No text file.")
+    _, found = _build(tokenizer, tmp_path, lengths=[2048], depths=[100], haystack=str(folder))
+    prompt = found.test_docs()[0]["prompt"]
+    assert prompt.index("First file.") < prompt.index("Second file.")
+    assert prompt.count("First file.") > 1
+    assert "No text file." not in prompt
+
+
+def test_bad_haystacks_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    options = task_options("needle")
+    empty, tiny = tmp_path / "empty", tmp_path / "tiny"
+    empty.mkdir()
+    tiny.mkdir()
+    (tiny / "a.txt").write_text("Too little.")
+    for folder, reason in [(tmp_path / "none", "is no folder"), (empty, "no .txt"), (tiny, "at least 1000")]:
+        with pytest.raises(ValueError, match=reason) as error:
+            options(haystack=str(folder))
+        assert str(error.value).startswith(f"task.haystack={folder}: ")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lengths": []}, {"lengths": [0]}, {"lengths": [512, 512]}, {"depths": [101]}, {"depths": [-1]}]
+)
+def test_bad_grids_are_refused(bad: dict) -> None:
+    (key,) = bad
+    with pytest.raises(ValueError, match=rf"^task\.{key}="):
+        task_options("needle")(**bad)
+
+
+def test_a_length_without_room_is_refused(tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^task\.lengths=20: is too short; .* take \d+ tokens$"):
+        _build(tokenizer, tmp_path, lengths=[20])
+
+
+def test_scores() -> None:
+    assert task.process_results({}, ["Eat a sandwich and sit in Dolores Park on a sunny day."]) == {
+        "accuracy": 1.0,
+        "word_fraction": 1.0,
+    }
+    other = task.process_results({}, ["Walk in Dolores Park on a sunny afternoon"])
+    assert other["accuracy"] == 0.0
+    assert other["word_fraction"] == pytest.approx(6 / 11)  # in dolores park on a sunny
+    assert task.process_results({}, [""]) == {"accuracy": 0.0, "word_fraction": 0.0}
+
+
+@pytest.mark.shared
+def test_the_keyword_rule_agrees_with_the_judge(shared_data: Path) -> None:
+    """1376 real answers with an LLM judge's scores; those in between (2-4) are left out."""
+    lines = (shared_data / "misc" / "needle_claude2.1_results.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if not 2 <= row["score"] <= 4]
+    agree = [bool(task.keyword_accuracy(row["model_response"])) == (row["score"] > 4) for row in rows]
+    assert len(rows) > 1000
+    assert sum(agree) / len(agree) >= 0.98
+
+
+@pytest.mark.shared
+def test_real_essays(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), TEMPLATE)
+    _, found = _build(tokenizer, tmp_path, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
+    (doc,) = found.test_docs()
+    assert 1000 <= prompt_tokens(tokenizer, doc["prompt"]) <= 1024

@@ -1,0 +1,108 @@
+"""What holds for every task, and the way through lm-eval itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+
+from pqcache.embedded import load_tokenizer
+from pqcache.harness.tasks import TASKS, build_task, needle, needle_pocket, task_options
+
+SMALL = {"needle_pocket": {"length": 512}, "needle": {"lengths": [512, 640], "depths": [0, 50, 100]}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+class Answers(LM):
+    """Answers with what the document says, or with nothing."""
+
+    def __init__(self, right: bool) -> None:
+        super().__init__()
+        self.right = right
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        return [request.doc["answer"] if self.right else "" for request in requests]
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False):
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("name", TASKS)
+def test_through_lm_eval(name: str, right: bool, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", None)  # the documents never pass through the datasets cache
+    spec, manager = build_task(
+        name, SMALL[name], seed=0, tokenizer=tokenizer, workdir=tmp_path, limit=3, model_name="embedded"
+    )
+    results = simple_evaluate(
+        Answers(right), tasks=spec.lm_eval_tasks, task_manager=manager, limit=3, bootstrap_iters=0, log_samples=True
+    )
+    for task, metric in spec.metric.items():
+        samples = results["samples"][task]
+        assert len(samples) == 3
+        assert [s[metric] * spec.scale for s in samples] == [100.0 if right else 0.0] * 3
+        assert all(s["doc"]["meta"]["tokens"] <= s["doc"]["meta"]["length"] for s in samples)
+        assert samples[0]["arguments"][0][1]["max_gen_toks"] == spec.max_new_tokens
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_larger_limit_only_adds_documents(name: str, tokenizer, tmp_path: Path) -> None:
+    prompts = []
+    for limit in (2, 4):
+        spec, manager = build_task(
+            name, SMALL[name], seed=3, tokenizer=tokenizer, workdir=tmp_path, limit=limit, model_name="embedded"
+        )
+        (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
+        prompts.append(list(task.test_docs()["prompt"]))
+    assert len(prompts[1]) == 4
+    assert prompts[1][:2] == prompts[0]
+
+
+@pytest.mark.parametrize("module", [needle, needle_pocket])
+def test_definition_and_module_agree(module, tokenizer) -> None:
+    name = module.__name__.rpartition(".")[2]
+    text = resources.files("pqcache.harness.tasks").joinpath(f"{name}.yaml").read_text()
+    definition = yaml.load(text.replace("!function ", ""), Loader=yaml.SafeLoader)
+    assert definition["task"] == name
+    assert definition["generation_kwargs"]["max_gen_toks"] == module.MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize(("name", "length"), [("needle_pocket", 2048), ("needle", None)])
+def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, length: int | None, tokenizer, tmp_path) -> None:
+    """The first answer token comes from exact prefill attention: only what follows measures a method."""
+    options = {"length": length} if length else SMALL[name]
+    spec, manager = build_task(
+        name, options, seed=1, tokenizer=tokenizer, workdir=tmp_path, limit=4, model_name="embedded"
+    )
+    (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
+    sizes = [len(tokenizer(doc["answer"], add_special_tokens=False)["input_ids"]) for doc in task.test_docs()]
+    assert min(sizes) >= 8
+    assert max(sizes) + 1 <= spec.max_new_tokens
+
+
+def test_options_have_types_and_defaults() -> None:
+    defaults = {name: {f.name: f.default for f in dataclasses.fields(task_options(name))} for name in TASKS}
+    assert defaults["needle_pocket"] == {"length": 2048}
+    assert defaults["needle"] == {"lengths": None, "depths": None, "haystack": None}
+
+
+def test_unknown_task_gets_a_did_you_mean() -> None:
+    with pytest.raises(ValueError, match="^task=needle_poket: unknown task; did you mean needle_pocket"):
+        task_options("needle_poket")
+
+
+def test_a_prompt_too_short_for_needle_pocket_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^task\.length=10: must be at least"):
+        task_options("needle_pocket")(length=10)

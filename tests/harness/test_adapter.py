@@ -1,0 +1,260 @@
+"""Text to tokens and back: opening tokens once, every end-of-sequence id, stop strings, the question's tokens, logs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from pqcache.harness import models
+from pqcache.harness.lm import HarnessLM, cut, stopper
+from pqcache.harness.models import LoadedModel, opening_tokens
+from pqcache.harness.registry import method_class
+from pqcache.harness.samples import Busy, Sample, SampleLog, fingerprint
+from pqcache.selective import Budget
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny: Path) -> LoadedModel:
+    options = dict(models_options(), path=str(tiny))
+    return models.load("hf", options)
+
+
+def models_options() -> dict[str, Any]:
+    from pqcache.harness.config import ModelOptions, option_fields
+
+    return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
+
+
+def ask(prompt: str, doc_id: int = 0, **settings: Any) -> Instance:
+    return Instance(
+        request_type="generate_until",
+        doc={"prompt": prompt},
+        arguments=(prompt, settings),
+        idx=0,
+        metadata=("some_task", doc_id, 1),
+    )
+
+
+def adapter(loaded: LoadedModel, log: SampleLog, **options: Any) -> HarnessLM:
+    return HarnessLM(loaded, method_class("full")(), log, **options)
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_one_bos_with_and_without_a_chat(loaded: LoadedModel) -> None:
+    bos = loaded.tokenizer.bos_token_id
+    assert opening_tokens(loaded.tokenizer) == [bos]
+    for chat in (True, False):
+        other = LoadedModel("m", loaded.model, loaded.tokenizer, chat, None, None)
+        ids = other.encode(other.wrap("Where is the red box?"))
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+    doubled = loaded.encode(loaded.tokenizer.bos_token * 2 + "Where?")
+    assert doubled.count(bos) == 1
+
+
+def test_chat_is_the_templates(loaded: LoadedModel) -> None:
+    assert loaded.chat
+    text = loaded.wrap("Where?")
+    assert text == loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Where?"}], tokenize=False, add_generation_prompt=True
+    )
+    with_system = LoadedModel("m", loaded.model, loaded.tokenizer, True, "Be brief.", None)
+    assert "Be brief." in with_system.wrap("Where?")
+    assert with_system.protocol == {"wrapper": "chat template", "system": "Be brief."}
+
+
+def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [7, 8])
+    monkeypatch.setattr(loaded.model.config, "eos_token_id", 9)
+    assert loaded.stop_ids() == {7, 8, 9, loaded.tokenizer.eos_token_id}
+
+
+def test_question_tokens(loaded: LoadedModel) -> None:
+    """From the last marker on, at most 100 characters, without a marker the last 100."""
+
+    def characters(text: str) -> int:
+        count = loaded.question_tokens(text)
+        tail = loaded.tokenizer.decode(loaded.encode(text)[-count:])
+        assert text.endswith(tail)
+        return len(tail)
+
+    story = "The old man walked over the hill. " * 12
+    assert characters(story + "Question: who walked?") == len("Question: who walked?")
+    assert 100 <= characters(story + "Question: " + "who " * 60) < 112  # a token may straddle the start
+    assert 100 <= characters(story) < 112
+    short = "Hi?"
+    assert loaded.question_tokens(short) == len(loaded.encode(short)) - 1  # the first token stays in the prompt
+
+
+# -- answers --------------------------------------------------------------------------------------------------------------
+
+
+def test_cut_at_the_first_stop_string() -> None:
+    assert cut("one\ntwo END three", ["END", "\n"]) == "one"
+    assert cut("one", ["\n"]) == "one"
+    assert cut("\none", ["\n"]) == ""
+    assert cut("one", []) == "one"
+
+
+def test_stopper_sees_a_string_over_several_tokens(loaded: LoadedModel) -> None:
+    tokenizer = loaded.tokenizer
+    ids = tokenizer("The farmer said: Question: why?", add_special_tokens=False)["input_ids"]
+    stop = stopper(tokenizer, ["Question:"])
+    assert stop is not None
+    first = next(n for n in range(1, len(ids) + 1) if stop(ids[:n]))
+    assert "Question:" in tokenizer.decode(ids[:first])
+    assert "Question:" not in tokenizer.decode(ids[: first - 1])
+    assert stopper(tokenizer, []) is None
+
+
+def test_generation_equals_transformers_and_stops(loaded: LoadedModel, tmp_path: Path) -> None:
+    prompt = "The teacher carried a lamp. Where is the lamp?"
+    ids = torch.tensor([loaded.encode(loaded.wrap(prompt))])
+    with torch.inference_mode():
+        stock = loaded.model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    text = loaded.tokenizer.decode(stock, skip_special_tokens=True)
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        lm = adapter(loaded, log)
+        (answer,) = lm.generate_until([ask(prompt, until=[], max_gen_toks=24)])
+        assert answer == text
+        word = text[8:12]
+        (stopped,) = lm.generate_until([ask(prompt, 1, until=[word], max_gen_toks=24)])
+        assert stopped == text[: text.index(word)]
+        assert lm.used["some_task", 1]["new_tokens"] < 24
+        settings = {"until": "\n", "max_gen_toks": 2}
+        assert len(lm.generate_until([ask(prompt, 2, **settings), ask(prompt, 3, **settings)])) == 2
+        assert settings == {"until": "\n", "max_gen_toks": 2}  # lm-eval's own dict is left as it was
+
+
+def test_a_special_token_as_stop_string(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Decoding drops special tokens, so such a stop must work on ids."""
+    special = loaded.tokenizer.convert_ids_to_tokens(3)
+    assert special in loaded.tokenizer.all_special_tokens
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        lm = adapter(loaded, log)
+        seen: dict[str, Any] = {}
+
+        def fake(model: Any, method: Any, input_ids: Any, **options: Any) -> Any:
+            seen.update(options)
+            raise InterruptedError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pqcache.harness.lm.generate", fake)
+            with pytest.raises(InterruptedError):
+                lm.generate_until([ask("Where?", until=[special])])
+        assert 3 in seen["eos_token_ids"]
+        assert seen["max_new_tokens"] == 256
+
+
+def test_only_greedy(loaded: LoadedModel, tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "samples.jsonl") as log, pytest.raises(ValueError, match="only greedy"):
+        adapter(loaded, log).generate_until([ask("Where?", do_sample=True, temperature=0.7)])
+
+
+def test_likelihood_tasks_say_that_they_are_not_built(loaded: LoadedModel, tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        for call in (adapter(loaded, log).loglikelihood, adapter(loaded, log).loglikelihood_rolling):
+            with pytest.raises(NotImplementedError, match="not built yet"):
+                call([])
+
+
+def test_a_random_step_does_not_depend_on_the_samples_before(loaded: LoadedModel, tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def fake(*_: Any, **__: Any) -> Any:
+        seen.append(float(torch.rand(())))
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch, SampleLog(tmp_path / "samples.jsonl") as log:
+        patch.setattr("pqcache.harness.lm.generate", fake)
+        for doc_id in (1, 2, 1):
+            torch.rand(doc_id)
+            with pytest.raises(InterruptedError):
+                adapter(loaded, log, seed=4).generate_until([ask("Where?", doc_id)])
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        method = method_class("oracle")(budget=Budget(ratio=0.5), n_sink=4)
+        lm = HarnessLM(loaded, method, log)
+        lm.generate_until([ask("The farmer walked to the river and back. " * 8, max_gen_toks=6)])
+        sample = lm.used["some_task", 0]
+    assert sample.keys() == Sample.__annotations__.keys()
+    assert 0.4 * sample["prompt_tokens"] < (sample["budget_tokens"] or 0) < 0.65 * sample["prompt_tokens"]
+    assert len(sample["step_s"]) == sample["new_tokens"] - 1
+    assert sample["resident_bytes"]["device"] > 0
+
+
+# -- the log --------------------------------------------------------------------------------------------------------------
+
+
+def sample(doc_id: int = 0, **changed: Any) -> Sample:
+    values: dict[str, Any] = dict.fromkeys(Sample.__annotations__, 0)
+    return {**values, "task": "t", "doc_id": doc_id, "fingerprint": "f", "response": "grün\n", **changed}  # type: ignore
+
+
+def test_log_survives_any_cut(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with SampleLog(path) as log:
+        for i in range(3):
+            log.append(sample(i))
+    whole = path.read_bytes()
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    sizes = {*range(0, len(whole), 61), *ends, *(end + 1 for end in ends), *(end + 2 for end in ends[:-1])}
+    for size in sorted(sizes):
+        path.write_bytes(whole[:size])
+        with SampleLog(path) as log:
+            kept = len(log)
+            assert kept == whole[:size].count(b"\n")
+            for i in range(3):
+                if log.find("t", i, "f") is None:
+                    log.append(sample(i))
+        assert path.read_bytes() == whole
+
+
+def test_damaged_lines_are_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('garbage\n{"task": "t"}\n[1]\n' + json.dumps(sample(5)) + "\n")
+    with SampleLog(path) as log:
+        assert len(log) == 1
+        assert log.find("t", 5, "f") is not None
+        assert log.find("t", 5, "another") is None
+
+
+def test_log_is_locked_while_open(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with SampleLog(path), pytest.raises(Busy):
+        SampleLog(path)
+    SampleLog(path).close()
+
+
+def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    pid = os.fork()
+    if pid == 0:
+        log = SampleLog(path)
+        log.append(sample(1))
+        os._exit(9)  # no clean-up of any kind
+    os.waitpid(pid, 0)
+    with SampleLog(path) as log:
+        assert log.find("t", 1, "f") is not None
+
+
+def test_fingerprint_tells_prompts_and_settings_apart() -> None:
+    marks = {
+        fingerprint([1, 2], {"until": []}),
+        fingerprint([1, 3], {"until": []}),
+        fingerprint([1, 2], {"until": ["\n"]}),
+        fingerprint([12], {"until": []}),
+    }
+    assert len(marks) == 4
+    assert fingerprint([1, 2], {"until": []}) in marks

@@ -1,0 +1,251 @@
+"""Everything a user can type wrong: one clear line each, exit code 2, nothing loaded, nothing written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import run
+from pqcache.harness import config, models, registry
+from pqcache.harness.config import RunOptions, option_fields
+from pqcache.selective import NotBuilt
+
+REPO = Path(__file__).resolve().parents[2]
+
+# command line -> what its one line must contain
+ONE_LINE = {
+    "budget=0": ["budget=0", "(0, 1]", "64"],
+    "budget=1.5": ["budget=1.5", "(0, 1]"],
+    "budget=-3": ["budget=-3", "(0, 1]"],
+    "budget=63": ["budget=63", "64"],
+    "budget=lots": ["budget=lots", "number"],
+    "budget=true": ["budget=true", "number"],
+    "budget=null": ["budget=null"],
+    "method=pqcach": ["method=pqcach", "did you mean pqcache?"],
+    "method=xyzzy": ["method=xyzzy", "known: full"],
+    "method=h2o": ["method=h2o", "not built yet"],
+    "method=kvcrush method.base=snapkv": ["method=kvcrush", "not built yet"],
+    "model=embeded": ["model=embeded", "did you mean embedded?"],
+    "task=needle_poket": ["task=needle_poket", "did you mean needle_pocket?"],
+    "experiment=dmeo": ["experiment=dmeo", "did you mean demo?"],
+    "buget=0.2": ["buget", "did you mean budget?"],
+    "methd=full": ["methd", "did you mean method?"],
+    "n_sink=4": ["n_sink", "did you mean method.n_sink?"],
+    "length=512": ["length", "did you mean task.length?"],
+    "method=oracle method.n_snik=4": ["method.n_snik", "did you mean method.n_sink?"],
+    "method=full method.bits=4": ["method.bits", "unknown key"],
+    "method.budget=0.1": ["method.budget", "did you mean budget?"],
+    "task.lenght=512": ["task.lenght", "did you mean task.length?"],
+    "model.dtyp=float32": ["model.dtyp", "did you mean model.dtype?"],
+    "method.name=full": ["method.name=full", "method=full"],
+    "method=oracle method.n_sink=two": ["method.n_sink=two", "an integer", "default 32"],
+    "method=oracle method.n_sink=1.5": ["method.n_sink=1.5", "an integer"],
+    "method=oracle method.recent_ratio=2": ["method.recent_ratio=2"],
+    "method=oracle method.store=hots": ["method.store=hots", "did you mean host?"],
+    "method=pqcache method.m=3": ["m=3"],
+    "task.length=long": ["task.length=long", "an integer", "default 2048"],
+    "task.length=7": ["task.length=7", "at least"],
+    "task=needle task.depths=[101]": ["task.depths=[101]"],
+    "task=needle task.lengths=1024": ["task.lengths=1024", "a list of integers"],
+    "seed=1.5": ["seed=1.5", "an integer"],
+    "seed=-1": ["seed=-1"],
+    "limit=0": ["limit=0", "at least 1"],
+    "limit=all": ["limit=all", "an integer or null"],
+    "wandb=of": ["wandb=of", "offline or online or disabled"],
+    "attn=flash": ["attn=flash", "did you mean flash_attention_2?"],
+    "question_as_decode=1": ["question_as_decode=1", "true or false"],
+    "protocol=papr": ["protocol=papr", "did you mean paper?"],
+    "dense_layers=-1": ["dense_layers=-1"],
+    "diagnostics=true": ["diagnostics=true", "not built yet"],
+    "smoke=true": ["smoke=true", "not built yet"],
+    "model=hf": ["model.path", "hub id or a local folder"],
+    "model=hf model.path=/no/such/folder": ["model.path=/no/such/folder", "no such folder"],
+    "model.device=gpu": ["model.device=gpu", "cuda"],
+    "budget": ["budget", "<key>=<value>"],
+    "budget=[": ["budget=["],
+    "~budget": ["budget", "deleted"],
+    "method=full,oracle": ["method=full,oracle", "-m"],
+    "budget=0.1,0.2": ["budget=0.1,0.2", "-m"],
+    "hydra.nonsense=1": ["hydra.nonsense"],
+    "cell=a": ["cell=a", "cells"],
+    "cells=3": ["cells=3", "experiment file"],
+    "-m method=full,oracle budget=0.1,1.5": ["budget=1.5"],
+    "-m method=full,h2o": ["method=h2o", "not built yet"],
+    "-m limit=2,4": ["limit", "one command"],
+    "-m method=full,oracle out=a,b": ["out", "one command"],
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model was loaded for a wrong command")
+
+    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(models, "load_config", load)
+
+
+@pytest.mark.parametrize("line", ONE_LINE)
+def test_one_clear_line(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run.main(line.split()) == 2
+    shown = capsys.readouterr()
+    errors = shown.err.splitlines()
+    wanted = ONE_LINE[line]
+    assert shown.out == ""
+    assert any(all(part in error for part in wanted) for error in errors), shown.err
+    assert len(errors) == 1, shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_errors_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = "method=oracle buget=1 budget=7 seed=x limit=-2 method.n_sink=q method.store=hots task.lenght=3 wandb=of"
+    assert run.main(typed.split()) == 2
+    errors = capsys.readouterr().err
+    for part in (
+        "buget",
+        "budget=7",
+        "seed=x",
+        "limit=-2",
+        "method.n_sink=q",
+        "method.store=hots",
+        "task.lenght",
+        "wandb",
+    ):
+        assert part in errors
+    assert len(errors.splitlines()) == 8
+
+
+def test_a_wrong_method_does_not_hide_other_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["method=orakle", "method.whatever=1", "seed=x"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "did you mean oracle?" in errors[0]
+    assert "seed=x" in errors[1]
+
+
+def test_a_store_that_is_not_built_yet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def check(self: object) -> None:
+        raise NotBuilt("store=block_cache: not built yet")
+
+    monkeypatch.setattr(registry.method_class("oracle"), "validate", check)
+    assert run.main(["method=oracle", "method.store=block_cache"]) == 2
+    assert "store=block_cache: not built yet" in capsys.readouterr().err
+
+
+def test_unknown_flag_ends_with_2() -> None:
+    with pytest.raises(SystemExit) as end:
+        run.main(["--multirn", "method=full"])
+    assert end.value.code == 2
+
+
+def test_as_a_shell_sees_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPO / "run.py"), "-m", "method=full,pqcach", "budget=0.2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: method=pqcach: unknown method; did you mean pqcache?\n"
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_cfg(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run.main(["method=oracle", "method.n_sink=8", "--cfg", "job"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["method"]["n_sink"] == 8
+    assert shown["budget"] == 0.2
+    assert set(option_fields(RunOptions)) <= shown.keys()
+    done = subprocess.run(
+        [sys.executable, str(REPO / "run.py"), "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "python run.py method=pqcache budget=0.2" in done.stdout
+    assert "pqcache" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the schema ---------------------------------------------------------------------------------------------------------
+
+
+def test_config_yaml_shows_the_defaults_of_the_schema() -> None:
+    shown = yaml.safe_load((REPO / "configs" / "config.yaml").read_text())
+    shown.pop("defaults")
+    assert shown == {name: default for name, (_, default) in option_fields(RunOptions).items()}
+
+
+def test_every_method_has_its_file() -> None:
+    files = {path.stem for path in (REPO / "configs" / "method").glob("*.yaml")}
+    assert files == set(registry.METHODS)
+    for path in (REPO / "configs").glob("[mt]*/*.yaml"):
+        assert yaml.safe_load(path.read_text())["name"] == path.stem
+
+
+def test_experiment_files_start_with_their_command_and_sweep() -> None:
+    files = list((REPO / "configs" / "experiment").glob("*.yaml"))
+    assert files
+    for path in files:
+        assert path.read_text().splitlines()[0] == f"# python run.py experiment={path.stem}"
+        assert yaml.safe_load(path.read_text())["hydra"]["mode"] == "MULTIRUN"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "result"),
+    [
+        (3, int, 3),
+        (3, float, 3.0),
+        (3, int | str, 3),
+        ("adaptive", int | str, "adaptive"),
+        (None, int | None, None),
+        ([1, 2], list[int], [1, 2]),
+        ([1, 2], tuple[int, ...] | None, (1, 2)),
+        (7, str, "7"),
+        (0.5, float | int, 0.5),
+        (True, bool, True),
+    ],
+)
+def test_values_that_fit(value: object, kind: object, result: object) -> None:
+    assert config.coerce(value, kind) == result
+    assert type(config.coerce(value, kind)) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (True, int),
+        (True, float),
+        (1, bool),
+        (1.0, int),
+        ("x", float),
+        (None, int),
+        ([1, "a"], list[int]),
+        (1, list[int]),
+    ],
+)
+def test_values_that_do_not_fit(value: object, kind: object) -> None:
+    with pytest.raises(TypeError):
+        config.coerce(value, kind)
+
+
+def test_a_field_added_to_a_method_needs_nothing_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import dataclasses
+
+    base = registry.method_class("oracle")
+    added = dataclasses.make_dataclass("Added", [("depth", int, 3)], bases=(base,), kw_only=True)
+    original: Callable = registry.method_class
+    monkeypatch.setattr(config, "method_class", lambda name: added if name == "oracle" else original(name))
+    assert run.main(["method=oracle", "method.depth=x"]) == 2
+    assert "method.depth=x: expected an integer (default 3)" in capsys.readouterr().err
+    assert run.main(["method=oracle", "method.depth=5", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["method"]["depth"] == 5

@@ -1,0 +1,70 @@
+"""The commands that stay stable: the main job and the demo, on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError, safe_open
+
+import run
+from pqcache.embedded import model_dir
+from pqcache.harness.cells import Plan, make_plan
+from pqcache.harness.compose import compose_all
+from pqcache.harness.results import Row, read_row
+
+
+def plan(line: str) -> Plan:
+    return make_plan(compose_all(line.split(), run.CONFIGS))
+
+
+def test_the_short_command_is_the_long_one() -> None:
+    long = plan(
+        "model=embedded method=pqcache budget=0.2 task=needle_pocket limit=20 seed=0 out=results/runs wandb=offline"
+    )
+    for line in ("method=pqcache budget=0.2", ""):
+        short = plan(line)
+        assert short.cells[0].name == long.cells[0].name
+        assert short.cells[0].run == long.cells[0].run
+        assert not short.sweep
+    (cell,) = long.cells
+    assert cell.name.startswith("embedded__pqcache__0.2__needle_pocket__seed0__")
+    assert (cell.method.m, cell.method.b) == (2, 6)
+    assert cell.identity["task"]["length"] == 2048
+
+
+def test_the_demo_is_seven_cells() -> None:
+    demo = plan("experiment=demo")
+    names = ["__".join(cell.name.split("__")[1:3]) for cell in demo.cells]
+    assert sorted(names) == sorted(
+        ["full__1.0", "oracle__0.2", "oracle__0.1", "pqcache__0.2", "pqcache__0.1", "streaming__0.2", "streaming__0.1"]
+    )
+    assert demo.sweep
+    assert demo.budgets == [0.2, 0.1]
+    typed = plan("-m method=full,oracle,pqcache,streaming budget=0.1,0.2")
+    assert {cell.name for cell in typed.cells} == {cell.name for cell in demo.cells}
+
+
+def _weights() -> bool:
+    try:
+        with safe_open(model_dir() / "model.safetensors", framework="pt") as file:
+            return bool(list(file.keys()))
+    except (OSError, SafetensorError):
+        return False
+
+
+@pytest.mark.skipif(not _weights(), reason="the embedded weights are not here")
+def test_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "model=embedded method=pqcache budget=0.2 task=needle_pocket limit=2 seed=0 wandb=disabled task.length=512"
+    assert run.main([*line.split(), f"out={tmp_path / 'out'}"]) == 0
+    (path,) = (tmp_path / "out").rglob("row.json")
+    assert str(path) in capsys.readouterr().out
+    row = read_row(path)
+    assert row is not None
+    assert row.keys() == Row.__annotations__.keys()
+    assert row["score"] is not None
+    assert 0 <= row["score"] <= 100
+    assert row["kmeans_iterations"] == 5
+    assert row["generated_tokens"] > 1
+    json.loads(path.read_text())
