@@ -1,0 +1,95 @@
+"""pyproject.toml, constraints.txt, environment.yml and the Makefile name the same environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+INSTALLED_EXTRAS = ("harness", "dev")  # what `make setup` installs
+
+
+@pytest.fixture(scope="module")
+def project(repo: Path) -> dict:
+    return tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def pins(repo: Path) -> dict[str, Version]:
+    found = {}
+    for line in (repo / "constraints.txt").read_text().splitlines():
+        line = line.split("#")[0].strip()
+        if line:
+            name, version = line.split("==")  # exact pins only
+            assert canonicalize_name(name) not in found, f"{name} is pinned twice"
+            found[canonicalize_name(name)] = Version(version)
+    return found
+
+
+def _requirements(project: dict, extras: tuple[str, ...]) -> list[Requirement]:
+    lines = [*project["dependencies"], *(line for e in extras for line in project["optional-dependencies"][e])]
+    return [Requirement(line) for line in lines]
+
+
+def test_every_requirement_of_every_extra_is_pinned(project: dict, pins: dict[str, Version]) -> None:
+    for requirement in _requirements(project, tuple(project["optional-dependencies"])):
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{name} is missing in constraints.txt"
+        assert requirement.specifier.contains(pins[name]), f"{requirement} does not admit {pins[name]}"
+
+
+def _closure(roots: list[Requirement]) -> set[str]:
+    """All distributions the roots need on this machine, read from what is installed."""
+    todo = [(canonicalize_name(r.name), frozenset(r.extras)) for r in roots]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        for line in importlib.metadata.requires(name) or []:
+            requirement = Requirement(line)
+            environments = [{"extra": e} for e in extras] or [{"extra": ""}]
+            if requirement.marker is None or any(requirement.marker.evaluate(env) for env in environments):
+                todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+    return {name for name, _ in seen}
+
+
+def test_constraints_hold_exactly_what_is_installed(project: dict, pins: dict[str, Version]) -> None:
+    needed = _closure(_requirements(project, INSTALLED_EXTRAS))
+    cuda = {n for n in needed if n.startswith("nvidia-") or n in ("triton", "cuda-bindings", "cuda-toolkit")}
+    needed -= cuda  # pinned by PyPI's torch wheel itself
+    gpu_only = {"flash-attn", "einops"}
+    assert needed - set(pins) == set(), "needed, not pinned"
+    assert set(pins) - needed - gpu_only == set(), "pinned, no longer needed"
+    for name in needed:
+        installed = Version(importlib.metadata.version(name))
+        assert installed.public == pins[name].public, f"{name}: {installed} is installed, {pins[name]} is pinned"
+
+
+def test_conda_environment_installs_the_same(repo: Path, project: dict) -> None:
+    environment = yaml.safe_load((repo / "environment.yml").read_text())
+    conda = [d for d in environment["dependencies"] if isinstance(d, str)]
+    (pip,) = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
+    python = next(d.removeprefix("python=") for d in conda if d.startswith("python="))
+    assert sorted(conda) == ["pip", f"python={python}"], "conda brings Python and pip, nothing else"
+    assert SpecifierSet(project["requires-python"]).contains(python)
+    assert pip == ["-c constraints.txt", f"-e .[{','.join(INSTALLED_EXTRAS)}]"]
+
+
+def test_make_setup_installs_the_same(repo: Path) -> None:
+    (install,) = re.findall(r"pip install (.*)", (repo / "Makefile").read_text())
+    assert f"-c constraints.txt -e '.[{','.join(INSTALLED_EXTRAS)}]'" in install
+
+
+def test_torch_and_lm_eval_are_the_versions_the_code_was_checked_with(pins: dict[str, Version]) -> None:
+    assert pins["torch"] == Version("2.13.0")
+    assert (pins["transformers"].major, pins["transformers"].minor) == (5, 23)

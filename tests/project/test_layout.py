@@ -1,0 +1,88 @@
+"""The project's promises about itself: commands, package data, imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+HARNESS_ONLY = ("hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib")
+
+
+def test_make_help_lists_every_target(repo: Path) -> None:
+    text = (repo / "Makefile").read_text()
+    phony = set(re.search(r"^\.PHONY: (.*)", text, re.MULTILINE)[1].split())
+    listed = subprocess.run(["make", "help"], cwd=repo, check=True, capture_output=True, text=True).stdout
+    assert {line.split()[1] for line in listed.splitlines()} == phony
+
+
+def test_ci_is_executable_and_strict(repo: Path) -> None:
+    script = repo / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    text = script.read_text()
+    assert "set -euo pipefail" in text
+    assert re.search(r"^make .*test$", text, re.MULTILINE)
+
+
+def test_readme_names_the_two_commands(repo: Path) -> None:
+    text = (repo / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_licence_is_apache_2(repo: Path) -> None:
+    text = (repo / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+
+
+@pytest.mark.parametrize("package", ["pqcache", "baselines", "pqcache.embedded"])
+def test_the_library_needs_torch_and_transformers_only(package: str) -> None:
+    """Imports of the harness's packages are refused; the library must not notice."""
+    code = (
+        "import sys\n"
+        f"for name in {HARNESS_ONLY!r}: sys.modules[name] = None\n"
+        f"import {package}\n"
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_data_files_are_installed_with_the_packages(repo: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repo / name, source)
+    for package in ("pqcache", "baselines"):
+        shutil.copytree(repo / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run([*command, str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {str(f.relative_to(repo)) for f in (repo / "pqcache").rglob("*") if f.is_file()}
+    wanted = {name for name in wanted if "__pycache__" not in name}
+    assert wanted - packed == set()
+
+
+def test_make_test_and_demo_set_up_what_is_missing(repo: Path, tmp_path: Path) -> None:
+    for target in ("test", "demo"):
+        plan = subprocess.run(
+            ["make", "-n", target, f"VENV={tmp_path}/venv"], cwd=repo, check=True, capture_output=True, text=True
+        ).stdout
+        assert plan.index("-m venv") < plan.index("pip install") < plan.rindex(f"{tmp_path}/venv/bin/python")
