@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness import environment, models, results, tables, tracking
+from pqcache.harness import environment, models, pooling, results, tables, tracking
 from pqcache.harness.cells import Cell, Plan, open_folder, write_status
 from pqcache.harness.config import Refused
 from pqcache.harness.results import Row
@@ -282,6 +282,8 @@ def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
     if plan.sweep:
         shown = {name: tables.MISSING if o.status != "failed" else "failed" for name, o in outcomes.items()}
         print(f"\n{tables.sweep_table(plan, rows, shown)}\n\n{_caption(plan, rows)}rows: {out}")
+        if pooled := pooling.pooled_table(rows.values()):
+            print(f"\n{pooled}")
     else:
         cell = plan.cells[0]
         if outcomes[cell.name].status not in ("ok", "failed"):

@@ -1,0 +1,55 @@
+"""Pooling over seeds: samples of one number in two seeds are two samples, and each is compared with its own Full."""
+
+from __future__ import annotations
+
+import pytest
+
+from pqcache.harness.pooling import pool, pooled_table
+from pqcache.harness.results import Row
+
+
+def row(method: str, seed: int, scores: list[float], budget: float = 0.2) -> Row:
+    empty = dict.fromkeys(Row.__annotations__)
+    return Row(
+        **{
+            **empty,
+            "model": "embedded",
+            "model_options": {},
+            "method": method,
+            "hyper_parameters": {},
+            "budget_ratio": 1.0 if method == "full" else budget,
+            "task": "t",
+            "task_options": {},
+            "protocol": "aligned",
+            "prompt_protocol": {"question_as_decode": False},
+            "dense_layers": 0,
+            "attn": "sdpa",
+            "seed": seed,
+            "n_samples": len(scores),
+            "sample_scores": {"t": {str(i): score for i, score in enumerate(scores)}},
+            "folder": f"{method}-{seed}",
+        }
+    )
+
+
+def test_seeds_pool_and_pair() -> None:
+    rows = [
+        row("full", 0, [100, 100]),
+        row("full", 1, [80, 100]),
+        row("pqcache", 0, [90, 100]),
+        row("pqcache", 1, [80, 80]),
+        row("pqcache", 0, [10, 10], budget=0.1),
+    ]
+    full, pq = pool(rows)  # one seed of budget 0.1 is nothing to pool
+    assert (full["score"], full["n_samples"], full["paired_difference"]) == (95, 4, 0)
+    assert (pq["score"], pq["seeds"]) == (87.5, [0, 1])
+    assert pq["paired_difference"] == pytest.approx((-10 + 0 + 0 - 20) / 4)
+    assert pq["paired_interval"][0] < -7.5 < pq["paired_interval"][1]
+    assert "-7.5" in pooled_table(rows)
+
+
+def test_a_seed_without_full_gives_no_difference() -> None:
+    (entry,) = pool([row("full", 0, [100]), row("pqcache", 0, [50]), row("pqcache", 1, [50])])
+    assert entry["score"] == 50
+    assert entry["paired_difference"] is None
+    assert pooled_table([row("full", 0, [100])]) == ""
