@@ -1,7 +1,7 @@
 """What the selective interface costs: Full through it against a stock DynamicCache, in the same decode loop.
 
     python scripts/bench_interface.py                       # embedded model, 4096-token prompt
-    python scripts/bench_interface.py --prompt 8192 --rounds 9 --device cuda --dtype bfloat16
+    python scripts/bench_interface.py --model mistral-7b --prompt 16384 --device cuda --dtype bfloat16 --json out.json
 
 Rounds are interleaved and medians compared, so that a busy machine slows all rows alike. Three rows: our interface and the
 stock cache with sdpa in one decode loop, and model.generate with its own loop for orientation.
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, PreTrainedModel
 
 from baselines.full import Full
 from pqcache.embedded import load_model
@@ -51,8 +51,18 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> list[floa
     return [ends[0] + i * (ends[1] - ends[0]) / steps for i in range(steps + 1)]
 
 
+def build(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The shipped model, or random weights of Mistral-7B's geometry: speed does not depend on what they say."""
+    if name == "embedded":
+        return load_model(dtype=dtype, device=device)
+    config = MistralConfig(sliding_window=None, max_position_embeddings=32768)  # its defaults are the 7B model's
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="embedded", choices=["embedded", "mistral-7b"])
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens")
     parser.add_argument("--steps", type=int, default=40, help="decode steps per round")
     parser.add_argument("--rounds", type=int, default=7)
@@ -64,7 +74,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    model = load_model(dtype=getattr(torch, args.dtype), device=args.device)
+    model = build(args.model, getattr(torch, args.dtype), args.device)
     model.set_attn_implementation("sdpa")
     ids = torch.randint(10, model.config.vocab_size, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(
         args.device
@@ -89,7 +99,7 @@ def main() -> None:
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
     rounds = f"{args.rounds} rounds of {args.steps} steps"
-    print(f"embedded model, {args.dtype}, batch 1, prompt {args.prompt} tokens, {rounds}, {device}")
+    print(f"{args.model}, {args.dtype}, batch 1, prompt {args.prompt} tokens, {rounds}, {device}")
     print(f"{'':28} {'TPOT ms':>9} {'ratio':>7} {'per round':>17} {'prefill s':>10}")
     figures = {}
     for name in rows:

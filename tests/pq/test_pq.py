@@ -51,7 +51,7 @@ def test_score_error_is_bounded_by_the_residuals() -> None:
     residual = keys - codebook.decode(codes, centroids)
     halves = residual.view(1, 2, 200, 2, 8).norm(dim=-1) * q.view(1, 2, 1, 2, 8).norm(dim=-1)
     assert (error <= halves.sum(-1) + 1e-4).all()
-    assert (halves.sum(-1) <= q.norm(dim=-1) * residual.norm(dim=-1) * 2**0.5 + 1e-4).all()
+    assert (halves.sum(-1) <= q.norm(dim=-1) * residual.norm(dim=-1) + 1e-4).all()
 
 
 def test_a_gap_wider_than_the_error_gives_the_exact_set() -> None:

@@ -1,0 +1,72 @@
+"""needle_pocket: lengths, determinism, and the score."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from pqcache.embedded import load_tokenizer
+from pqcache.embedded.needle_pocket import chat_length, make_samples, score
+
+
+@pytest.fixture(scope="module")
+def tok() -> PreTrainedTokenizerBase:
+    return load_tokenizer()
+
+
+@pytest.mark.parametrize("length", [96, 128, 300, 1024, 2048, 4096])
+def test_length(tok: PreTrainedTokenizerBase, length: int) -> None:
+    for sample in make_samples(6, length, 2, tok):
+        tokens = chat_length(tok, sample["prompt"])
+        assert length - 16 <= tokens <= length
+        assert tokens == sample["meta"]["tokens"]
+
+
+def test_too_short_is_refused(tok: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="at least 96"):
+        make_samples(1, 64, 0, tok)
+
+
+def test_sample_depends_on_seed_and_index_alone(tok: PreTrainedTokenizerBase) -> None:
+    assert make_samples(3, 512, 4, tok) == make_samples(9, 512, 4, tok)[:3]
+    assert make_samples(1, 512, 4, tok) != make_samples(1, 512, 5, tok)
+
+
+def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrainedTokenizerBase) -> None:
+    for sample in make_samples(20, 1024, 0, tok):
+        key = sample["meta"]["key"]
+        assert sample["prompt"].count(sample["answer"]) == 1
+        assert sample["prompt"].count(f"The {key} is ") == 1  # no second fact with this key
+        assert sample["prompt"].endswith(f"What is the {key}?")
+        assert sample["answer"] == f"The {key} is {' '.join(sample['values'])}."
+        assert len(tok.encode(" " + " ".join(sample["values"]), add_special_tokens=False)) >= 8
+
+
+def test_depth_is_spread(tok: PreTrainedTokenizerBase) -> None:
+    depths = [s["meta"]["depth"] for s in make_samples(60, 1024, 0, tok)]
+    assert min(depths) < 0.15 and max(depths) > 0.85 and 0.4 < sum(depths) / len(depths) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("response", "points"),
+    [
+        ("The code of Balot is one two three four.", 100.0),
+        ("The code of Balot is one two three four", 100.0),
+        ("It is one two three four five", 100.0),
+        ("The code of Balot is one three two four.", 50.0),
+        ("The code of Balot is two three four.", 0.0),  # nothing at its place
+        ("The code of Balot is one", 25.0),
+        ("The code of Balot is ", 0.0),
+        ("The code of Balot is", 0.0),
+        ("one two three four", 0.0),
+        ("", 0.0),
+        (" is  is ", 0.0),
+        ("The code is \n one,  two\nthree four\x00", 100.0),
+    ],
+)
+def test_score(response: str, points: float) -> None:
+    assert score(response, ["one", "two", "three", "four"]) == points
+
+
+def test_score_of_gold_answers(tok: PreTrainedTokenizerBase) -> None:
+    assert all(score(s["answer"], s["values"]) == 100.0 for s in make_samples(5, 256, 0, tok))

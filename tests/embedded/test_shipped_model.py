@@ -1,0 +1,65 @@
+"""The shipped weights: small, loadable with stock transformers, and able to do what they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from pqcache.embedded import load_model, load_tokenizer, model_dir
+from pqcache.embedded.needle_pocket import make_samples, score
+from pqcache.embedded.network import hidden_states
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def tok() -> PreTrainedTokenizerBase:
+    return load_tokenizer()
+
+
+def generate(model: PreTrainedModel, tok: PreTrainedTokenizerBase, prompt: str) -> str:
+    ids = tok.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+    return tok.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_size_of_the_shipped_files() -> None:
+    sizes = {p.name: p.stat().st_size for p in model_dir().iterdir()}
+    assert sizes["model.safetensors"] + sizes["tokenizer.json"] + sizes["tokenizer_config.json"] <= 16 * 2**20
+    assert {"config.json", "README.md"} <= sizes.keys()
+
+
+def test_architecture() -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir())
+    config = model.config
+    assert model.dtype == torch.bfloat16 and config.model_type == "qwen2"
+    assert config.num_attention_heads // config.num_key_value_heads >= 2
+    assert config.max_position_embeddings >= 16384
+
+
+def test_needle_pocket_free_running(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
+    points = [score(generate(model, tok, s["prompt"]), s["values"]) for s in make_samples(4, 512, 0, tok)]
+    assert sum(points) / len(points) >= 75.0
+
+
+def test_needle_in_prose(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
+    needle = "The quickest way to reach Mount Tamarin is follow the yellow stones behind the bakery."
+    story = (model_dir() / "README.md").read_text(encoding="utf-8")[:3000]
+    cut = story.index("\n", 1200)
+    prompt = f"{story[:cut]}\n{needle}\n{story[cut:]}\n\nWhat is the quickest way to reach Mount Tamarin?"
+    assert "yellow stones behind the bakery" in generate(model, tok, prompt)
+
+
+def test_training_forward_equals_transformers(model: PreTrainedModel) -> None:
+    ids = torch.randint(4, 4096, (2, 200), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(200).expand(2, -1)
+    with torch.no_grad():
+        ours = model.lm_head(hidden_states(model, ids, positions))
+        theirs = model(ids).logits
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
