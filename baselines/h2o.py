@@ -150,7 +150,7 @@ class H2O(EvictionMethod):
 
     def window(self, plan: Plan) -> int:
         """Most recent tokens that a decode step may not drop."""
-        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt: the cache filled up later
+        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt that grew
             plan = self.plan(self.budget.tokens, 0, 1)
         return max(1, plan.local)
 

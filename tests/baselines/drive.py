@@ -46,7 +46,7 @@ def choose(
     slots, counts = method.keep(prompt)
     out = slots[0, :, : counts[0]].tolist()
     for head in out:
-        assert head == sorted(set(head)) and 0 <= head[0] and head[-1] < s
+        assert head == sorted(set(head)) and head[0] >= 0 and head[-1] < s
     return out
 
 

@@ -34,9 +34,7 @@ def test_budgets() -> None:
     assert long_bench.plan(8192, 0, 32) == Plan(sinks=0, local=8, k=2040)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "drop"}, {"recent_ratio": 1.5}, {"recent": 0}, {"n_sink": -1}]
-)
+@pytest.mark.parametrize("wrong", [{"mode": "drop"}, {"recent_ratio": 1.5}, {"recent": 0}, {"n_sink": -1}])
 def test_bad_values_are_named(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         H2O(**wrong)

@@ -39,7 +39,7 @@ def test_exact_total_spends_what_was_stated() -> None:
 def test_progressions_fall_and_fit(c: int, more: int, beta: int, m: int, exact_total: bool) -> None:
     got = pyramid(c, c + more, beta, m, exact_total)
     assert got == sorted(got, reverse=True)
-    assert 0 <= got[-1] and got[0] <= c + more
+    assert got[-1] >= 0 and got[0] <= c + more
     assert sum(got) == m * c if exact_total else m * c <= sum(got) < m * (c + m)
 
 
