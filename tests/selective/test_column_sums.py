@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +13,8 @@ from hypothesis import strategies as st
 from pqcache.selective import column_sums
 from pqcache.selective.attention import causal_mask
 from pqcache.selective.column_sums import QueryWindow, add_column_sums
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 def inputs(n: int, h: int, h_kv: int, t: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,3 +108,25 @@ def test_one_block_of_one_group_is_the_largest_tensor(monkeypatch) -> None:
     window.push(torch.randn(1, 2, 100, 8), [100])
     window.push(torch.randn(1, 2, 100, 8), [100])
     assert window.tensors()["device"][0].untyped_storage().nbytes() == 2 * 4 * 8 * 4
+
+
+_LONG = """
+import resource, torch
+from pqcache.selective.column_sums import add_column_sums
+torch.set_num_threads(1)
+s, w, d = 32768, 256, 128
+q, k = torch.randn(1, 8, w, d), torch.randn(1, 2, s, d, dtype=torch.bfloat16)
+sums = torch.zeros(1, 8, s)
+add_column_sums(sums, q[:, :, :1], k, [64], [1], 0.1)
+ballast = torch.ones(1 << 26)  # so that what is held now is the peak so far
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+add_column_sums(sums, q, k, [s], [w], 0.1, block=64)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_process_memory_at_32k_is_one_block_of_one_group() -> None:
+    """4 query heads x 64 queries x 32768 keys in fp32 are 32 MiB; all heads would be 64, all queries of the prompt 16 GiB."""
+    block = 4 * 64 * 32768 * 4
+    out = subprocess.run([sys.executable, "-c", _LONG], capture_output=True, text=True, check=True, cwd=REPO)
+    assert 0.9 * block < int(out.stdout) < 1.5 * block
