@@ -17,6 +17,7 @@ from pqcache.selective.method import ModelShape
 BASES: dict[str, type[EvictionMethod]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidkv": PyramidKV}
 ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
 PICKS = ("even", "random")
+GROUPINGS = ("hamming", "kmeans")
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,39 @@ def top_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
 
+def kmeans_representatives(keys: torch.Tensor, reps: int, rounds: int = 10) -> torch.Tensor:
+    """The members nearest to the centroids of keys (n, d): (min(n, reps),) long, all different.
+
+    Lloyd's rounds from evenly spaced keys; an empty cluster takes the key farthest from its centroid. Where equal keys leave
+    clusters empty for good, the earliest keys not chosen yet fill up.
+    """
+    n = keys.shape[0]
+    if n <= reps:
+        return torch.arange(n, device=keys.device)
+    centroids = keys[torch.arange(reps, device=keys.device) * (n - 1) // max(1, reps - 1)]
+    for _ in range(rounds):
+        nearest, label = _distances(keys, centroids).min(-1)
+        empty = (label.bincount(minlength=reps) == 0).nonzero().flatten()
+        label[nearest.sort(descending=True, stable=True).indices[: len(empty)]] = empty
+        members = torch.nn.functional.one_hot(label, reps).to(keys.dtype)
+        count = members.sum(0)[:, None]
+        moved = torch.where(count > 0, members.T @ keys / count.clamp_min(1), centroids)
+        if torch.equal(moved, centroids):
+            break
+        centroids = moved
+    nearest, label = _distances(keys, centroids).min(-1)
+    order = nearest.sort(stable=True).indices
+    order = order[label[order].sort(stable=True).indices]  # cluster after cluster, nearest member first
+    starts = torch.ones(n, dtype=torch.bool, device=keys.device)
+    starts[1:] = label[order][1:] != label[order][:-1]
+    left_over = torch.ones_like(starts).index_fill_(0, order[starts], False).nonzero().flatten()
+    return torch.cat([order[starts], left_over])[:reps]
+
+
+def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+
+
 @dataclass(kw_only=True)
 class KVCrush(EvictionMethod):
     """Keeps what `base` would keep with a smaller budget, and representatives of the rest; prunes once, after the prompt.
@@ -57,6 +91,8 @@ class KVCrush(EvictionMethod):
     page: tokens that are kept or dropped together (1, 8: chunks, 32: pages): scores are summed, signatures joined, and budgets
     counted in whole pages; what is left of the candidates after the last whole page stays, as part of the window.
     pick: "even" takes evenly spaced candidates, first and last included, "random" a random one of each bucket.
+    grouping: "kmeans" is the comparator of section IV: clusters of the keys themselves, per KV head, each represented by the
+    member nearest to its centroid; anchor, bits and pick then have no say.
     seed: of the random anchor and pick, the same for all rows of a batch.
 
     Deviations: buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1
@@ -74,6 +110,7 @@ class KVCrush(EvictionMethod):
     bit_quantile: float | str = 0.5
     page: int = 1
     pick: str = "even"
+    grouping: str = "hamming"
     seed: int = 0
 
     def validate(self) -> None:
@@ -85,6 +122,8 @@ class KVCrush(EvictionMethod):
         self.require("bit_quantile", in_range or self.bit_quantile == "budget", "a number in [0, 1] or budget")
         self.require("page", self.page >= 1, "an int >= 1")
         self.require_one_of("pick", PICKS)
+        self.require_one_of("grouping", GROUPINGS)
+        self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
         options: dict[str, Any] = {**({"mode": "static"} if self.base == "h2o" else {}), **self.base_options}
         try:
             self.evictor = BASES[self.base](
@@ -128,14 +167,17 @@ class KVCrush(EvictionMethod):
                 scores = prompt.scores[row, :, :filled]
                 heads = self.evictor.smooth(scores, hi)[:, lo : hi - odd]
                 ranking = self.evictor.ranking(scores, h_kv, hi)[:, lo : hi - odd]
-                chosen[:, lo : hi - odd] = self.choose(ranking, heads, plan, plan.k - odd, prompt.ctx.layer_idx)
+                keys = prompt.k[row, :, lo : hi - odd]
+                chosen[:, lo : hi - odd] = self.choose(ranking, heads, keys, plan, plan.k - odd, prompt.ctx.layer_idx)
             rows.append(slot.expand(h_kv, -1)[chosen].view(h_kv, -1))
         return join_rows(rows)
 
-    def choose(self, ranking: torch.Tensor, heads: torch.Tensor, plan: Plan, k: int, layer_idx: int) -> torch.Tensor:
+    def choose(
+        self, ranking: torch.Tensor, heads: torch.Tensor, keys: torch.Tensor, plan: Plan, k: int, layer_idx: int
+    ) -> torch.Tensor:
         """Which candidates stay, k of them or the whole pages that fit: (h_kv, m) bool.
 
-        ranking (h_kv, m) and heads (h, m): one row's scores of the candidates, per KV head and per query head.
+        ranking (h_kv, m) and heads (h, m): one row's scores of the candidates, per KV head and per query head; keys (h_kv, m, d).
         """
         h_kv, m = ranking.shape
         ranking = ranking.unflatten(-1, (-1, self.page)).sum(-1)  # (h_kv, pages)
@@ -143,7 +185,12 @@ class KVCrush(EvictionMethod):
         wanted = self.representatives(plan)
         reps = min(room, max(1, wanted // self.page)) if wanted else 0
         important = top_mask(ranking, room - reps)
-        if reps:
+        if reps and self.grouping == "kmeans":
+            for head, taken in enumerate(important):
+                free = (~taken).nonzero().flatten()
+                own = keys[head, free].to(torch.promote_types(keys.dtype, torch.float32))
+                taken[free[kmeans_representatives(own, reps)]] = True
+        elif reps:
             ones = room * self.page - reps * self.page if self.bit_quantile == "budget" else 0
             if not isinstance(self.bit_quantile, str):
                 ones = floor_share(m, 1 - self.bit_quantile)

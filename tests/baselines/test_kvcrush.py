@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.kvcrush import ANCHORS, KVCrush, hamming, pack_bits, top_mask
+from baselines.kvcrush import ANCHORS, KVCrush, hamming, kmeans_representatives, pack_bits, top_mask
 from pqcache.selective import Budget, NotApplicable, Plan
 from tests.baselines.drive import choose, held, random_scores, run
 
@@ -36,7 +36,7 @@ def test_toy_example_by_hand() -> None:
     assert crush(anchor="alternate").distance(bits, 0).tolist() == [4, 2, 3, 1, 3, 1, 2, 0]
     assert crush(anchor="mean").distance(bits, 0).tolist() == [2, 2, 3, 3, 1, 1, 2, 2]
     method, plan = crush(anchor="alternate", reps=3), Plan(0, 0, 5)
-    chosen = method.choose(TOY.view(2, 2, 8).mean(1), TOY, plan, 5, 0)
+    chosen = method.choose(TOY.view(2, 2, 8).mean(1), TOY, torch.zeros(2, 8, 4), plan, 5, 0)
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
 
 
@@ -162,6 +162,34 @@ def test_values_and_keys_have_no_say() -> None:
     assert choose(crush(), scores, plan) == choose(crush(), scores, plan, k=k)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
+def test_kmeans_represents_as_many_as_asked(n: int, reps: int, distinct: int, seed: int) -> None:
+    """Also where keys repeat and clusters stay empty; every group of equal keys is represented while there is room."""
+    keys = 10.0 * torch.randint(0, distinct, (n, 1), generator=torch.Generator().manual_seed(seed)).expand(n, 4)
+    got = kmeans_representatives(keys, reps).tolist()
+    assert len(set(got)) == len(got) == min(n, reps)
+    assert max(got) < n
+    if reps >= len(set(keys[:, 0].tolist())):
+        assert set(keys[got, 0].tolist()) == set(keys[:, 0].tolist())
+
+
+def test_kmeans_picks_the_member_nearest_to_each_centre() -> None:
+    keys = torch.tensor([[0.0], [1.0], [2.0], [50.0], [51.0], [52.0], [90.0]])
+    assert sorted(kmeans_representatives(keys, 3).tolist()) == [1, 4, 6]
+
+
+def test_the_kmeans_comparator_keeps_the_same_important_tokens() -> None:
+    scores, plan, k = random_scores(4, 60, 1), Plan(2, 4, 20), torch.randn(1, 2, 60, 4)
+    ours = choose(crush(reps=8), scores, plan)
+    theirs = choose(crush(reps=8, grouping="kmeans"), scores, plan, k=k)
+    for head in range(2):
+        best = scores[2 * head : 2 * head + 2, 2:56].mean(0).topk(12).indices + 2
+        assert len(ours[head]) == len(theirs[head]) == 26
+        assert set(best.tolist()) <= set(ours[head]) & set(theirs[head])
+    assert ours != theirs
+
+
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +227,7 @@ def test_budget_bits_are_the_bases_choice() -> None:
         {"bit_quantile": "half"},
         {"page": 0},
         {"pick": "first"},
+        {"page": 8, "grouping": "kmeans"},
         {"base_options": {"window": 3}},
         {"base": "h2o", "base_options": {"mode": "dynamic"}},
     ],

@@ -97,6 +97,7 @@ CASES = [
     Case(H2OC, {"n_sink": 4, "comm_base": "k"}),
     Case(KVCrush, {"base": "snapkv", "base_options": {"n_sink": 4, "w": 8}}),
     Case(KVCrush, {"base": "h2o", "page": 8, "anchor": "mean", "base_options": {"n_sink": 4}}),
+    Case(KVCrush, {"grouping": "kmeans", "base_options": {"n_sink": 4, "w": 8}}),
     Case(KVCrush, {"base": "pyramidkv", "anchor": "random", "pick": "random", "base_options": {"n_sink": 4}}),
     Case(Int8),
     Case(Int8, {"residual": 5}),
