@@ -72,7 +72,8 @@ def kmeans_representatives(keys: torch.Tensor, reps: int, rounds: int = 10) -> t
 
 
 def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+    """Squared, x (n, d) to y (m, d): (n, m). By one matrix product: cdist's exact mode is tens of times slower."""
+    return ((x * x).sum(-1)[:, None] - 2 * x @ y.T + (y * y).sum(-1)).clamp_min(0)
 
 
 @dataclass(kw_only=True)
