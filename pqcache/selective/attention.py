@@ -67,16 +67,18 @@ def partial(
     """Attention of q (n, h, q, d) over one segment k, v (n, h_kv, m, d), to be joined by `merge`.
 
     mask: (n, 1 or h, q, m) bool, True = may attend. A query that sees nothing here gets lse = -inf and out = 0.
+    Computed in fp32, in float64 for a float64 model.
     """
     n, h, t, d = q.shape
     h_kv = k.shape[1]
-    grouped = q.float().view(n, h_kv, h // h_kv * t, d)
-    logits = (grouped @ k.float().transpose(-1, -2)).view(n, h, t, -1) * scaling
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(dtype).view(n, h_kv, h // h_kv * t, d)
+    logits = (grouped @ k.to(dtype).transpose(-1, -2)).view(n, h, t, -1) * scaling
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - torch.where(lse.isinf(), 0, lse)[..., None])
-    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.float()).view(n, h, t, d)
+    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, d)
     return Part(out, lse, weights if probs else None)
 
 

@@ -29,7 +29,7 @@ class Scorer:
         """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d); see StagedLayer.observe."""
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor | None:
-        """(n, h, length) fp32 when the prompt is complete; None if the method looks at positions only."""
+        """(n, h, length) fp32 or wider when the prompt is complete; None if the method looks at positions only."""
         return None
 
     def keep(self, slots: torch.Tensor, counts: list[int]) -> None:
@@ -54,7 +54,7 @@ class Prompt:
     """A complete prompt (or kept tokens + new turn), as `EvictionMethod.keep` gets it. Row r has lengths[r] entries."""
 
     k: torch.Tensor  # (n, h_kv, length, d), as stored
-    scores: torch.Tensor | None  # (n, h, length) fp32, per query head
+    scores: torch.Tensor | None  # (n, h, length) fp32 or wider, per query head
     positions: torch.Tensor  # (n, h_kv, length) int32, in the row
     lengths: list[int]
     plans: list[Plan]
@@ -217,14 +217,22 @@ class EvictionMethod(Method):
         """The entry to give up in each row and head of a full layer: slots (n, h_kv)."""
         raise NotImplementedError
 
+    def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
+        """Scores of one row (heads, entries) as they are ranked; the local window begins at entry `hi`. Default: as they are."""
+        return scores
+
+    def ranking(self, scores: torch.Tensor, h_kv: int, hi: int) -> torch.Tensor:
+        """One row's scores per query head (h, entries) -> (h_kv, entries): the mean of each group, then `smooth`."""
+        return self.smooth(scores.unflatten(0, (h_kv, -1)).mean(1), hi)
+
     def keep(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         """Which entries stay: slots (n, h_kv, m) ascending, and how many of them per row (the rest of a row is padding).
 
-        Default: sinks and local window by position, then the `k` best of the group-mean scores (n, h, m); ties go to the
-        earlier token. A row that fits its plan keeps everything.
+        Default: sinks and local window by position, then the `k` best of `ranking`; ties go to the earlier token. A row that
+        fits its plan keeps everything.
         """
         scores, positions, lengths, plans = prompt.scores, prompt.positions, prompt.lengths, prompt.plans
-        n, h_kv, length = positions.shape
+        _, h_kv, length = positions.shape
         rows = []
         for row, (filled, plan) in enumerate(zip(lengths, plans, strict=True)):
             slot = torch.arange(length, device=positions.device)
@@ -235,12 +243,17 @@ class EvictionMethod(Method):
             if plan.k == 0 or scores is None:
                 rows.append(slot[forced].expand(h_kv, -1))
                 continue
-            weight = scores[row].float().view(h_kv, -1, scores.shape[-1]).mean(1)[:, :length]
-            weight = weight.masked_fill(forced | (slot >= filled), -torch.inf)
+            weight = self.ranking(scores[row, :, :filled], h_kv, filled - plan.local)
+            weight = weight.masked_fill(forced[:filled], -torch.inf)
             best = weight.sort(dim=-1, descending=True, stable=True).indices[:, : plan.k]
             rows.append(torch.cat([slot[forced].expand(h_kv, -1), best], dim=-1).sort(-1).values)
-        counts = [r.shape[-1] for r in rows]
-        slots = torch.zeros((n, h_kv, max(counts)), dtype=torch.long, device=positions.device)
-        for row, r in enumerate(rows):
-            slots[row, :, : r.shape[-1]] = r
-        return slots, counts
+        return join_rows(rows)
+
+
+def join_rows(rows: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """What `keep` returns, from each row's slots (h_kv, m), ascending."""
+    counts = [r.shape[-1] for r in rows]
+    slots = rows[0].new_zeros((len(rows), rows[0].shape[0], max(counts)))
+    for row, r in enumerate(rows):
+        slots[row, :, : r.shape[-1]] = r
+    return slots, counts

@@ -28,8 +28,15 @@ ONE_LINE = {
     "budget=null": ["budget=null"],
     "method=pqcach": ["method=pqcach", "did you mean pqcache?"],
     "method=xyzzy": ["method=xyzzy", "known: full"],
-    "method=h2o": ["method=h2o", "not built yet"],
-    "method=kvcrush method.base=snapkv": ["method=kvcrush", "not built yet"],
+    "method=int8": ["method=int8", "not built yet"],
+    "method=int8 method.residual=3": ["method=int8", "not built yet"],
+    "method=kvcrush method.base=snap": ["base=snap", "did you mean snapkv?"],
+    "method=kvcrush method.base_options={n_snik:4}": ["base_options={'n_snik': 4}"],
+    "method=kvcrush method.bit_quantile=half": ["bit_quantile=half", "budget"],
+    "method=snapkv method.kernel=4": ["kernel=4", "odd"],
+    "method=h2o method.mode=dynamc": ["mode=dynamc", "did you mean dynamic?"],
+    "method=h2o_c method.comm_base=v": ["comm_base=v", "kv, k, bytes"],
+    "method=pyramidkv method.exact_total=1": ["method.exact_total=1", "true or false"],
     "model=embeded": ["model=embeded", "did you mean embedded?"],
     "task=needle_poket": ["task=needle_poket", "did you mean needle_pocket?"],
     "experiment=dmeo": ["experiment=dmeo", "did you mean demo?"],
@@ -75,7 +82,7 @@ ONE_LINE = {
     "cell=a": ["cell=a", "cells"],
     "cells=3": ["cells=3", "experiment file"],
     "-m method=full,oracle budget=0.1,1.5": ["budget=1.5"],
-    "-m method=full,h2o": ["method=h2o", "not built yet"],
+    "-m method=full,int8": ["method=int8", "not built yet"],
     "-m limit=2,4": ["limit", "one command"],
     "-m method=full,oracle out=a,b": ["out", "one command"],
 }
@@ -88,6 +95,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(models, "load_config", load)
+    monkeypatch.setitem(registry.METHODS, "int8", None)  # as if it were not built
 
 
 @pytest.mark.parametrize("line", ONE_LINE)

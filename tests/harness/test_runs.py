@@ -372,8 +372,13 @@ def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_experiment_skips_what_is_not_built_yet(
-    command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    experiments: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(registry.METHODS, "h2o", None)  # as if it were not built
     (experiments / "table.yaml").write_text(
         "# python run.py experiment=table\n"
         "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      method: full,h2o,oracle\n      budget: 0.2,0.1\n"

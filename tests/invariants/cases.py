@@ -19,8 +19,13 @@ from transformers import (
 )
 
 from baselines.full import Full
+from baselines.h2o import H2O
+from baselines.h2o_c import H2OC
 from baselines.int8 import Int8
+from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
+from baselines.pyramidkv import PyramidKV
+from baselines.snapkv import SnapKV
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
@@ -84,6 +89,16 @@ CASES = [
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
+    Case(SnapKV, {"n_sink": 4, "w": 8, "kernel": 5}),
+    Case(SnapKV, {"published": "listing", "w": 6, "protocol": "paper"}),
+    Case(PyramidKV, {"n_sink": 4}),
+    Case(H2O, {"n_sink": 4}),
+    Case(H2O, {"mode": "static", "recent": 6, "protocol": "paper"}),
+    Case(H2OC, {"n_sink": 4, "comm_base": "k"}),
+    Case(KVCrush, {"base": "snapkv", "base_options": {"n_sink": 4, "w": 8}}),
+    Case(KVCrush, {"base": "h2o", "page": 8, "anchor": "mean", "base_options": {"n_sink": 4}}),
+    Case(KVCrush, {"grouping": "kmeans", "base_options": {"n_sink": 4, "w": 8}}),
+    Case(KVCrush, {"base": "pyramidkv", "anchor": "random", "pick": "random", "base_options": {"n_sink": 4}}),
     Case(Int8),
     Case(Int8, {"residual": 5}),
 ]

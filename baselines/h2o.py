@@ -1,0 +1,171 @@
+"""H2O: keep the tokens that received most attention, and the recent ones (Zhang et al., arXiv 2306.14048, Algorithm 1)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pqcache.selective.budget import Plan, floor_share
+from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
+from pqcache.selective.eviction import EvictionLayer, EvictionMethod, Scorer
+from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.store.buffer import Buffer, take_tokens
+
+MODES = ("dynamic", "static")
+
+
+class HeavyHitterScorer(Scorer):
+    """The attention every entry has received so far: per query head while a prompt comes in, then per KV head (mean)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.h_kv, self.group = shape.h_kv, shape.group
+        self.prompt: torch.Tensor | None = None  # (n, h, final length) sums of the prompt that is coming in
+        self.sums: Buffer | None = None  # (n, h_kv, capacity) of the entries held
+        self.counts: list[int] = []  # entries of `sums` per row
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        if self.prompt is None:
+            step = ctx.step
+            final = max(a + b - c for a, b, c in zip(stored, step.final, step.total, strict=True))
+            self.prompt = torch.zeros((*q.shape[:2], final), dtype=accumulator_dtype(q), device=q.device)
+        add_column_sums(self.prompt, q, keys, stored, ctx.step.counts, ctx.scaling)
+
+    def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
+        assert self.prompt is not None
+        scores, self.prompt = self.prompt, None
+        if self.sums is not None:  # a new turn: what the entries had before it
+            for row, count in enumerate(self.counts):
+                scores[row, :, :count] += self.sums.data[row, :, :count].repeat_interleave(self.group, 0)
+        self.sums = Buffer.like(scores[:, : self.h_kv])
+        self.sums.data = scores.unflatten(1, (self.h_kv, self.group)).mean(2)
+        return scores
+
+    def keep(self, slots: torch.Tensor, counts: list[int]) -> None:
+        assert self.sums is not None
+        self.sums.reserve(int(slots.max()) + 1)  # entries that came after the last scores have none
+        kept = take_tokens(self.sums.data.contiguous(), slots)
+        self.sums = Buffer.like(kept)
+        self.sums.write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
+        self.counts = list(counts)
+
+    def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
+        assert self.sums is not None
+        self.sums.reserve(probs.shape[2])
+        for row, length in enumerate(lengths):  # the place may still hold what was dropped from it
+            self.sums.data[row, :, self.counts[row] : length] = 0
+        self.sums.data[:, :, : probs.shape[2]] += probs.unflatten(1, (self.h_kv, self.group)).mean(2)
+        self.counts = list(lengths)
+
+    def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
+        assert self.sums is not None
+        self.sums.drop(slots, lengths, rows)
+        self.counts = [length - flag for length, flag in zip(lengths, rows, strict=True)]
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.prompt is not None:
+            self.prompt = self.prompt.index_select(0, index.to(self.prompt.device))
+        if self.sums is not None:
+            self.sums.map_rows(index)
+            self.counts = [self.counts[i] for i in index.tolist()]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        held = [] if self.sums is None else [self.sums.data]
+        return {"device": held if self.prompt is None else [*held, self.prompt]}
+
+
+@dataclass(kw_only=True)
+class H2O(EvictionMethod):
+    """Sinks, heavy hitters and the recent window; heavy hitters are the keys with the largest accumulated attention.
+
+    mode: "dynamic" drops one token per generated one, the lightest outside sinks and window, for good; "static" prunes once,
+    after the prompt.
+    recent_ratio: the window's share of what the sinks leave. recent: a window of so many tokens instead.
+    n_sink: None takes 32 under the aligned protocol (on top of a budget ratio, as for the other methods) and none under the
+    paper's.
+
+    Deviations: one choice per KV head, by the mean of its group's sums, in fp32 (the paper has one KV head per query head).
+    Rows of a batch are chosen apart. A new token attends beside a full budget and then makes room: the release's mask
+    simulation counts it inside, and hides a token that leaves the window for one step. A new turn adds to the sums.
+    """
+
+    name: ClassVar[str] = "h2o"
+
+    mode: str = "dynamic"
+    recent_ratio: float = 0.5
+    recent: int | None = None
+    n_sink: int | None = None
+
+    def validate(self) -> None:
+        if self.n_sink is None:
+            self.n_sink = 32 if self.protocol == "aligned" else 0
+        self.require_one_of("mode", MODES)
+        self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a number in [0, 1]")
+        self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for recent_ratio")
+        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
+
+    def check_budget(self) -> None:
+        assert self.n_sink is not None
+        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + (self.recent or 1):
+            raise NotApplicable(
+                f"budget={self.budget.tokens}: {self.name} needs more tokens than its {self.n_sink} sinks"
+                f" and its window of {self.recent or 1}"
+            )
+
+    def compensation(self, s: int) -> float:
+        """Tokens on top of the budget at a prompt of `s` tokens."""
+        return 0.0
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        assert self.n_sink is not None
+        sinks = min(self.n_sink, s)
+        rest = s - sinks
+        if self.budget.tokens is not None:
+            total = max(0, self.budget.tokens - sinks + floor_share(1, self.compensation(s)))
+        else:
+            assert self.budget.ratio is not None
+            total = floor_share(1, rest * self.budget.ratio + self.compensation(s))
+        total = min(rest, total)
+        local = floor_share(total, self.recent_ratio) if self.recent is None else min(self.recent, total)
+        local = min(rest, max(1, local))
+        return Plan(sinks=sinks, local=local, k=max(0, total - local))
+
+    def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
+        return Scorer() if self.budget.is_everything else HeavyHitterScorer(shape)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.mode == "dynamic"
+
+    @property
+    def needs_probs(self) -> bool:
+        return self.is_dynamic and not self.budget.is_everything
+
+    def capacity(self, plan: Plan) -> int:
+        """As planned; a prompt of nothing but sinks leaves room for one token more, so that no sink must go."""
+        return sys.maxsize if self.budget.is_everything else max(super().capacity(plan), plan.total, plan.sinks + 1)
+
+    def window(self, plan: Plan) -> int:
+        """Most recent tokens that a decode step may not drop."""
+        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt that grew
+            plan = self.plan(self.budget.tokens, 0, 1)
+        return max(1, plan.local)
+
+    def victim(self, layer: EvictionLayer) -> torch.Tensor:
+        """The entry with the smallest sum outside sinks and window; among equals the latest goes."""
+        scorer = layer.scorer
+        assert layer.positions is not None and isinstance(scorer, HeavyHitterScorer) and scorer.sums is not None
+        length = layer.store.length
+        position, sums = layer.positions.view(length), scorer.sums.view(length)
+        device = position.device
+        first = torch.tensor([plan.sinks for plan in layer.plans], device=device)[:, None, None]
+        window = [seen - self.window(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
+        candidate = (position >= first) & (position < torch.tensor(window, device=device)[:, None, None])
+        valid = row_mask(layer.store.lengths, length, device)
+        candidate = candidate if valid is None else candidate & valid
+        sums = sums.masked_fill(~candidate, torch.inf)
+        lightest = candidate & (sums == sums.amin(-1, keepdim=True))
+        return position.masked_fill(~lightest, -1).argmax(-1)

@@ -1,0 +1,234 @@
+"""KVCrush: spend part of an evictor's budget on tokens that stand for the evicted ones (arXiv 2503.00022, section III)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from baselines.h2o import H2O
+from baselines.pyramidkv import PyramidKV
+from baselines.snapkv import SnapKV
+from pqcache.selective.budget import Plan, floor_share
+from pqcache.selective.eviction import EvictionMethod, Prompt, Scorer, join_rows
+from pqcache.selective.method import ModelShape
+
+BASES: dict[str, type[EvictionMethod]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidkv": PyramidKV}
+ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
+PICKS = ("even", "random")
+GROUPINGS = ("hamming", "kmeans")
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """bool (..., H) -> uint8 (..., ceil(H / 8)), the first bit lowest, zeros at the end."""
+    short = -bits.shape[-1] % 8
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, short)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+    return (padded * weights).sum(-1, dtype=torch.uint8)
+
+
+def hamming(packed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Bits in which packed (m, bytes) differs from anchor (bytes,): (m,) int32. Counts the ones of a byte in parallel."""
+    x = packed ^ anchor
+    x = x - ((x >> 1) & 0x55)
+    x = (x & 0x33) + ((x >> 2) & 0x33)
+    return ((x + (x >> 4)) & 0x0F).sum(-1, dtype=torch.int32)
+
+
+def top_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """True at the k largest of each row of scores (heads, m), the earlier first among equals."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+
+
+def kmeans_representatives(keys: torch.Tensor, reps: int, rounds: int = 10) -> torch.Tensor:
+    """The members nearest to the centroids of keys (n, d): (min(n, reps),) long, all different.
+
+    Lloyd's rounds from evenly spaced keys; an empty cluster takes the key farthest from its centroid. Where equal keys leave
+    clusters empty for good, the earliest keys not chosen yet fill up.
+    """
+    n = keys.shape[0]
+    if n <= reps:
+        return torch.arange(n, device=keys.device)
+    centroids = keys[torch.arange(reps, device=keys.device) * (n - 1) // max(1, reps - 1)]
+    for _ in range(rounds):
+        nearest, label = _distances(keys, centroids).min(-1)
+        empty = (label.bincount(minlength=reps) == 0).nonzero().flatten()
+        label[nearest.sort(descending=True, stable=True).indices[: len(empty)]] = empty
+        members = torch.nn.functional.one_hot(label, reps).to(keys.dtype)
+        count = members.sum(0)[:, None]
+        moved = torch.where(count > 0, members.T @ keys / count.clamp_min(1), centroids)
+        if torch.equal(moved, centroids):
+            break
+        centroids = moved
+    nearest, label = _distances(keys, centroids).min(-1)
+    order = nearest.sort(stable=True).indices
+    order = order[label[order].sort(stable=True).indices]  # cluster after cluster, nearest member first
+    starts = torch.ones(n, dtype=torch.bool, device=keys.device)
+    starts[1:] = label[order][1:] != label[order][:-1]
+    left_over = torch.ones_like(starts).index_fill_(0, order[starts], False).nonzero().flatten()
+    return torch.cat([order[starts], left_over])[:reps]
+
+
+def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Squared, x (n, d) to y (m, d): (n, m). By one matrix product: cdist's exact mode is tens of times slower."""
+    return ((x * x).sum(-1)[:, None] - 2 * x @ y.T + (y * y).sum(-1)).clamp_min(0)
+
+
+@dataclass(kw_only=True)
+class KVCrush(EvictionMethod):
+    """Keeps what `base` would keep with a smaller budget, and representatives of the rest; prunes once, after the prompt.
+
+    A token's signature has one bit per query head: whether it is among the better half of that head's candidates. Candidates
+    that are not kept are sorted by the Hamming distance of their signature to one anchor and cut into as many buckets of
+    equal size as there are representatives to keep; one token of each bucket stays.
+
+    base, base_options: the evictor and its hyper-parameters; H2O prunes once here, too.
+    rep_ratio: the representatives' share of the budget, sinks apart. An observation window counts as part of the base's
+    share; a recent window that is a share of the budget (H2O) is kept beside both. reps: so many representatives instead.
+    anchor: "mean" has a one where more than half of the signatures have one. bit_quantile: the share of candidates whose
+    bit is 0; "budget": all that the base would not keep, as section III-A words it.
+    page: tokens that are kept or dropped together (1, 8: chunks, 32: pages): scores are summed, signatures joined, and budgets
+    counted in whole pages; what is left of the candidates after the last whole page stays, as part of the window.
+    pick: "even" takes evenly spaced candidates, first and last included, "random" a random one of each bucket.
+    grouping: "kmeans" is the comparator of section IV: clusters of the keys themselves, per KV head, each represented by the
+    member nearest to its centroid; anchor, bits and pick then have no say.
+    seed: of the random anchor and pick, the same for all rows of a batch.
+
+    Deviations: buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1
+    distances. "random" is the paper's pick, "even" that of the released ports. With tokens of their own (page=1) "mean" is
+    "zeros": each head has exactly half its bits set. In a new turn, what H2O's sums hold of earlier tokens is the group's mean.
+    """
+
+    name: ClassVar[str] = "kvcrush"
+
+    base: str = "snapkv"
+    base_options: dict = field(default_factory=dict)
+    rep_ratio: float = 0.25
+    reps: int | None = None
+    anchor: str = "alternate"
+    bit_quantile: float | str = 0.5
+    page: int = 1
+    pick: str = "even"
+    grouping: str = "hamming"
+    seed: int = 0
+
+    def validate(self) -> None:
+        self.require_one_of("base", tuple(BASES))
+        self.require("rep_ratio", 0 <= self.rep_ratio <= 1, "a number in [0, 1]")
+        self.require("reps", self.reps is None or self.reps >= 0, "an int >= 0, or null for rep_ratio")
+        self.require_one_of("anchor", ANCHORS)
+        in_range = not isinstance(self.bit_quantile, str) and 0 <= self.bit_quantile <= 1
+        self.require("bit_quantile", in_range or self.bit_quantile == "budget", "a number in [0, 1] or budget")
+        self.require("page", self.page >= 1, "an int >= 1")
+        self.require_one_of("pick", PICKS)
+        self.require_one_of("grouping", GROUPINGS)
+        self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
+        options: dict[str, Any] = {**({"mode": "static"} if self.base == "h2o" else {}), **self.base_options}
+        try:
+            self.evictor = BASES[self.base](
+                budget=self.budget, protocol=self.protocol, dense_layers=self.dense_layers, **options
+            )
+        except TypeError as error:
+            raise ValueError(f"base_options={self.base_options}: {str(error).split('() ')[-1]}") from None
+        self.require("base_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
+
+    def check_model(self, config: Any) -> None:
+        self.evictor.check_model(config)
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        plan = self.evictor.plan(s, layer_idx, n_layers)
+        assert plan is not None
+        return plan
+
+    def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
+        return self.evictor.make_scorer(layer_idx, shape)
+
+    def representatives(self, plan: Plan) -> int:
+        """How many of the plan's k tokens are representatives."""
+        if self.reps is not None:
+            return min(plan.k, self.reps)
+        window_shares = not isinstance(self.evictor, H2O) or self.evictor.recent is not None
+        return min(plan.k, floor_share(plan.k + (plan.local if window_shares else 0), self.rep_ratio))
+
+    def keep(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+        h_kv = prompt.k.shape[1]
+        rows = []
+        for row, (filled, plan) in enumerate(zip(prompt.lengths, prompt.plans, strict=True)):
+            slot = torch.arange(filled, device=prompt.k.device)
+            if filled <= plan.total:
+                rows.append(slot.expand(h_kv, -1))
+                continue
+            lo, hi = plan.sinks, filled - plan.local
+            odd = min((hi - lo) % self.page, plan.k)  # beside the window, so that pages are whole
+            chosen = torch.zeros((h_kv, filled), dtype=torch.bool, device=slot.device)
+            chosen[:, :lo] = chosen[:, hi - odd :] = True
+            if prompt.scores is not None and plan.k > odd:
+                scores = prompt.scores[row, :, :filled]
+                heads = self.evictor.smooth(scores, hi)[:, lo : hi - odd]
+                ranking = self.evictor.ranking(scores, h_kv, hi)[:, lo : hi - odd]
+                keys = prompt.k[row, :, lo : hi - odd]
+                chosen[:, lo : hi - odd] = self.choose(ranking, heads, keys, plan, plan.k - odd, prompt.ctx.layer_idx)
+            rows.append(slot.expand(h_kv, -1)[chosen].view(h_kv, -1))
+        return join_rows(rows)
+
+    def choose(
+        self, ranking: torch.Tensor, heads: torch.Tensor, keys: torch.Tensor, plan: Plan, k: int, layer_idx: int
+    ) -> torch.Tensor:
+        """Which candidates stay, k of them or the whole pages that fit: (h_kv, m) bool.
+
+        ranking (h_kv, m) and heads (h, m): one row's scores of the candidates, per KV head and per query head; keys (h_kv, m, d).
+        """
+        h_kv, m = ranking.shape
+        ranking = ranking.unflatten(-1, (-1, self.page)).sum(-1)  # (h_kv, pages)
+        pages, room = ranking.shape[1], k // self.page
+        wanted = self.representatives(plan)
+        reps = min(room, max(1, wanted // self.page)) if wanted else 0
+        important = top_mask(ranking, room - reps)
+        if reps and self.grouping == "kmeans":
+            for head, taken in enumerate(important):
+                free = (~taken).nonzero().flatten()
+                own = keys[head, free].to(torch.promote_types(keys.dtype, torch.float32))
+                taken[free[kmeans_representatives(own, reps)]] = True
+        elif reps:
+            ones = room * self.page - reps * self.page if self.bit_quantile == "budget" else 0
+            if not isinstance(self.bit_quantile, str):
+                ones = floor_share(m, 1 - self.bit_quantile)
+            distance = self.distance(top_mask(heads, ones), layer_idx)
+            order = distance.expand(h_kv, -1).masked_fill(important, torch.iinfo(torch.int32).max)
+            order = order.sort(dim=-1, stable=True).indices  # near before far, early before late, important ones last
+            picked = self.spread(pages - (room - reps), reps, layer_idx).to(order.device)
+            important.scatter_(-1, order[:, picked], True)
+        return important.repeat_interleave(self.page, -1)
+
+    def distance(self, bits: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Of each page's signature to the anchor, from the tokens' bits (h, m): (pages,) int32."""
+        signature = bits.T.reshape(-1, self.page * bits.shape[0])  # token after token, one bit per query head
+        return hamming(pack_bits(signature), pack_bits(self.anchor_bits(signature, layer_idx)))
+
+    def anchor_bits(self, signature: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """The anchor (H,) bool of signatures (pages, H)."""
+        size, device = signature.shape[1], signature.device
+        if self.anchor in ("zeros", "ones"):
+            return torch.full((size,), self.anchor == "ones", device=device)
+        if self.anchor == "alternate":
+            return torch.arange(size, device=device) % 2 == 1
+        if self.anchor == "random":
+            return torch.randint(0, 2, (size,), generator=self.generator(layer_idx)).bool().to(device)
+        mean = 2 * signature.sum(0) > signature.shape[0]
+        return ~mean if self.anchor == "inv_mean" else mean
+
+    def spread(self, n: int, reps: int, layer_idx: int) -> torch.Tensor:
+        """Which `reps` of n sorted candidates represent them: (min(n, reps),) long."""
+        if n <= reps:
+            return torch.arange(n)
+        i = torch.arange(reps)
+        if self.pick == "even":
+            return i * (n - 1) // max(1, reps - 1)
+        first, last = i * n // reps, (i + 1) * n // reps
+        draw = torch.rand(reps, dtype=torch.float64, generator=self.generator(layer_idx + 1_000_000))
+        return first + (draw * (last - first)).long()
+
+    def generator(self, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 2_000_003 + stream)

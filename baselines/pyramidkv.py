@@ -1,0 +1,64 @@
+"""PyramidKV: SnapKV with much budget in low layers and little in high ones (Cai et al., arXiv 2406.02069, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from baselines.snapkv import SnapKV
+from pqcache.selective.budget import Plan
+
+
+def pyramid(c: int, candidates: int, beta: int, m: int, exact_total: bool = False) -> list[int]:
+    """Tokens each of m layers selects among `candidates`, around a mean of c: an arithmetic progression, falling.
+
+    Integer steps always err high (by 4.6 % at 128 tokens in 32 layers); exact_total takes the real-valued progression and
+    rounds it by largest remainder, so that the layers sum to m * c.
+    """
+    low = c // beta
+    high = 2 * c - low
+    if high > candidates:
+        high = candidates
+        low = 2 * c - high
+    if m == 1:
+        return [c]
+    if not exact_total:
+        step = (high - low) // (m - 1)
+        return [high - layer * step for layer in range(m)]
+    scaled = [high * (m - 1) - layer * (high - low) for layer in range(m)]  # times m - 1, to stay in integers
+    whole = [x // (m - 1) for x in scaled]
+    by_remainder = sorted(range(m), key=lambda layer: -(scaled[layer] % (m - 1)))  # stable: low layers first
+    for layer in by_remainder[: m * c - sum(whole)]:
+        whole[layer] += 1
+    return whole
+
+
+@dataclass(kw_only=True)
+class PyramidKV(SnapKV):
+    """SnapKV's scores; layer l keeps k_l = k_0 - l * step tokens beside its window (equations 3 to 5).
+
+    beta: the last layer's share is 1/beta of the mean. exact_total: see `pyramid`. A prompt of fewer than 2 C tokens, C the
+    mean number of selected tokens per layer, is SnapKV's, as in the released code.
+
+    Deviations: as SnapKV's. The progression steps by m - 1, where the paper prints m; the released code does, too. Dense
+    first layers are no part of the pyramid.
+    """
+
+    name: ClassVar[str] = "pyramidkv"
+
+    published: str = "pyramidkv"
+    beta: int = 20
+    exact_total: bool = False
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("beta", self.beta >= 1, "an int >= 1")
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        flat = super().plan(s, layer_idx, n_layers)
+        if flat.total >= s or s < 2 * flat.k or flat.k == 0:
+            return flat
+        dense = self.dense_layers or 0
+        candidates = s - flat.sinks - flat.local
+        layers = pyramid(flat.k, candidates, self.beta, max(1, n_layers - dense), self.exact_total)
+        return Plan(sinks=flat.sinks, local=flat.local, k=layers[max(0, layer_idx - dense)])

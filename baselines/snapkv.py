@@ -1,0 +1,107 @@
+"""SnapKV: keep the prompt tokens that its last queries attend to (Li et al., arXiv 2404.14469, section 4, Listing 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from pqcache.selective.budget import Plan, partition_plan
+from pqcache.selective.column_sums import QueryWindow
+from pqcache.selective.eviction import EvictionMethod, Scorer
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import ModelShape, NotApplicable
+
+PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}  # w, kernel, pooling
+POOLING = ("max", "avg")
+
+
+class WindowScorer(Scorer):
+    """Attention of the last w queries of the prompt, or of the new turn, summed per key."""
+
+    def __init__(self, w: int) -> None:
+        self.window = QueryWindow(w)
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        self.window.push(q, ctx.step.counts)
+
+    def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
+        scores = self.window.column_sums(k, lengths, ctx.scaling)
+        self.window.clear()
+        return scores
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        self.window.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return self.window.tensors()
+
+
+@dataclass(kw_only=True)
+class SnapKV(EvictionMethod):
+    """Prunes once, after the prompt: the last w tokens stay, and the tokens with the largest pooled attention from them.
+
+    published: which published set w (observation window), kernel and pooling come from where they are None: "snapkv"
+    (32, 7, max: the authors' LongBench runs), "pyramidkv" (8, 7, max: PyramidKV's runs of all baselines) or "listing"
+    (64, 5, avg: the defaults of the released class).
+    n_sink: None takes 32 under the aligned protocol (on top of a budget ratio, as for the other methods) and none under the
+    paper's.
+
+    Deviations: one choice per KV head (group mean, then pooling), where the release repeats K and V and keeps h/h_kv times
+    as much. Average pooling divides by the tokens there are: zero padding would punish the first ones. A budget
+    smaller than the window keeps the newest tokens only. A new turn prunes again, with its own last queries.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    published: str = "snapkv"
+    w: int | None = None
+    kernel: int | None = None
+    pooling: str | None = None
+    n_sink: int | None = None
+
+    def validate(self) -> None:
+        self.require_one_of("published", tuple(PUBLISHED))
+        w, kernel, pooling = PUBLISHED[self.published]
+        self.w = w if self.w is None else self.w
+        self.kernel = kernel if self.kernel is None else self.kernel
+        self.pooling = pooling if self.pooling is None else self.pooling
+        if self.n_sink is None:
+            self.n_sink = 32 if self.protocol == "aligned" else 0
+        self.require("w", self.w >= 1, "an int >= 1")
+        self.require("kernel", self.kernel >= 1 and self.kernel % 2 == 1, "an odd int >= 1")
+        self.require_one_of("pooling", POOLING)
+        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
+
+    def check_budget(self) -> None:
+        assert self.n_sink is not None and self.w is not None
+        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + self.w:
+            raise NotApplicable(
+                f"budget={self.budget.tokens}: {self.name} needs more tokens than its {self.n_sink} sinks"
+                f" and its window of {self.w}"
+            )
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        assert self.n_sink is not None and self.w is not None
+        whole = partition_plan(self.budget, s, self.n_sink, recent_ratio=1.0)
+        local = min(self.w, whole.local)
+        return Plan(sinks=whole.sinks, local=local, k=whole.local - local)
+
+    def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
+        assert self.w is not None
+        return Scorer() if self.budget.is_everything else WindowScorer(self.w)
+
+    def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
+        """Pool along the keys before the window, stride 1; the window itself neither votes for its neighbours nor is ranked."""
+        assert self.kernel is not None
+        if hi == 0:
+            return scores
+        half = self.kernel // 2
+        before = scores[None, :, :hi]
+        if self.pooling == "max":
+            pooled = F.max_pool1d(before, self.kernel, 1, half)
+        else:
+            pooled = F.avg_pool1d(before, self.kernel, 1, half, count_include_pad=False)
+        return torch.cat([pooled[0], scores[:, hi:]], -1)

@@ -1,0 +1,102 @@
+"""How much attention each key received: column sums of the softmax, without ever holding an s x s matrix.
+
+Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Exact, in one pass: a block of queries sees whole
+rows of logits, so its softmax needs no correction later. Rows of the batch are computed one by one: their lengths differ,
+and a row's sums are then the same bits whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BLOCK = 128  # queries whose logits exist at a time
+TILE = 4096  # keys cast to fp32 at a time
+
+
+def accumulator_dtype(x: torch.Tensor) -> torch.dtype:
+    """fp32, or float64 for a float64 model. In fp16, 2000 + 0.3 is 2000: sums of probabilities would stop growing."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@torch.no_grad()
+def add_column_sums(
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    stored: Sequence[int],
+    counts: Sequence[int],
+    scaling: float,
+    block: int = BLOCK,
+) -> None:
+    """sums (n, h, >= max(stored)) += the probability each key gets from the queries q (n, h, t, d), per query head.
+
+    k: (n, h_kv, >= max(stored), d). Row r holds stored[r] keys; its last counts[r] query columns are real (the others are
+    padding and add nothing) and belong to its last counts[r] keys: query i sees the keys up to its own. Keys before those,
+    whether of an earlier chunk or of what an eviction left, are seen by all. Beside `sums`, one block of logits of one KV
+    group exists at a time: g * block * max(stored) numbers.
+    """
+    t, dtype = q.shape[2], sums.dtype
+    h_kv = k.shape[1]
+    g = q.shape[1] // h_kv
+    for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
+        for head in range(h_kv):
+            heads = slice(head * g, (head + 1) * g)
+            for start in range(t - count, t, block):
+                stop = min(start + block, t)
+                probs = _probabilities(q[row, heads, start:stop].to(dtype) * scaling, k[row, head, : length - t + stop])
+                sums[row, heads, : probs.shape[2]] += probs.sum(1)
+                del probs  # or the next block would stand beside this one
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Softmax of scaled q (g, b, d) over keys k (m, d), the last b of them the queries' own: (g, b, m), made in place."""
+    g, b, d = q.shape
+    m = k.shape[0]
+    logits = torch.empty((g * b, m), dtype=q.dtype, device=q.device)
+    for start in range(0, m, TILE):
+        tile = k[start : start + TILE].to(q.dtype)
+        torch.mm(q.reshape(g * b, d), tile.T, out=logits[:, start : start + TILE])
+    logits = logits.view(g, b, m)
+    future = torch.ones((b, b), dtype=torch.bool, device=q.device).triu(1)
+    logits[:, :, m - b :].masked_fill_(future, -torch.inf)
+    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    return logits.div_(logits.sum(-1, keepdim=True))
+
+
+class QueryWindow:
+    """The last w queries of a prompt, kept across its chunks and let go when they were used."""
+
+    def __init__(self, w: int) -> None:
+        self.w = w
+        self.clear()
+
+    def clear(self) -> None:
+        self.q: torch.Tensor | None = None  # (n, h, <= w, d), the newest query last; rows with fewer start with padding
+        self.counts: list[int] = []  # real queries held per row
+
+    def push(self, q: torch.Tensor, counts: Sequence[int]) -> None:
+        """The next block's queries (n, h, t, d), row r's last counts[r] of them real."""
+        newest = q[:, :, -self.w :].detach()
+        if self.q is None:
+            self.q, self.counts = newest.clone(), [0] * q.shape[0]
+        else:
+            self.q = torch.cat([self.q[:, :, max(0, self.q.shape[2] + newest.shape[2] - self.w) :], newest], 2)
+        self.counts = [min(self.w, a + b) for a, b in zip(self.counts, counts, strict=True)]
+
+    def column_sums(self, k: torch.Tensor, stored: Sequence[int], scaling: float) -> torch.Tensor:
+        """Attention of the held queries over row r's stored[r] keys, summed over queries: (n, h, max(stored))."""
+        assert self.q is not None
+        n, h = self.q.shape[:2]
+        sums = torch.zeros((n, h, max(stored)), dtype=accumulator_dtype(self.q), device=k.device)
+        add_column_sums(sums, self.q, k, stored, self.counts, scaling)
+        return sums
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.q is not None:
+            self.q = self.q.index_select(0, index.to(self.q.device))
+            self.counts = [self.counts[i] for i in index.tolist()]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {} if self.q is None else {"device": [self.q]}

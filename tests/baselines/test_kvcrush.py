@@ -1,0 +1,263 @@
+"""KVCrush: signatures, distances, buckets and the split of the budget, around any of its evictors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.kvcrush import ANCHORS, KVCrush, hamming, kmeans_representatives, pack_bits, top_mask
+from pqcache.selective import Budget, NotApplicable, Plan
+from tests.baselines.drive import choose, held, random_scores, run
+
+H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
+H2, H3 = [8, 7, 6, 5, 4, 3, 2, 1], [1, 1, 9, 9, 1, 1, 9, 9]
+TOY = torch.tensor([H0, H1, H2, H3], dtype=torch.float32)
+
+
+def crush(**hyper: Any) -> KVCrush:
+    """Over H2O unless said otherwise: its scores are ranked as they are."""
+    return KVCrush(**{"base": "h2o", "base_options": {"n_sink": 0}, **hyper})
+
+
+# -- signatures --------------------------------------------------------------------------------------------------------
+
+
+def test_toy_example_by_hand() -> None:
+    """Eight tokens, four query heads, two KV heads; two important tokens and three representatives."""
+    bits = top_mask(TOY, 4)
+    assert ["".join(map(str, token)) for token in bits.T.int().tolist()] == [
+        "1010", "0110", "1011", "0111", "1000", "0100", "1001", "0101",
+    ]  # fmt: skip
+    assert crush(anchor="alternate").distance(bits, 0).tolist() == [4, 2, 3, 1, 3, 1, 2, 0]
+    assert crush(anchor="mean").distance(bits, 0).tolist() == [2, 2, 3, 3, 1, 1, 2, 2]
+    method, plan = crush(anchor="alternate", reps=3), Plan(0, 0, 5)
+    chosen = method.choose(TOY.view(2, 2, 8).mean(1), TOY, torch.zeros(2, 8, 4), plan, 5, 0)
+    assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 80), st.integers(0, 999))
+def test_packed_popcount_is_the_hamming_distance(m: int, size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2, (m, size), generator=generator).bool()
+    anchor = torch.randint(0, 2, (size,), generator=generator).bool()
+    packed = pack_bits(bits)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (m, -(-size // 8)))
+    got = hamming(packed, pack_bits(anchor))
+    assert torch.equal(got, (bits != anchor).sum(-1).int())
+    assert torch.equal(hamming(packed, pack_bits(~anchor)), size - got)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 60), st.integers(1, 12), st.sampled_from(ANCHORS), st.sampled_from([1, 2, 8]), st.integers(0, 9))
+def test_bits_and_distances(m: int, h: int, anchor: str, page: int, seed: int) -> None:
+    m = -(-m // page) * page
+    bits = top_mask(random_scores(h, m, seed), m // 2)
+    assert bits.sum(-1).tolist() == [m // 2] * h
+    distance = crush(anchor=anchor, page=page, seed=seed).distance(bits, 3)
+    assert distance.shape == (m // page,) and len(set(distance.tolist())) <= h * page + 1
+    assert torch.equal(distance, crush(anchor=anchor, page=page, seed=seed).distance(bits, 3))
+    if page == 1:  # no head has more than half of its bits set
+        zeros = crush(anchor="zeros").distance(bits, 0)
+        assert torch.equal(zeros, bits.sum(0).int())
+        assert torch.equal(crush(anchor="mean").distance(bits, 0), zeros)
+        assert torch.equal(crush(anchor="inv_mean").distance(bits, 0), crush(anchor="ones").distance(bits, 0))
+
+
+def test_the_random_anchor_is_the_seeds_and_the_layers() -> None:
+    signature = torch.zeros(3, 64, dtype=torch.bool)
+    a, b, c = crush(anchor="random"), crush(anchor="random"), crush(anchor="random", seed=1)
+    assert torch.equal(a.anchor_bits(signature, 0), b.anchor_bits(signature, 0))
+    assert not torch.equal(a.anchor_bits(signature, 0), a.anchor_bits(signature, 1))
+    assert not torch.equal(a.anchor_bits(signature, 0), c.anchor_bits(signature, 0))
+
+
+# -- representatives ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 60), st.sampled_from(["even", "random"]))
+def test_one_of_every_bucket(n: int, reps: int, pick: str) -> None:
+    got = crush(pick=pick, seed=7).spread(n, reps, 0).tolist()
+    assert got == sorted(set(got)) and len(got) == min(n, reps) and got[-1] < n
+    if n > reps and pick == "random":
+        assert all(i * n // reps <= at < (i + 1) * n // reps for i, at in enumerate(got))
+    if n > reps > 1 and pick == "even":
+        assert (got[0], got[-1]) == (0, n - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_split(data: st.DataObject) -> None:
+    """Sinks, window, the heaviest, and representatives of the rest, near ones first: the plan's total, disjoint, per head."""
+    s, sinks, local = data.draw(st.integers(20, 80)), data.draw(st.integers(0, 4)), data.draw(st.integers(1, 6))
+    k = data.draw(st.integers(1, s - sinks - local - 1))
+    reps = data.draw(st.integers(0, k))
+    method = crush(
+        reps=reps, anchor=data.draw(st.sampled_from(ANCHORS)), pick=data.draw(st.sampled_from(["even", "random"]))
+    )
+    scores = random_scores(4, s, data.draw(st.integers(0, 99)))
+    e = scores[:, sinks : s - local]
+    distance = method.distance(top_mask(e, e.shape[1] // 2), 2)
+    for head, slots in enumerate(choose(method, scores, Plan(sinks, local, k), layer_idx=2)):
+        assert len(slots) == sinks + local + k
+        assert set(slots) >= {*range(sinks), *range(s - local, s)}
+        best = e[2 * head : 2 * head + 2].mean(0).sort(descending=True, stable=True).indices[: k - reps].tolist()
+        middle = {slot - sinks for slot in slots if sinks <= slot < s - local}
+        assert middle >= set(best)
+        rest = sorted(set(range(e.shape[1])) - set(best), key=lambda j: (int(distance[j]), j))
+        assert middle - set(best) == {rest[i] for i in method.spread(len(rest), reps, 2).tolist()}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["h2o", "snapkv", "pyramidkv"]), st.integers(0, 99), st.integers(1, 20))
+def test_without_representatives_it_is_its_base(base: str, seed: int, k: int) -> None:
+    method = KVCrush(base=base, rep_ratio=0, base_options={"n_sink": 2})
+    scores, plan = random_scores(4, 40, seed), Plan(2, 4, k)
+    assert choose(method, scores, plan) == choose(method.evictor, scores, plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pages_stay_whole(data: st.DataObject) -> None:
+    page, sinks, local = (
+        data.draw(st.sampled_from([2, 8, 32])),
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(1, 9)),
+    )
+    s = data.draw(st.integers(sinks + local + 2, 200))
+    k = data.draw(st.integers(1, s - sinks - local - 1))
+    method = crush(page=page, rep_ratio=data.draw(st.sampled_from([0.0, 0.25, 1.0])))
+    plan = Plan(sinks, local, k)
+    odd = min((s - sinks - local) % page, k)
+    for slots in choose(method, random_scores(4, s, data.draw(st.integers(0, 99))), plan):
+        assert set(slots) >= {*range(sinks), *range(s - local - odd, s)}
+        paged = [slot - sinks for slot in slots if sinks <= slot < s - local - odd]
+        for at in {slot // page for slot in paged}:
+            assert set(range(at * page, (at + 1) * page)) <= set(paged)
+        assert plan.total - page < len(slots) <= plan.total
+
+
+def test_paged_h2o_is_pages_by_summed_scores() -> None:
+    scores = random_scores(4, 64 + 8, 5)
+    sums = scores[:, :64].view(2, 2, 8, 8).mean(1).sum(-1)
+    for head, slots in enumerate(choose(crush(page=8, rep_ratio=0), scores, Plan(0, 8, 24))):
+        pages = sorted({slot // 8 for slot in slots if slot < 64})
+        assert pages == sorted(sums[head].topk(3).indices.tolist())
+
+
+def test_one_page_of_room_goes_to_a_representative() -> None:
+    (slots,) = choose(crush(page=8, rep_ratio=0.1), random_scores(2, 48, 5), Plan(0, 8, 8), h_kv=1)
+    assert len(slots) == 16
+
+
+def test_values_and_keys_have_no_say() -> None:
+    scores, plan = random_scores(4, 50, 1), Plan(0, 4, 12)
+    k = torch.randn(1, 2, 50, 4)
+    assert choose(crush(), scores, plan) == choose(crush(), scores, plan, k=k)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
+def test_kmeans_represents_as_many_as_asked(n: int, reps: int, distinct: int, seed: int) -> None:
+    """Also where keys repeat and clusters stay empty; every group of equal keys is represented while there is room."""
+    keys = 10.0 * torch.randint(0, distinct, (n, 1), generator=torch.Generator().manual_seed(seed)).expand(n, 4)
+    got = kmeans_representatives(keys, reps).tolist()
+    assert len(set(got)) == len(got) == min(n, reps)
+    assert max(got) < n
+    if reps >= len(set(keys[:, 0].tolist())):
+        assert set(keys[got, 0].tolist()) == set(keys[:, 0].tolist())
+
+
+def test_kmeans_picks_the_member_nearest_to_each_centre() -> None:
+    keys = torch.tensor([[0.0], [1.0], [2.0], [50.0], [51.0], [52.0], [90.0]])
+    assert sorted(kmeans_representatives(keys, 3).tolist()) == [1, 4, 6]
+
+
+def test_the_kmeans_comparator_keeps_the_same_important_tokens() -> None:
+    scores, plan, k = random_scores(4, 60, 1), Plan(2, 4, 20), torch.randn(1, 2, 60, 4)
+    ours = choose(crush(reps=8), scores, plan)
+    theirs = choose(crush(reps=8, grouping="kmeans"), scores, plan, k=k)
+    for head in range(2):
+        best = scores[2 * head : 2 * head + 2, 2:56].mean(0).topk(12).indices + 2
+        assert len(ours[head]) == len(theirs[head]) == 26
+        assert set(best.tolist()) <= set(ours[head]) & set(theirs[head])
+    assert ours != theirs
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+def test_published_splits() -> None:
+    over = KVCrush(budget=Budget(tokens=2048), protocol="paper", base_options={"published": "pyramidkv"})
+    assert over.representatives(over.plan(8192, 0, 32)) == 512
+    pyramid = KVCrush(budget=Budget(tokens=2048), protocol="paper", base="pyramidkv")
+    assert [pyramid.representatives(pyramid.plan(8192, layer, 32)) for layer in (0, 31)] == [3986 // 4, 111 // 4]
+    gsm8k = KVCrush(
+        budget=Budget(tokens=672), protocol="paper", base="h2o", reps=384, base_options={"n_sink": 32, "recent": 128}
+    )
+    assert gsm8k.plan(900, 0, 32) == Plan(sinks=32, local=128, k=512)
+    assert gsm8k.representatives(gsm8k.plan(900, 0, 32)) == 384
+    half = KVCrush(budget=Budget(ratio=0.2), base="h2o")
+    assert half.representatives(half.plan(8192, 0, 32)) == 816 // 4
+
+
+def test_budget_bits_are_the_bases_choice() -> None:
+    """With room for 5 important tokens, each query head's bits mark its 5 best."""
+    seen: list[torch.Tensor] = []
+    method = crush(bit_quantile="budget", reps=3)
+    distance = method.distance
+    method.distance = lambda bits, layer_idx: distance(seen.append(bits) or bits, layer_idx)  # type: ignore[method-assign]
+    choose(method, random_scores(4, 50, 2), Plan(0, 2, 8))
+    assert seen[0].sum(-1).tolist() == [5] * 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"base": "h20"},
+        {"anchor": "centre"},
+        {"rep_ratio": 2.0},
+        {"reps": -1},
+        {"bit_quantile": "half"},
+        {"page": 0},
+        {"pick": "first"},
+        {"page": 8, "grouping": "kmeans"},
+        {"base_options": {"window": 3}},
+        {"base": "h2o", "base_options": {"mode": "dynamic"}},
+    ],
+)
+def test_bad_values_are_named(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=list(wrong)[-1]):
+        KVCrush(**wrong)
+
+
+def test_the_bases_refusals_are_passed_on() -> None:
+    with pytest.raises(NotApplicable, match="window of 32"):
+        KVCrush(budget=Budget(tokens=64))
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["h2o", "snapkv", "pyramidkv"])
+@pytest.mark.parametrize("page", [1, 8])
+def test_what_a_model_holds(llama: PreTrainedModel, base: str, page: int) -> None:
+    options = {"n_sink": 4} | ({} if base == "h2o" else {"w": 8})
+    method = KVCrush(base=base, budget=Budget(ratio=0.25), page=page, base_options=options)
+    cache = run(llama, method, 164, steps=5)
+    for index, layer in enumerate(cache.layers):
+        plan = method.plan(164, index, 3)
+        heads = held(layer)
+        assert len(heads[0]) == len(heads[1]) == layer.store.lengths[0]
+        assert plan.total - page < len(heads[0]) - 5 <= plan.total
+        for head in heads:
+            assert set(head) >= {0, 1, 2, 3, *range(164 - plan.local, 169)}
+    if page == 1:
+        alone = run(llama, method.evictor, 164, steps=5)
+        assert any(held(a) != held(b) for a, b in zip(alone.layers, cache.layers, strict=True))

@@ -1,0 +1,82 @@
+"""PyramidKV: the released code's integer progression, the exact one, and where it is SnapKV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.pyramidkv import PyramidKV, pyramid
+from baselines.snapkv import SnapKV
+from pqcache.selective import Budget
+from tests.baselines.drive import held, run
+
+
+def layers(b: int, w: int, s: int, m: int = 32, **more) -> list[int]:
+    method = PyramidKV(budget=Budget(tokens=b), w=w, protocol="paper", **more)
+    return [method.plan(s, layer, m).k for layer in range(m)]
+
+
+def test_worked_examples() -> None:
+    got = layers(2048, 8, 8192)
+    assert (got[:2], got[-1], sum(got)) == ([3978, 3853], 103, 65296)
+    got = layers(2048, 32, 8192)
+    assert (got[0], got[-1], sum(got)) == (3932, 119, 64816)
+    got = layers(128, 8, 8192)
+    assert (got[0], got[-1], sum(got)) == (234, 17, 4016)
+
+
+def test_exact_total_spends_what_was_stated() -> None:
+    for b, w in ((2048, 8), (2048, 32), (128, 8)):
+        got = layers(b, w, 8192, exact_total=True)
+        assert sum(got) == 32 * (b - w)
+        assert abs(got[0] - layers(b, w, 8192)[0]) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 40), st.integers(1, 80), st.booleans())
+def test_progressions_fall_and_fit(c: int, more: int, beta: int, m: int, exact_total: bool) -> None:
+    got = pyramid(c, c + more, beta, m, exact_total)
+    assert got == sorted(got, reverse=True)
+    assert got[-1] >= 0 and got[0] <= c + more
+    assert sum(got) == m * c if exact_total else m * c <= sum(got) < m * (c + m)
+
+
+def test_where_it_is_snapkv() -> None:
+    """Short prompts; beta = 1; a single layer."""
+    assert set(layers(2048, 8, 3619)) == {2040}
+    assert set(layers(2048, 8, 8192, beta=1)) == {2040}
+    assert layers(128, 8, 8192, m=1) == [120]
+    method = PyramidKV(budget=Budget(tokens=2048), protocol="paper")
+    reference = SnapKV(budget=Budget(tokens=2048), protocol="paper", published="pyramidkv")
+    assert method.plan(1500, 3, 32) == reference.plan(1500, 3, 32)
+    assert method.plan(1500, 3, 32).total == 1500  # everything
+
+
+def test_clamped_by_a_short_prompt() -> None:
+    """Two tokens beyond twice the mean: the lowest layer takes all candidates, and the total stays."""
+    got = pyramid(120, 235, 40, 32, exact_total=True)
+    assert (got[0], got[-1], sum(got)) == (235, 5, 32 * 120)
+
+
+def test_dense_layers_are_no_part_of_the_pyramid() -> None:
+    method = PyramidKV(budget=Budget(tokens=256), n_sink=0, w=8, dense_layers=2, exact_total=True)
+    got = [method.plan(4000, layer, 10).k for layer in range(2, 10)]
+    assert sum(got) == 8 * 248 and got == pyramid(248, 3992, 20, 8, exact_total=True)
+
+
+def test_beta_is_checked() -> None:
+    with pytest.raises(ValueError, match="beta=0"):
+        PyramidKV(beta=0)
+
+
+def test_each_layer_holds_its_own_share(llama: PreTrainedModel) -> None:
+    method = PyramidKV(budget=Budget(tokens=64), w=8, n_sink=4)
+    cache = run(llama, method, 300, steps=3)
+    want = [4 + 8 + k for k in pyramid(52, 288, 20, 3)]
+    assert want[0] > want[1] > want[2]
+    for layer, total in zip(cache.layers, want, strict=True):
+        for head in held(layer):
+            assert len(head) == total + 3
+            assert set(head) >= {0, 1, 2, 3, *range(292, 303)}

@@ -1,0 +1,132 @@
+"""Blockwise column sums against the whole softmax matrix; padding, chunks, evicted keys, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqcache.selective import column_sums
+from pqcache.selective.attention import causal_mask
+from pqcache.selective.column_sums import QueryWindow, add_column_sums
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def inputs(n: int, h: int, h_kv: int, t: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(n, h, t, 8, generator=generator), torch.randn(n, h_kv, m, 8, generator=generator)
+
+
+def naive(q: torch.Tensor, k: torch.Tensor, stored: list[int], counts: list[int], scaling: float) -> torch.Tensor:
+    """The matrix of all probabilities, padded queries' rows set to 0, summed."""
+    n, h, t, _ = q.shape
+    m = k.shape[2]
+    logits = (q @ k.repeat_interleave(h // k.shape[1], 1).transpose(2, 3)) * scaling
+    past = [a - b for a, b in zip(stored, counts, strict=True)]
+    seen = causal_mask(past, counts, t, m, q.device) & (torch.arange(m) < torch.tensor(stored)[:, None])[:, None, None]
+    real = (torch.arange(t) >= t - torch.tensor(counts)[:, None])[:, None, :, None]
+    return (logits.masked_fill(~seen, -torch.inf).softmax(-1) * real).nan_to_num().sum(2)
+
+
+def sums(q: torch.Tensor, k: torch.Tensor, stored: list[int], counts: list[int], block: int) -> torch.Tensor:
+    out = torch.zeros(q.shape[0], q.shape[1], k.shape[2])
+    add_column_sums(out, q, k, stored, counts, 0.3, block)
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(data: st.DataObject) -> None:
+    """Any block size, any left padding, any number of keys from before (chunks, or what an eviction left)."""
+    n, h_kv, g = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    t = data.draw(st.integers(1, 20))
+    counts = [data.draw(st.integers(0, t)) for _ in range(n)]
+    stored = [max(1, count + data.draw(st.integers(0, 15))) for count in counts]
+    q, k = inputs(n, h_kv * g, h_kv, t, max(stored) + data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99)))
+    got = sums(q, k, stored, counts, data.draw(st.integers(1, 25)))
+    torch.testing.assert_close(got, naive(q, k, stored, counts, 0.3), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.sum(-1), torch.tensor(counts, dtype=torch.float32)[:, None].expand(n, h_kv * g))
+
+
+def test_first_key_gets_at_least_its_own_query_and_the_last_at_most_one() -> None:
+    got = sums(*inputs(1, 4, 2, 50, 50, 1), [50], [50], 16)
+    assert got[..., 0].min() >= 1
+    assert got[..., -1].max() <= 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 20))
+def test_chunks_add_up_and_the_window_survives_them(chunk: int, w: int, pad: int) -> None:
+    s, rows = 30, [30, 30 - pad]
+    q, k = inputs(2, 4, 2, s, s, 3)
+    k[1] = torch.cat([k[1, :, pad:], torch.zeros(2, pad, 8)], 1)  # stored without its padding
+    whole, parts = sums(q, k, rows, rows, 64), torch.zeros(2, 4, s)
+    window, once = QueryWindow(w), QueryWindow(w)
+    for start in range(0, s, chunk):
+        stop = min(start + chunk, s)
+        stored = [min(length, max(0, stop - (s - length))) for length in rows]
+        counts = [min(stop - start, held) for held in stored]
+        add_column_sums(parts, q[:, :, start:stop], k, stored, counts, 0.3)
+        window.push(q[:, :, start:stop], counts)
+    torch.testing.assert_close(parts, whole)
+    once.push(q, rows)
+    assert window.counts == once.counts == [min(w, length) for length in rows]
+    torch.testing.assert_close(window.column_sums(k, rows, 0.3), once.column_sums(k, rows, 0.3))
+    last = naive(q[:, :, -w:], k, rows, [min(w, length) for length in rows], 0.3)
+    torch.testing.assert_close(once.column_sums(k, rows, 0.3), last)
+
+
+def test_a_row_is_the_same_bits_alone() -> None:
+    q, k = inputs(2, 4, 2, 40, 40, 5)
+    both = sums(q, k, [40, 25], [40, 25], 16)
+    alone = sums(q[1:, :, 15:], k[1:, :, :25], [25], [25], 16)
+    assert torch.equal(both[1:, :, :25], alone)
+
+
+def test_constant_zero_and_extreme_inputs_stay_finite() -> None:
+    for value in (0.0, 1.0, 65504.0, -65504.0):
+        q = torch.full((1, 2, 9, 8), value, dtype=torch.float16)
+        out = torch.zeros(1, 2, 9)
+        add_column_sums(out, q, q[:, :1], [9], [9], 0.3)
+        torch.testing.assert_close(out.sum(-1), torch.full((1, 2), 9.0))
+    torch.testing.assert_close(sums(*inputs(1, 2, 1, 1, 1, 0), [1], [1], 4), torch.ones(1, 2, 1))
+
+
+def test_one_block_of_one_group_is_the_largest_tensor(monkeypatch) -> None:
+    """No allocation exceeds g * block * s, and the window lets the prompt's queries go."""
+    seen: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(column_sums.torch, "empty", lambda *a, **kw: seen.append((x := empty(*a, **kw)).numel()) or x)
+    sums(*inputs(1, 8, 2, 320, 320, 1), [320], [320], 32)
+    assert max(seen) == 4 * 32 * 320
+    window = QueryWindow(4)
+    window.push(torch.randn(1, 2, 100, 8), [100])
+    window.push(torch.randn(1, 2, 100, 8), [100])
+    assert window.tensors()["device"][0].untyped_storage().nbytes() == 2 * 4 * 8 * 4
+
+
+_LONG = """
+import resource, torch
+from pqcache.selective.column_sums import add_column_sums
+torch.set_num_threads(1)
+s, w, d = 32768, 256, 128
+q, k = torch.randn(1, 8, w, d), torch.randn(1, 2, s, d, dtype=torch.bfloat16)
+sums = torch.zeros(1, 8, s)
+add_column_sums(sums, q[:, :, :1], k, [64], [1], 0.1)
+ballast = torch.ones(1 << 26)  # so that what is held now is the peak so far
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+add_column_sums(sums, q, k, [s], [w], 0.1, block=64)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_process_memory_at_32k_is_one_block_of_one_group() -> None:
+    """4 query heads x 64 queries x 32768 keys in fp32 are 32 MiB; all heads would be 64, all queries of the prompt 16 GiB."""
+    block = 4 * 64 * 32768 * 4
+    out = subprocess.run([sys.executable, "-c", _LONG], capture_output=True, text=True, check=True, cwd=REPO)
+    assert 0.9 * block < int(out.stdout) < 1.5 * block
