@@ -28,7 +28,7 @@ METHODS: dict[str, str | None] = {
     "sparq": None,
     "infllm": None,
     "clusterkv": None,
-    "quest": None,
+    "quest": "baselines.quest:Quest",
     "infinigen": None,
     "zipcache": None,
     "kivi": None,

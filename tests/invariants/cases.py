@@ -21,6 +21,7 @@ from transformers import (
 from baselines.full import Full
 from baselines.int8 import Int8
 from baselines.oracle import Oracle
+from baselines.quest import Quest
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
@@ -81,6 +82,8 @@ CASES = [
     Case(PQCache, {"n_sink": 8, "b": 4}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host"}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none"}),
+    Case(Quest, {"page": 4}),
+    Case(Quest, {"page": 4, "store": "host", "reduce": "sum_logit"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
