@@ -25,7 +25,7 @@ METHODS: dict[str, str | None] = {
     "snapkv": None,
     "pyramidkv": None,
     "kvcrush": None,
-    "sparq": None,
+    "sparq": "baselines.sparq:SparQ",
     "infllm": None,
     "clusterkv": None,
     "quest": "baselines.quest:Quest",

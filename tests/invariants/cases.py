@@ -22,6 +22,7 @@ from baselines.full import Full
 from baselines.int8 import Int8
 from baselines.oracle import Oracle
 from baselines.quest import Quest
+from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
@@ -84,6 +85,8 @@ CASES = [
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none"}),
     Case(Quest, {"page": 4}),
     Case(Quest, {"page": 4, "store": "host", "reduce": "sum_logit"}),
+    Case(SparQ, {"n_sink": 8, "r": 2}),
+    Case(SparQ, {"n_sink": 8, "r": 4, "reallocate": True, "store": "host"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
