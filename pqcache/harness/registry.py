@@ -27,7 +27,7 @@ METHODS: dict[str, str | None] = {
     "kvcrush": None,
     "sparq": "baselines.sparq:SparQ",
     "infllm": None,
-    "clusterkv": None,
+    "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
     "infinigen": None,
     "zipcache": None,

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.int8 import Int8
 from baselines.oracle import Oracle
@@ -87,6 +88,9 @@ CASES = [
     Case(Quest, {"page": 4, "store": "host", "reduce": "sum_logit"}),
     Case(SparQ, {"n_sink": 8, "r": 2}),
     Case(SparQ, {"n_sink": 8, "r": 4, "reallocate": True, "store": "host"}),
+    Case(ClusterKV, {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2}),
+    Case(ClusterKV, {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"}),
+    Case(ClusterKV, {"n_sink": 8, "clusters": 9, "window": 4, "store": "host", "cache_steps": 2, "distance": "l2"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
