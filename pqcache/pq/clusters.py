@@ -40,8 +40,8 @@ def cluster(
         if torch.equal(new, codes):
             return centroids, codes, done
         codes = new
-        member = codes[..., None].expand_as(x)
-        sums = torch.zeros_like(centroids).scatter_add_(1, member, x)
-        counts = torch.zeros((len(x), c), device=x.device).scatter_add_(1, codes, torch.ones_like(x[..., 0]))
+        flat = (codes + torch.arange(len(x), device=x.device)[:, None] * c).reshape(-1)
+        sums = torch.zeros_like(centroids).flatten(0, 1).index_add_(0, flat, x.flatten(0, 1)).view_as(centroids)
+        counts = torch.bincount(flat, minlength=len(x) * c).view(len(x), c)
         centroids = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centroids)
     return centroids, codes, max_iter
