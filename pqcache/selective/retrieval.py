@@ -115,17 +115,19 @@ class Index:
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """The best candidates per KV head: top-k of the group-reduced scores."""
-        hi = max(cand.hi)
-        valid = cand.valid(q.device)
+        lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.lo, max(cand.hi))
+        return self.choose(self.score(q, lo, hi, ctx), cand, h_kv)
+
+    def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
+        """Top-k of what `score` returned: of every past token if scope is "all", else of the candidates."""
+        valid = cand.valid(logits.device)
         if self.scope == "all":
-            span = (cand.lo, hi)
-            logits = self.score(q, 0, max(cand.lengths), ctx)
-            everything = row_mask(cand.lengths, max(cand.lengths), q.device)
-            weights = group_reduce(logits, h_kv, self.reduce, everything, span)
+            everything = row_mask(cand.lengths, max(cand.lengths), logits.device)
+            weights = group_reduce(logits, h_kv, self.reduce, everything, (cand.lo, max(cand.hi)))
             if valid is not None:
                 weights = weights.masked_fill(~valid, -torch.inf)
         else:
-            weights = group_reduce(self.score(q, cand.lo, hi, ctx), h_kv, self.reduce, valid)
+            weights = group_reduce(logits, h_kv, self.reduce, valid)
         indices = top_tokens(weights, cand.k)
         padded = len(set(cand.k)) > 1
         return Selection(torch.where(indices < 0, indices, indices + cand.lo) if padded else indices + cand.lo, padded)

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
@@ -25,7 +26,9 @@ from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
 from baselines.pyramidkv import PyramidKV
+from baselines.quest import Quest
 from baselines.snapkv import SnapKV
+from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
@@ -86,6 +89,13 @@ CASES = [
     Case(PQCache, {"n_sink": 8, "b": 4}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host"}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none"}),
+    Case(Quest, {"page": 4}),
+    Case(Quest, {"page": 4, "store": "host", "reduce": "sum_logit"}),
+    Case(SparQ, {"n_sink": 8, "r": 2}),
+    Case(SparQ, {"n_sink": 8, "r": 4, "reallocate": True, "store": "host"}),
+    Case(ClusterKV, {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2}),
+    Case(ClusterKV, {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"}),
+    Case(ClusterKV, {"n_sink": 8, "clusters": 9, "window": 4, "store": "host", "cache_steps": 2, "distance": "l2"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),

@@ -6,13 +6,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
+from baselines.quest import Quest
 from baselines.snapkv import SnapKV
+from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
@@ -38,6 +41,16 @@ def pq_index(n_sink: int, m: int, b: int) -> int:
     return H_KV * 2**b * D * 4 + H_KV * m * capacity(S + STEPS - n_sink)
 
 
+def components(n: int) -> int:
+    """A second copy of n keys."""
+    return kv(n) // 2
+
+
+def clusters(tokens: int, c: int) -> int:
+    """fp32 centroids, int32 sizes and one int32 position per token."""
+    return H_KV * 4 * (c * D + c + tokens)
+
+
 WINDOW = 484 // 4  # (1000 - 32) * 0.25 // 2, the local window at budget 0.25
 CASES: list[tuple[Method, dict[str, int]]] = [
     (Full(), {"device": kv(capacity(S + STEPS))}),
@@ -46,6 +59,25 @@ CASES: list[tuple[Method, dict[str, int]]] = [
     (
         PQCache(budget=Budget(ratio=0.25), store="host", m=4, b=5),
         {"device": kv(32) + kv(capacity(121 + 1 + 128)) + pq_index(32, 4, 5), "host": kv(capacity(S + STEPS - 32))},
+    ),
+    # smallest and largest key of 64 pages, in buffers of 256
+    (Quest(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + kv(256)}),
+    (SparQ(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + components(capacity(S + STEPS))}),
+    (
+        SparQ(budget=Budget(ratio=0.25), store="host", reallocate=True),
+        {
+            "device": kv(32) + kv(capacity(121 + 1 + 128)) + H_KV * D * ITEM,  # the mean value
+            "host": kv(capacity(S + STEPS - 32)) + components(capacity(S + STEPS)),
+        },
+    ),
+    (ClusterKV(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + clusters(984, 984 // 80)}),
+    (
+        # the window holds the 320 tokens to be clustered next; the last step's 246 tokens stay, per query head
+        ClusterKV(budget=Budget(ratio=0.25), store="host"),
+        {
+            "device": kv(16) + kv(capacity(320 + 1 + 128)) + clusters(984, 12) + 2 * kv(246) + 2 * H_KV * 246 * 4,
+            "host": kv(capacity(S + STEPS - 16)),
+        },
     ),
     # kept K and V, and an int32 position per token and KV head
     (

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.oracle import Oracle
+from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, partition_plan
@@ -22,6 +23,7 @@ RETRIEVAL: dict[str, Callable[..., Any]] = {
     "oracle": lambda **kw: Oracle(n_sink=SINKS, **kw),
     "pqcache-resident": lambda **kw: PQCache(n_sink=SINKS, b=4, **kw),
     "pqcache-host": lambda **kw: PQCache(n_sink=SINKS, b=4, store="host", **kw),
+    "sparq-host": lambda **kw: SparQ(n_sink=SINKS, r=2, store="host", **kw),
     "pqcache-per-query-head": lambda **kw: PQCache(n_sink=SINKS, b=4, store="host", reduce="none", **kw),
 }
 

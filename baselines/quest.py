@@ -1,0 +1,121 @@
+"""Quest: retrieve pages of consecutive tokens by an upper bound of their scores (Tang et al., arXiv 2406.10774, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pqcache.selective.budget import Plan
+from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import ModelShape
+from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.store.buffer import Buffer
+
+
+def page_bound(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Upper bound of q . k over each page, sum_c max(q_c low_c, q_c high_c) (Algorithm 1): (n, h, pages) fp32.
+
+    q (n, h, 1, d), low and high (n, h_kv, pages, d). The larger product takes the maximum where q_c > 0, else the minimum.
+    """
+    n, h, _, d = q.shape
+    grouped = q.float().view(n, low.shape[1], -1, d)
+    bound = grouped.clamp_min(0) @ high.float().transpose(-1, -2) + grouped.clamp_max(0) @ low.float().transpose(-1, -2)
+    return bound.view(n, h, -1)
+
+
+class PageIndex(Index):
+    """Channel-wise minimum and maximum of the keys of every page of one layer. Page p holds positions p*page .. p*page+page-1."""
+
+    def __init__(self, method: Quest) -> None:
+        self.page, self.reduce = method.page, method.reduce
+        self.low: Buffer | None = None  # (n, h_kv, capacity, d), as the keys
+        self.high: Buffer | None = None
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        self.low, self.high = Buffer.like(k), Buffer.like(k)
+        for row, length in enumerate(lengths):  # a row's last page ends with the row, not with the longest one
+            whole = length // self.page
+            keys = k[row : row + 1, :, : whole * self.page].unflatten(2, (whole, self.page))
+            rest = k[row : row + 1, :, whole * self.page : length]
+            for buffer, extreme in ((self.low, torch.amin), (self.high, torch.amax)):
+                buffer.reserve(-(-max(lengths) // self.page))
+                if whole:
+                    buffer.data[row, :, :whole] = extreme(keys, 3)[0]
+                if rest.shape[2]:
+                    buffer.data[row, :, whole] = extreme(rest, 2)[0]
+        return [True] * len(lengths)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """The new key opens a page or widens the last one at once."""
+        assert self.low is not None and self.high is not None
+        new = k[:, :, 0].detach()
+        rows = torch.arange(len(lengths), device=k.device)
+        page = torch.tensor([(length - 1) // self.page for length in lengths], device=k.device)
+        opens = torch.tensor([(length - 1) % self.page == 0 for length in lengths], device=k.device)[:, None, None]
+        for buffer, extreme in ((self.low, torch.minimum), (self.high, torch.maximum)):
+            buffer.reserve((max(lengths) - 1) // self.page + 1)
+            buffer.data[rows, :, page] = torch.where(opens, new, extreme(buffer.data[rows, :, page], new))
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """The page of the newest past token and the pages of highest bound, as token positions."""
+        assert self.low is not None and self.high is not None
+        size, ends, device = self.page, cand.hi, q.device
+        pages = [-(-end // size) for end in ends]
+        wanted = [-(-k // size) for k in cand.k]
+        column = torch.arange(max(pages), device=device)
+        last = torch.tensor(pages, device=device)[:, None, None] - 1
+        bound = page_bound(q, self.low.view(max(pages)), self.high.view(max(pages))) * ctx.scaling
+        weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
+        chosen = top_tokens(weights.masked_fill(column == last, torch.inf), wanted)  # (n, H, max(wanted)), ascending
+        positions = (chosen[..., None] * size + torch.arange(size, device=device)).flatten(2)
+        if len(set(ends)) == 1 and len(set(wanted)) == 1:  # only the last page is cut, and it stands at the end
+            return Selection(positions[..., : positions.shape[2] - (pages[0] * size - ends[0])])
+        inside = (positions >= 0) & (positions < torch.tensor(ends, device=device)[:, None, None])
+        return Selection(torch.where(inside, positions, -1), padded=True)
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        for buffer in (self.low, self.high):
+            if buffer is not None:
+                buffer.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"device": [buffer.data for buffer in (self.low, self.high) if buffer is not None]}
+
+
+@dataclass(kw_only=True)
+class Quest(RetrievalMethod):
+    """page: tokens per page (section 3.3). A budget of B tokens attends floor(B / page) pages, the last one always among them.
+
+    No sinks and no local window, under either protocol (n_sink and recent_ratio are 0). reduce: "none" lets every query head
+    choose its own pages, as published; "sum_logit" adds the bounds of a group, one choice per KV head. The paper's protocol
+    leaves the first two layers dense (section 4.1).
+
+    Deviations: the current token is attended on top of the pages, as for every other method here, so the last page is that of
+    the newest past token. At least one page, where the released evaluation takes at least three. With store=host all chosen
+    pages are fetched at each step; the published system keeps K and V on the device, which is the default here, too.
+    """
+
+    name: ClassVar[str] = "quest"
+    paper_dense_layers: ClassVar[int] = 2
+
+    n_sink: int = 0
+    recent_ratio: float = 0.0
+    reduce: str = "none"
+    page: int = 16
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("page", self.page >= 1, "an int >= 1")
+        self.require("n_sink", self.n_sink == 0, "0, Quest has no sinks")
+        self.require("recent_ratio", self.recent_ratio == 0, "0, Quest has no local window")
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        total = self.budget.tokens or self.budget.total(s)  # more tokens than the prompt has: all of its pages
+        pages = max(1, total // self.page)
+        return Plan(sinks=0, local=0, k=s if self.budget.is_everything else min(s, pages * self.page))
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> PageIndex:
+        return PageIndex(self)

@@ -1,0 +1,164 @@
+"""SparQ: retrieve tokens by the query's largest components (Ribar et al., arXiv 2312.04985, section 4, Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pqcache.selective.budget import Plan, floor_share, partition_plan
+from pqcache.selective.group import top_tokens
+from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.method import ModelShape
+from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.store.buffer import Buffer
+from pqcache.store.host import HOST
+
+
+def largest_components(q: torch.Tensor, h_kv: int, r: int) -> torch.Tensor:
+    """The r components of largest |q|, summed over a group's query heads: q (n, h, 1, d) -> (n, h_kv, r), ties to the lower."""
+    n, h, _, d = q.shape
+    weight = q.float().abs().view(n, h_kv, h // h_kv, d).sum(2)
+    return top_tokens(weight, [min(r, d)] * n)
+
+
+def partial_logits(q: torch.Tensor, components: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Approximate logits q[i] . K[:, i] / tau, with tau = sqrt(d |q[i]|_1 / |q|_1) per query head: (n, h, m).
+
+    q (n, h, 1, d), components i (n, h_kv, r), rows K[:, i] (n, h_kv, r, m). `scaling` is the model's 1 / sqrt(d).
+    """
+    n, h, _, d = q.shape
+    h_kv, r = components.shape[1:]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(exact).view(n, h_kv, h // h_kv, d)
+    kept = grouped.gather(3, components[:, :, None].expand(-1, -1, h // h_kv, -1))
+    share = kept.abs().sum(-1) / grouped.abs().sum(-1).clamp_min(torch.finfo(exact).tiny)  # (n, h_kv, g), of |q|_1
+    tempered = kept * (scaling * share.clamp_min(torch.finfo(exact).eps).rsqrt())[..., None]  # q = 0 stays 0: uniform
+    return (tempered @ rows.to(exact)).view(n, h, -1)
+
+
+class ComponentIndex(Index):
+    """A second copy of one layer's keys, component by component, and the mean value so far."""
+
+    scope = "all"  # the softmax runs over every past token, the current one included
+
+    def __init__(self, method: SparQ) -> None:
+        self.method = method
+        self.reduce = method.reduce
+        self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host with store=host
+        self.written: list[int] = []  # columns of it, per row
+        self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, if it is reallocated to
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        n, h_kv, _, d = k.shape
+        where = HOST if self.method.store == "host" else k.device
+        if self.components is None:
+            self.components = Buffer(n, h_kv * d, (), k.dtype, where, pinned=True)
+            self.written = [0] * n
+        self.components.reserve(max(lengths) + 1)
+        for row, (start, length) in enumerate(zip(self.written, lengths, strict=True)):
+            new = k[row, :, start:length].transpose(1, 2).flatten(0, 1)  # (h_kv * d, new)
+            self.components.data[row, :, start:length] = new
+            self._moved(ctx, "write_back", new)
+        self.written = list(lengths)
+        if self.method.reallocate:
+            exact = torch.promote_types(v.dtype, torch.float32)
+            rows = [v[row, :, :length].to(exact).mean(1) for row, length in enumerate(lengths)]
+            self.mean = torch.stack(rows).detach()
+        return [True] * n
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        assert self.components is not None
+        new = k.detach().transpose(2, 3).flatten(1, 2)  # (n, h_kv * d, 1)
+        self.components.write(
+            new.to(self.components.data.device), [length - 1 for length in lengths], [1] * len(lengths)
+        )
+        self.written = list(lengths)
+        self._moved(ctx, "write_back", new)
+        if self.mean is not None:
+            count = torch.tensor(lengths, device=v.device)[:, None, None]
+            self.mean = self.mean + (v[:, :, 0].detach().to(self.mean.dtype) - self.mean) / count
+
+    def _moved(self, ctx: LayerContext, kind: str, x: torch.Tensor) -> None:
+        if self.method.store == "host":
+            ctx.cache.ledger.move(kind, x.numel() * x.element_size())
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        """The chosen components of all keys cross from the host: they depend on q, so nothing can be fetched ahead."""
+        assert self.components is not None
+        data = self.components.data
+        n, h_kv, d = q.shape[0], self.layer.shape.h_kv, q.shape[3]
+        chosen = largest_components(q, h_kv, self.method.r)
+        line = (chosen + torch.arange(h_kv, device=q.device)[:, None] * d).flatten(1).to(data.device)  # (n, h_kv * r)
+        rows = data[:, :, lo:hi][torch.arange(n, device=data.device)[:, None], line]  # (n, h_kv * r, m)
+        self._moved(ctx, "selection_keys", rows)
+        rows = rows.to(q.device).view(n, h_kv, -1, hi - lo)
+        return partial_logits(q, chosen, rows, ctx.scaling)
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """Top-k of the approximate weights; with reallocation also their sum over what is attended, per query head."""
+        logits = self.score(q, 0, max(cand.lengths), ctx)
+        chosen = self.choose(logits, cand, h_kv)
+        if self.mean is None:
+            return chosen
+        n, h, m = logits.shape
+        stored = row_mask(cand.lengths, m, q.device)
+        probs = (logits if stored is None else logits.masked_fill(~stored, -torch.inf)).softmax(-1)
+        ends = torch.tensor(cand.hi, device=q.device)[:, None, None]
+        column = torch.arange(m, device=q.device)
+        forced = ((column < cand.lo) | (column >= ends)).expand(n, h, m)
+        marks = torch.zeros((n, chosen.indices.shape[1], m + 1), dtype=torch.bool, device=q.device)
+        marks = marks.scatter_(2, chosen.indices + 1, True)[..., 1:]  # -1, padding, falls on column 0
+        attended = forced | marks.repeat_interleave(h // marks.shape[1], dim=1)
+        share = probs.masked_fill(~attended, 0).sum(-1)
+        whole = torch.tensor([k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)], device=q.device)
+        return Selection(chosen.indices, chosen.padded, torch.where(whole[:, None], 1.0, share), self.mean)
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.components is None:
+            return
+        self.components.map_rows(index)
+        self.written = [self.written[i] for i in index.tolist()]
+        if self.mean is not None:
+            self.mean = self.mean.index_select(0, index.to(self.mean.device))
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        copy = [] if self.components is None else [self.components.data]
+        mean = [] if self.mean is None else [self.mean]
+        return {"host": copy, "device": mean} if self.method.store == "host" else {"device": copy + mean}
+
+
+@dataclass(kw_only=True)
+class SparQ(RetrievalMethod):
+    """r: components of the query that are looked at, at most the head dimension (1 in PQCache, section 4.2.1: 1/128 of K).
+    reallocate: give the mass of the tokens left out to the mean value (section 4, step 3). Others: see RetrievalMethod.
+
+    Components are shared by a group, tokens ranked by softmax over all past tokens per query head, summed over the group in
+    fp32; reduce=sum_logit adds logits, as the authors' library does. Aligned: sinks, window and k are PQCache's. Paper:
+    PQCache's experiments with SparQ, whose window and k are shares of the prompt or of a token budget, the sinks on top of
+    either. The authors' own sweeps are protocol=paper n_sink=0 recent_ratio=0.25 budget=128 with r = 8 to 64.
+
+    Deviations: SparQ has no sinks, the published comparison adds 32, and so do we. Sinks and window stay on the device with
+    store=host, where the comparison's code fetches them again at each step. Budgets beyond the prompt are clamped.
+    """
+
+    name: ClassVar[str] = "sparq"
+
+    r: int = 1
+    reallocate: bool = False
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("r", self.r >= 1, "an int >= 1")
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        aligned = partition_plan(self.budget, s, self.n_sink, self.recent_ratio)
+        if self.protocol == "aligned" or self.budget.is_everything:
+            return aligned
+        total = min(s - aligned.sinks, self.budget.total(s))
+        local = min(s - aligned.sinks, max(1, floor_share(total, self.recent_ratio)))
+        return Plan(aligned.sinks, local, max(0, total - local))
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> ComponentIndex:
+        return ComponentIndex(self)

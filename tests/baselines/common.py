@@ -1,0 +1,85 @@
+"""What the tests of the retrieval methods share: one layer of a large model's geometry, filled directly; recorded selections."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pqcache.selective import Method, SelectiveCache, attach
+from pqcache.selective.layer import LayerContext, Step
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.method import ModelShape
+from pqcache.selective.retrieval import RetrievalLayer, Selected
+from tests.invariants.drive import Session, tokens
+
+MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
+
+
+def context(step: Step, shape: ModelShape, ledger: Ledger) -> LayerContext:
+    """As much of a layer's context as a retrieval layer looks at."""
+    cache: Any = SimpleNamespace(ledger=ledger, observers=[1])  # an observer, so that the layer notes its selection
+    nothing: Any = None
+    ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
+    ctx.scaling = shape.d**-0.5
+    return ctx
+
+
+class OneLayer:
+    """One layer under a method, without a model: a prompt of given K and V, then decode steps of given q, k, v."""
+
+    def __init__(self, method: Method, k: torch.Tensor, v: torch.Tensor, h: int) -> None:
+        """k, v (n, h_kv, s, d)."""
+        n, h_kv, s, d = k.shape
+        self.shape = ModelShape(n_layers=1, h=h, h_kv=h_kv, d=d)
+        self.ledger = Ledger()
+        self.lengths = [s] * n
+        layer = method.make_layer(0, self.shape)
+        assert isinstance(layer, RetrievalLayer)
+        self.layer = layer
+        layer.settle(k, v, [s] * n, self._context(decode=False))
+
+    def _context(self, decode: bool) -> LayerContext:
+        self.ledger.decoding = decode
+        past = [length - (not decode) for length in self.lengths]
+        step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
+        return context(step, self.shape, self.ledger)
+
+    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q (n, h, 1, d), k and v (n, h_kv, 1, d) -> (n, 1, h, d)."""
+        out = self.layer.decode(q, k, v, self._context(decode=True))
+        self.ledger.end_step()
+        self.lengths = [length + 1 for length in self.lengths]
+        return out
+
+    @property
+    def selected(self) -> torch.Tensor:
+        """(n, H, k) positions of the last step."""
+        return self.layer.selected.indices
+
+
+def random_layer(method: Method, s: int = 8192, seed: int = 0, shape: ModelShape = MISTRAL, n: int = 1) -> OneLayer:
+    """fp16 keys and values of the given geometry, one decode step done."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, t: int) -> torch.Tensor:
+        return torch.randn(n, heads, t, shape.d, generator=generator, dtype=torch.float32).half()
+
+    one = OneLayer(method, draw(shape.h_kv, s), draw(shape.h_kv, s), shape.h)
+    one.step(draw(shape.h, 1), draw(shape.h_kv, 1), draw(shape.h_kv, 1))
+    return one
+
+
+@torch.no_grad()
+def selections(model: PreTrainedModel, method: Method, prompt: int, steps: int) -> list[tuple[int, Selected]]:
+    """(layer, Selected) of every decode step and layer."""
+    calls: list[tuple[int, Selected]] = []
+    cache = SelectiveCache(model, method)
+    cache.observers.append(lambda layer, q, selected: calls.append((layer.layer_idx, selected)))
+    with attach(model):
+        session = Session(model, cache, [tokens(prompt, 1)])
+        for token in tokens(steps, 2):
+            session.step([token])
+    return calls

@@ -1,0 +1,282 @@
+"""ClusterKV: cosine clusters, whole clusters up to the budget, incremental windows, the cache of the last steps, bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.clusterkv import ClusterKV
+from pqcache.pq.clusters import DISTANCES, cluster, nearest
+from pqcache.selective import Budget, SelectiveCache, attach, generate
+from pqcache.selective.group import top_tokens
+from pqcache.store.recent import RecentStore
+from tests.baselines.common import OneLayer, random_layer, selections
+from tests.invariants.drive import Session, logits, tokens
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 60), c=st.integers(1, 12))
+def test_assignment_is_by_the_named_distance(seed: int, n: int, c: int) -> None:
+    x, centroids = drawn(seed, 2, n, 6).double(), drawn(seed + 1, 2, c, 6).double()
+    scaled = x * (drawn(seed + 2, 2, n, 1).double().abs() + 0.1)
+    cosine = torch.nn.functional.cosine_similarity(x[:, :, None], centroids[:, None], dim=-1)
+    for distance, closeness in (("cosine", cosine), ("l2", -torch.cdist(x, centroids)), ("ip", x @ centroids.mT)):
+        got = nearest(x, centroids, distance)
+        best = closeness.amax(-1)
+        torch.testing.assert_close(closeness.gather(-1, got[..., None])[..., 0], best)
+    assert torch.equal(nearest(scaled, centroids, "cosine"), nearest(x, centroids, "cosine"))
+
+
+def test_scaling_keys_keeps_cosine_clusters_and_changes_the_ranking() -> None:
+    """Two bundles of directions; one scaled by ten: same clusters, but its centroid now wins for a query between them."""
+    torch.manual_seed(0)
+    x = torch.cat(
+        [torch.tensor([1.0, 0.2]) + 0.05 * torch.randn(10, 2), torch.tensor([0.2, 1.0]) + 0.05 * torch.randn(10, 2)]
+    )
+    scale = torch.cat([torch.ones(10), torch.full((10,), 10.0)])[:, None]
+    plain, codes, _ = cluster(x[None], x[None, [0, 10]], 20)
+    scaled, again, _ = cluster((x * scale)[None], (x * scale)[None, [0, 10]], 20)
+    assert torch.equal(codes, again)
+    assert codes[0].tolist() == [0] * 10 + [1] * 10
+    query = torch.tensor([1.0, 0.5])
+    assert (plain[0] @ query).argmax() == 0
+    assert (scaled[0] @ query).argmax() == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 80), c=st.integers(1, 20), distance=st.sampled_from(DISTANCES))
+def test_centroids_are_the_means_of_their_keys(seed: int, n: int, c: int, distance: str) -> None:
+    x = drawn(seed, 2, n, 6)
+    init = x[:, torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: min(n, c)]]
+    centroids, codes, rounds = cluster(x, init, 20, distance)
+    assert rounds <= 20
+    for group in range(2):
+        for i in codes[group].unique().tolist():
+            torch.testing.assert_close(centroids[group, i], x[group, codes[group] == i].mean(0), rtol=1e-4, atol=1e-5)
+    if rounds < 20:
+        assert torch.equal(nearest(x, centroids, distance), codes)
+
+
+def test_zero_and_constant_keys_give_no_nan() -> None:
+    for x in (torch.zeros(1, 20, 4), torch.ones(1, 20, 4)):
+        for distance in DISTANCES:
+            centroids, codes, _ = cluster(x, x[:, :5], 20, distance)
+            assert torch.equal(centroids, x[:, :5])
+            assert not codes.any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), s=st.integers(90, 140), budget=st.integers(64, 80), group=st.sampled_from([1, 3]))
+def test_one_cluster_per_token_is_the_exact_top(seed: int, s: int, budget: int, group: int) -> None:
+    k, q, new = drawn(seed, 1, 2, s, 16), drawn(seed + 1, 1, 2 * group, 1, 16), drawn(seed + 2, 1, 2, 1, 16)
+    one = OneLayer(ClusterKV(n_sink=5, clusters=s, budget=Budget(tokens=budget)), k, k, 2 * group)
+    one.step(q, new, new)
+    exact = (q.double() * k[:, :, 5:].double().repeat_interleave(group, 1)).sum(-1)
+    assert torch.equal(one.selected.sort(-1).values, top_tokens(exact, [budget - 5]) + 5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(120, 200),
+    per=st.integers(3, 30),
+    n=st.sampled_from([1, 3]),
+    reduce=st.sampled_from(["none", "sum_softmax", "max_logit"]),
+    distance=st.sampled_from(DISTANCES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_exactly_the_budget_is_selected_cluster_by_cluster(
+    seed: int, s: int, per: int, n: int, reduce: str, distance: str, dtype: torch.dtype
+) -> None:
+    k, q = drawn(seed, n, 2, s, 8).to(dtype), drawn(seed + 1, n, 4, 1, 8).to(dtype)
+    new = drawn(seed + 2, n, 2, 1, 8).to(dtype)
+    before = None
+    for budget in (64, 65, 66, 90):
+        method = ClusterKV(
+            n_sink=6, tokens_per_cluster=per, reduce=reduce, distance=distance, budget=Budget(tokens=budget)
+        )
+        one = OneLayer(method, k, k, 4)
+        one.step(q, new, new)
+        index = one.layer.index
+        c = s // per
+        assert index.counts == [c] * n and index.sizes.shape[2] == c
+        assert (index.sizes.sum(-1) == s - 6).all()
+        want = torch.arange(6, s, dtype=torch.int32).expand(n, 2, -1)
+        assert torch.equal(index.order.sort(-1).values, want)
+        chosen = one.selected
+        heads = 4 if reduce == "none" else 2
+        assert chosen.shape == (n, heads, budget - 6)
+        weights = index.weights(q, 2, 8**-0.5)
+        for row in range(n):
+            for head in range(heads):
+                picked = set(chosen[row, head].tolist())
+                assert len(picked) == budget - 6
+                assert before is None or before[row][head] <= picked
+                _check_clusters(index, weights, row, head, head // (heads // 2), picked)
+        before = [[set(head.tolist()) for head in row] for row in chosen]
+
+
+def _check_clusters(index, weights: torch.Tensor, row: int, head: int, kv: int, picked: set[int]) -> None:
+    """In order of weight every cluster is in whole, but the last one touched, of which the earliest tokens are."""
+    sizes, left = index.sizes[row, kv].tolist(), len(picked)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for i in weights[row, head].argsort(descending=True, stable=True).tolist():
+        members = index.order[row, kv, starts[i] : starts[i] + sizes[i]].tolist()
+        assert members == sorted(members)
+        assert set(members) & picked == set(members[:left])
+        left = max(0, left - len(members))
+    assert left == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("store", ["resident", "host"])
+def test_windows_are_clustered_among_themselves(llama: PreTrainedModel, store: str) -> None:
+    """Rows of different length, one shorter than the sinks; windows of 12 tokens, a second turn, rows exchanged."""
+    method = ClusterKV(
+        n_sink=8, tokens_per_cluster=10, window=12, window_clusters=3, store=store, budget=Budget(ratio=0.25)
+    )
+    cache = SelectiveCache(llama, method)
+    lengths = [90, 33, 5]
+    with attach(llama):
+        session = Session(llama, cache, [tokens(n, n) for n in lengths])
+        index = cache.layers[0].index
+        assert (index.counts, index.ends) == ([9, 3, 0], [90, 33, 8])
+        for step, token in enumerate(tokens(30, 2)):
+            session.step([token] * 3)
+            done = step // 12  # the window is complete when the token after it arrives
+            assert (index.counts[:2], index.ends[:2]) == (
+                [9 + 3 * done, 3 + 3 * done],
+                [90 + 12 * done, 33 + 12 * done],
+            )
+        _check_whole(cache, [114, 57, None])
+        session.turn([tokens(20, 7)] * 3)
+        assert index.ends == [140, 83, 55]
+        assert index.counts == [15 + 2, 9 + 2, 5]  # 26 tokens: two clusters of ten and a bit
+        session.reorder([1, 2, 0])
+        for token in tokens(14, 3):
+            session.step([token] * 3)
+        _check_whole(cache, [83 + 12, 55 + 12, 140 + 12])
+
+
+def _check_whole(cache: SelectiveCache, ends: list[int | None]) -> None:
+    """Every clustered position stands in `order` once, and every centroid is the mean of its keys."""
+    for layer in cache.layers:
+        index, keys = layer.index, layer.store.view()[0]
+        for row, end in enumerate(ends):
+            assert end is None or index.ends[row] == end
+            total = index.ends[row] - 8
+            assert index.sizes[row].sum(-1).tolist() == [total, total]
+            for head in range(2):
+                order = index.order[row, head, :total].tolist()
+                assert sorted(order) == list(range(8, index.ends[row]))
+                at = 0
+                for c, size in enumerate(index.sizes[row, head].tolist()):
+                    mean = keys[row, head, order[at : at + size]].mean(0)
+                    if size:
+                        torch.testing.assert_close(index.centroids[row, head, c].double(), mean, rtol=1e-4, atol=1e-5)
+                    at += size
+
+
+@torch.no_grad()
+def test_a_step_attends_every_token_without_a_cluster(llama: PreTrainedModel) -> None:
+    method = ClusterKV(n_sink=8, tokens_per_cluster=10, window=12, window_clusters=3, budget=Budget(ratio=0.2))
+    for i, (_, selected) in enumerate(selections(llama, method, 120, 40)):
+        step = i // 3
+        assert selected.local == [step % 12]
+        assert selected.candidates.hi == [120 + step - step % 12]
+        assert selected.indices.shape == (1, 4, 22)  # floor(112 * 0.2)
+        for head in selected.indices[0].tolist():
+            assert len(set(head)) == 22 and min(head) >= 8 and max(head) < selected.candidates.hi[0]
+
+
+@pytest.mark.parametrize("reduce", ["none", "sum_softmax"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_cache_of_the_last_steps_changes_bytes_only(llama: PreTrainedModel, reduce: str, steps: int) -> None:
+    hyper = {"n_sink": 8, "tokens_per_cluster": 10, "window": 12, "store": "host", "reduce": reduce}
+    prompt, fed = [tokens(120, 1), tokens(50, 2)], [[t, t] for t in tokens(30, 3)]
+    caches = []
+    results = []
+    for cache_steps in (0, steps):
+        method = ClusterKV(**hyper, cache_steps=cache_steps, budget=Budget(ratio=0.2))
+        caches.append(SelectiveCache(llama, method))
+        results.append(logits(llama, method, prompt, fed, cache=caches[-1]))
+    assert torch.equal(*results)
+    plain, cached = (cache.ledger.moved["fetch"] for cache in caches)
+    facts = caches[1].ledger.facts
+    token = 2 * 16 * 8  # K and V of one head in float64
+    assert plain == facts["cache_lookups"] * token
+    assert cached == (facts["cache_lookups"] - facts["cache_hits"]) * token
+    assert 0 < facts["cache_hit_rate"] < 1
+    assert facts["cache_hit_rate"] == facts["cache_hits"] / facts["cache_lookups"]
+
+
+def test_the_same_query_twice_moves_nothing_the_second_time() -> None:
+    k, q, new = drawn(0, 1, 2, 300, 16), drawn(1, 1, 4, 1, 16), drawn(2, 1, 2, 1, 16)
+    one = OneLayer(ClusterKV(store="host", budget=Budget(tokens=64)), k, k, 4)
+    first = one.step(q, new, new)
+    assert one.ledger.moved["fetch"] == 4 * 48 * 2 * 16 * 4
+    selected = one.selected
+    one.step(q, new, new)
+    assert torch.equal(one.selected, selected)
+    assert one.ledger.moved["fetch"] == 4 * 48 * 2 * 16 * 4
+    assert one.ledger.facts["cache_hit_rate"] == 0.5
+    assert first.shape == (1, 1, 4, 16)
+
+
+def test_longer_memory_hits_more() -> None:
+    rates = []
+    for steps in (1, 2, 4):
+        k = drawn(0, 1, 2, 400, 16)
+        one = OneLayer(
+            ClusterKV(store="host", cache_steps=steps, tokens_per_cluster=10, budget=Budget(tokens=64)), k, k, 4
+        )
+        for step in range(12):
+            one.step(drawn(10 + step, 1, 4, 1, 16), drawn(50 + step, 1, 2, 1, 16), drawn(90 + step, 1, 2, 1, 16))
+        assert isinstance(one.layer.store, RecentStore) and len(one.layer.store.fetched) == steps
+        rates.append(one.ledger.facts["cache_hit_rate"])
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+
+
+@torch.no_grad()
+def test_hit_rate_and_union_are_reported(llama: PreTrainedModel) -> None:
+    method = ClusterKV(n_sink=8, tokens_per_cluster=10, store="host", budget=Budget(ratio=0.2))
+    result = generate(llama, method, torch.tensor([tokens(200, 1)]), max_new_tokens=6)
+    assert 0 <= result.extra["cache_hit_rate"] <= 1
+    assert result.extra["kmeans_iterations"] <= 20
+    assert result.attended_tokens < result.extra["attended_union"] <= result.attended_tokens + 38
+
+
+def test_bytes_of_one_mistral_layer() -> None:
+    """8192 tokens, 1024 to attend, 16 of them sinks: 1008 cross at the first step, per KV head or per query head."""
+    for reduce, heads in (("sum_softmax", 1), ("none", 4)):
+        one = random_layer(ClusterKV(store="host", max_iter=1, reduce=reduce, budget=Budget(tokens=1024)))
+        moved = one.ledger.bytes_per_step()
+        assert moved["demand_fetch"] == heads * 1008 * 4096
+        assert (moved["selection"], moved["write_back"]) == (0, 4096)
+        assert one.ledger.attended(all_layers=True) == 1024 + 1
+        centroids, sizes, order = one.layer.index.tensors()["device"]
+        assert centroids.numel() * 2 == 102 * 8 * 128 * 2  # 204 KiB
+        assert centroids.dtype == torch.float16
+        assert order.numel() * 4 == 8176 * 8 * 4  # 255.5 KiB
+        assert sizes.numel() == 102 * 8
+        held = [x for step in one.layer.store.fetched for x in step[1:]]
+        assert sum(x.numel() * x.element_size() for x in held) == heads * 1008 * 4096
+    assert round(1008 * 4096 / 2**20, 2) == 3.94
+
+
+def test_protocols_and_refusals() -> None:
+    half = Budget(ratio=0.5)
+    assert ClusterKV(budget=half).plan(816, 0, 1).k == 400  # of the 800 tokens after the sinks
+    assert ClusterKV(budget=half, protocol="paper").plan(816, 0, 1).k == 408 - 16
+    assert ClusterKV(budget=Budget(tokens=256)).plan(816, 0, 1).total == 256
+    assert ClusterKV(protocol="paper").dense_layers == 2
+    for hyper in ({"window": 0}, {"clusters": 0}, {"recent_ratio": 0.5}, {"distance": "cosin"}, {"cache_steps": -1}):
+        with pytest.raises(ValueError, match="allowed is"):
+            ClusterKV(**hyper)

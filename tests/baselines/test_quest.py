@@ -1,0 +1,138 @@
+"""Quest: page bounds, page sets, incremental pages, bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.quest import Quest, page_bound
+from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective.group import top_tokens
+from tests.baselines.common import OneLayer, random_layer, selections
+from tests.invariants.drive import Session, logits, tokens
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def extremes(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page minima and maxima of k (n, h_kv, s, d), one page after the other."""
+    pages = k.split(page, dim=2)
+    return torch.stack([p.amin(2) for p in pages], 2), torch.stack([p.amax(2) for p in pages], 2)
+
+
+def pages_of(indices: torch.Tensor, page: int) -> list[list[set[int]]]:
+    return [[{i // page for i in head.tolist() if i >= 0} for head in row] for row in indices]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(1, 70),
+    page=st.integers(1, 17),
+    h_kv=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_bound_holds_and_ignores_the_order_inside_a_page(
+    seed: int, s: int, page: int, h_kv: int, group: int, dtype: torch.dtype
+) -> None:
+    k, q = drawn(seed, 2, h_kv, s, 8).to(dtype), drawn(seed + 1, 2, h_kv * group, 1, 8).to(dtype)
+    bound = page_bound(q, *extremes(k, page))
+    exact = (q.float() * k.float().repeat_interleave(group, 1)).sum(-1)
+    best = torch.stack([p.amax(-1) for p in exact.split(page, dim=2)], 2)
+    assert (bound >= best - 1e-4).all()
+    shuffled = torch.cat([p.flip(2) for p in k.split(page, dim=2)], 2)
+    assert torch.equal(page_bound(q, *extremes(shuffled, page)), bound)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), budget=st.integers(64, 100), s=st.integers(101, 160), group=st.sampled_from([1, 2]))
+def test_pages_of_one_token_are_the_exact_top_tokens(seed: int, budget: int, s: int, group: int) -> None:
+    k = drawn(seed, 1, 2, s, 16)
+    q, new = drawn(seed + 1, 1, 2 * group, 1, 16), drawn(seed + 2, 1, 2, 1, 16)
+    one = OneLayer(Quest(page=1, budget=Budget(tokens=budget)), k, k, 2 * group)
+    one.step(q, new, new)
+    exact = (q.double() * k.double().repeat_interleave(group, 1)).sum(-1)
+    exact[..., -1] = torch.inf  # the newest past token is the last page
+    assert torch.equal(one.selected, top_tokens(exact, [budget]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), s=st.integers(130, 200), reduce=st.sampled_from(["none", "sum_logit"]))
+def test_more_pages_keep_the_ones_before(seed: int, s: int, reduce: str) -> None:
+    k, q, new = drawn(seed, 2, 2, s, 8), drawn(seed + 1, 2, 4, 1, 8), drawn(seed + 2, 2, 2, 1, 8)
+    before = None
+    for pages in (16, 17, 18, 25):
+        one = OneLayer(Quest(page=4, reduce=reduce, budget=Budget(tokens=4 * pages)), k, k, 4)
+        one.step(q, new, new)
+        chosen = pages_of(one.selected, 4)
+        for row, heads in enumerate(chosen):
+            for head, pages_chosen in enumerate(heads):
+                assert len(pages_chosen) == pages
+                assert (s - 1) // 4 in pages_chosen
+                assert before is None or before[row][head] <= pages_chosen
+        before = chosen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("page", [4, 16])
+def test_incremental_pages_equal_recomputed_ones(llama: PreTrainedModel, page: int) -> None:
+    """Rows of different length, one of them shorter than a page, and 40 generated tokens."""
+    cache = SelectiveCache(llama, Quest(page=page, budget=Budget(ratio=0.25)))
+    with attach(llama):
+        session = Session(llama, cache, [tokens(n, n) for n in (90, 33, 3)])
+        for token in tokens(40, 2):
+            session.step([token] * 3)
+    for layer in cache.layers:
+        for row, length in enumerate(layer.store.lengths):
+            low, high = extremes(layer.store.k.data[row : row + 1, :, :length], page)
+            assert torch.equal(layer.index.low.data[row, :, : low.shape[2]], low[0])
+            assert torch.equal(layer.index.high.data[row, :, : high.shape[2]], high[0])
+
+
+def test_enough_pages_are_dense(llama: PreTrainedModel) -> None:
+    """A prompt of 100 tokens and 12 steps stay within the 7 pages of the budget, the last one not full."""
+    prompt, steps = [tokens(100, 1)], [[t] for t in tokens(12, 2)]
+    method = Quest(budget=Budget(tokens=112))
+    torch.testing.assert_close(logits(llama, method, prompt, steps), logits(llama, None, prompt, steps))
+
+
+def test_every_selection_is_whole_pages_within_the_budget(llama: PreTrainedModel) -> None:
+    for step, (_, selected) in enumerate(selections(llama, Quest(page=4, budget=Budget(ratio=0.25)), 120, 20)):
+        past = 120 + step // 3
+        assert selected.sinks == 0 and selected.local == [0] and selected.candidates.hi == [past]
+        for head in selected.indices[0].tolist():
+            chosen = {i // 4 for i in head}
+            assert len(chosen) == 7  # floor(30 / 4)
+            assert set(head) == {i for p in chosen for i in range(4 * p, min(4 * p + 4, past))}
+            assert len(set(head)) == len(head)
+            assert (past - 1) // 4 in chosen
+
+
+def test_bytes_of_one_mistral_layer() -> None:
+    """8192 tokens at 0.2: 102 pages of 16; extremes weigh a sixteenth of K + V; nothing moves while K and V are resident."""
+    for store, reduce, expected in (
+        ("host", "sum_logit", 102 * 16 * 4096),
+        ("host", "none", 4 * 102 * 16 * 4096),
+        ("resident", "none", 0),
+    ):
+        one = random_layer(Quest(store=store, reduce=reduce, budget=Budget(ratio=0.2)))
+        assert one.ledger.bytes_per_step()["demand_fetch"] == expected
+        assert one.ledger.bytes_per_step()["selection"] == 0
+        assert one.ledger.attended(all_layers=True) == 102 * 16 + 1
+    assert round(102 * 16 * 4096 / 2**20, 2) == 6.38
+    held = sum(t.numel() * t.element_size() for t in one.layer.index.tensors()["device"])
+    assert held == 2 * 768 * 8 * 128 * 2  # 513 pages, in buffers of 256
+
+
+def test_protocols_and_refusals() -> None:
+    assert Quest().dense_layers == 0
+    assert Quest(protocol="paper").dense_layers == 2
+    for hyper in ({"page": 0}, {"n_sink": 4}, {"recent_ratio": 0.5}):
+        with pytest.raises(ValueError, match="allowed is"):
+            Quest(**hyper)
