@@ -44,7 +44,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 
 heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for real prose
 	$(RUN) run.py -m method=full,pqcache,streaming budget=0.2 task=needle limit=null out=$(OUT)/heatmaps wandb=disabled \
-	    $(if $(HAYSTACK),task.haystack=$(HAYSTACK))
+	    $(if $(HAYSTACK),"task.haystack='$(HAYSTACK)'")
 	$(RUN) -m pqcache.harness.figures $(OUT)/heatmaps
 
 clean: ## remove caches and build files

@@ -81,19 +81,23 @@ class Plan:
 def make_plan(request: Request) -> Plan:
     """Check every configuration of a command before any of them runs; one bad value refuses them all."""
     errors = list(request.errors)
+    found: dict[str, list[str | None]] = {}  # line -> the experiment's cells it was found in
     cells: dict[str, Cell] = {}
     for composed in request.composed:
         try:
             checked = check(composed.config, composed.group_defaults)
         except Refused as refused:
-            errors += refused.lines
+            for line in refused.lines:
+                found.setdefault(line, []).append(composed.cell)
             continue
         if checked.skip is not None:
             kind, reason = checked.skip
             tolerated = request.experiment is not None or (kind == "not applicable" and request.sweep)
             if not tolerated:
-                errors.append(reason)
+                found.setdefault(reason, []).append(composed.cell)
         errors += _add(cells, checked, composed)
+    every = {composed.cell for composed in request.composed}
+    errors += [line + _origin(named, every) for line, named in found.items()]
     if len({cell.run.out for cell in cells.values()}) > 1:
         errors.append("out: one command writes into one folder")
     for cell in cells.values():
@@ -102,6 +106,12 @@ def make_plan(request: Request) -> Plan:
     if errors:
         raise Refused(errors)
     return Plan(list(cells.values()), request.sweep, request.experiment)
+
+
+def _origin(named: list[str | None], every: set[str | None]) -> str:
+    """The experiment's cells an error was found in; nothing if it is in all of them (typed on the command line)."""
+    names = [name for name in dict.fromkeys(named) if name is not None]
+    return f" (in cell {', '.join(names)})" if names and set(named) != every else ""
 
 
 def _add(cells: dict[str, Cell], checked: Checked, composed: Composed) -> list[str]:

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pqcache.harness.config import GROUPS, Refused, show
 from pqcache.harness.registry import METHODS, suggestion
 
+HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
 CELL = "cell"  # the key that sweeps over an experiment's `cells:`
 EXPERIMENT = "experiment@_global_"  # set here and not in each file, whose first line is the command that runs it
 
@@ -133,6 +134,9 @@ def _check_override(override: Override, config_dir: Path, errors: list[str], ori
         errors.append(f"{text}: keys cannot be deleted{origin}")
     elif override.package is not None:
         errors.append(f"{text}: packages cannot be chosen here{origin}")
+    elif key.split(".")[0].split("/")[0] == "hydra":
+        if key not in HYDRA_KEYS and not key.startswith("hydra.sweeper.params."):
+            errors.append(f"{text}: Hydra's own settings are fixed; known: {', '.join(HYDRA_KEYS)}{origin}")
     elif key in GROUPS:
         for value in _values(override, config_dir):
             if not isinstance(value, str | int | float) or isinstance(value, bool):

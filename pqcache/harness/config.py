@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import types
 import typing
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pqcache.harness.registry import METHODS, is_built, method_class, suggestion
+from pqcache.harness.registry import is_built, method_class, suggestion
 
 GROUPS = ("model", "method", "task", "experiment")
 NOT_HASHED = ("out", "wandb", "limit", "cache_dir")  # where and how much is run, not what: no part of a cell's identity
@@ -219,9 +220,10 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     names = {group: config[group]["name"] for group in ("model", "method", "task")}
     given = {group: {k: v for k, v in config[group].items() if k != "name"} for group in names}
     base = {group: {k: v for k, v in group_defaults[group].items() if k != "name"} for group in names}
-    for group, name in names.items():
+    for group, name in list(names.items()):
         if name != group_defaults[group]["name"]:
             errors.append(f"{group}.name={show(name)}: the name is chosen with {group}={show(name)}")
+            names[group] = group_defaults[group]["name"]  # the rest can still be checked
 
     built = is_built(names["method"])
     method_fields: dict[str, tuple[Any, Any]] = {}
@@ -251,6 +253,8 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
         options["method"] = given["method"]
     run = RunOptions(**top)
     _check_run(run, errors)
+    if names["method"] == "full" and not errors:  # every layer of Full is dense, under either protocol
+        run = replace(run, dense_layers=None, protocol="aligned")
     budget = _check_budget(config.get("budget", run.budget), errors)
     _check_model(options["model"], names["model"], errors)
     task_class = task_options(names["task"])
@@ -277,7 +281,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     assert budget is not None
 
     ignores = built and method_class(names["method"]).ignores_budget
-    dense_default = 0
+    dense_default: int | None = None
     dense = run.dense_layers
     if method is not None:
         dense = method.dense_layers
@@ -338,16 +342,26 @@ def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **comm
 def _check_run(run: RunOptions, errors: list[str]) -> None:
     if run.limit is not None and run.limit < 1:
         errors.append(f"limit={run.limit}: must be at least 1, or null for all samples")
-    if run.seed < 0:
-        errors.append(f"seed={run.seed}: must be 0 or more")
+    if not 0 <= run.seed < 2**32:
+        errors.append(f"seed={run.seed}: must be from 0 to {2**32 - 1}")
     if run.dense_layers is not None and run.dense_layers < 0:
         errors.append(f"dense_layers={run.dense_layers}: must be 0 or more, or null for the method's own number")
     if not run.out.strip():
         errors.append("out='': must name a folder")
-    elif Path(run.out).expanduser().exists() and not Path(run.out).expanduser().is_dir():
-        errors.append(f"out={run.out}: is a file; must name a folder")
+    elif not os.path.isdir(found := existing(Path(run.out).expanduser())):
+        errors.append(f"out={run.out}: {found} is a file; must name a folder")
+    elif not os.access(found, os.W_OK | os.X_OK):
+        errors.append(f"out={run.out}: {found} cannot be written")
     if run.attn == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         errors.append("attn=flash_attention_2: the package flash-attn is not installed; allowed here: auto, sdpa")
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not os.path.exists(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _check_budget(value: Any, errors: list[str]) -> Any:
@@ -371,6 +385,9 @@ def _check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
         errors.append(f"model.path={path}: the embedded model has no path; use model=hf model.path={path}")
     if path and (path.startswith(("/", "./", "../", "~"))) and not Path(path).expanduser().is_dir():
         errors.append(f"model.path={path}: there is no such folder")
+    longest = options.get("max_length")
+    if isinstance(longest, int) and longest < 1:
+        errors.append(f"model.max_length={longest}: must be at least 1, or null for what the model's config says")
     device = options.get("device")
     if isinstance(device, str) and device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
         errors.append(f"model.device={device}: expected auto, cpu, cuda, cuda:<n> or mps")
@@ -380,9 +397,8 @@ def _make_method(
     name: str, hyper: dict[str, Any], budget: Any, run: RunOptions, errors: list[str]
 ) -> tuple[Any, tuple[str, str] | None]:
     """The Method object, or why there is none; a bad hyper-parameter becomes a line in `errors`."""
-    from pqcache.selective import Budget, NotApplicable
+    from pqcache.selective import Budget, NotApplicable, NotBuilt
 
-    not_built = _not_built_errors()
     common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}  # what is wrong with these has its line already
     for key in ("dense_layers", "protocol"):
         if not any(line.startswith(f"{key}=") for line in errors):
@@ -392,7 +408,7 @@ def _make_method(
         method.check_budget()
     except NotApplicable as error:
         return None, ("not applicable", _own_line(name, hyper, error))
-    except not_built as error:
+    except NotBuilt as error:
         return None, ("not built", _own_line(name, hyper, error))
     except ValueError:
         errors += [_own_line(name, hyper, line) for line in value_errors(method_class(name), hyper, {}, **common)]
@@ -409,18 +425,7 @@ def _own_line(name: str, hyper: dict[str, Any], error: Exception | str) -> str:
     return line if "=" in line.split(":")[0] else f"method={name}: {line}"
 
 
-def _not_built_errors() -> tuple[type[Exception], ...]:
-    from pqcache import selective
-
-    own = getattr(selective, "NotBuilt", None)
-    return (NotImplementedError, own) if own is not None else (NotImplementedError,)
-
-
 def _method_defaults(name: str, base: dict[str, Any], run: RunOptions) -> dict[str, Any]:
     """The hyper-parameters this method has when none is given (some defaults depend on the protocol)."""
     cls = method_class(name)
     return cls(**base, protocol=run.protocol).hyper_parameters()
-
-
-def known_methods() -> list[str]:
-    return list(METHODS)

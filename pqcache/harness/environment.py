@@ -8,7 +8,7 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "numpy", "hydra-core")
 
@@ -24,6 +24,18 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+class Facts(TypedDict):
+    """Where a sample was measured."""
+
+    device: str  # caption of the machine
+    git_commit: str | None  # `-dirty`: tracked files had changes
+    versions: dict[str, str | None]
+
+
+def facts(device: str) -> Facts:
+    return {"device": device_caption(device), "git_commit": git_commit(), "versions": versions()}
 
 
 def git_commit() -> str | None:
@@ -67,11 +79,14 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def keep_files_under(out: Path) -> None:
-    """Send what datasets, evaluate and matplotlib write to a folder under `out`; the hub cache stays where it is."""
+def keep_files_under(out: Path, cache_dir: Path) -> None:
+    """Send what datasets and evaluate write to a folder under `out`, matplotlib's font list to `cache_dir`.
+
+    The hub cache stays where it is.
+    """
     cache = (out / ".cache").resolve()
     # matplotlib reads this variable when it is first imported and offers no other way
-    os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
+    os.environ.setdefault("MPLCONFIGDIR", str((cache_dir / "matplotlib").resolve()))
     import datasets
 
     settings: Any = datasets.config

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pqcache.harness.config import RunOptions
 from pqcache.harness.environment import keep_files_under
 
 # The colours every needle-in-a-haystack figure uses: wrong, in between, right.
@@ -91,10 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the needle heat maps of all runs under a folder side by side.")
     parser.add_argument("out", type=Path, help="the out= folder of the runs")
     out = parser.parse_args().out
-    keep_files_under(out)
     found = {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("*/heatmap.json"))}
     titles = [one["title"] for one in found.values()]
     panels = {one["title"] if titles.count(one["title"]) == 1 else name: one["samples"] for name, one in found.items()}
+    if found:  # else nothing is written, not even the folder
+        keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
     path = heat_maps(panels, out / "heatmaps.png")
     if path is None:
         parser.error(f"{out}: no heatmap.json in any folder below; run task=needle with out={out} first")

@@ -19,9 +19,11 @@ import torch
 from lm_eval.api.model import LM
 from tqdm import tqdm
 
+from pqcache.harness import environment
 from pqcache.harness.models import LoadedModel
 from pqcache.harness.samples import Sample, SampleLog, fingerprint
 from pqcache.selective import attach, generate
+from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -47,6 +49,7 @@ class HarnessLM(LM):
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         scorer: Scorer | None = None,
         label: str = "",
+        facts: environment.Facts | None = None,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -58,6 +61,7 @@ class HarnessLM(LM):
         self.max_new_tokens = max_new_tokens
         self.scorer = scorer
         self.label = label
+        self.facts = facts or environment.facts(loaded.device)
         self.stderr = sys.stderr  # the caller may mute lm-eval, but not our progress bar
         self.used: dict[tuple[str, int], Sample] = {}  # the samples of this evaluation, found or computed
         self.resumed = 0
@@ -105,7 +109,7 @@ class HarnessLM(LM):
             )
         if self.bos_count is None:
             self.bos_count = ids.count(bos) if (bos := self.loaded.tokenizer.bos_token_id) is not None else 0
-        mark = fingerprint(ids, {"until": until, "max_new_tokens": new_tokens})
+        mark = fingerprint(ids, {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights})
         sample = self.log.find(task, doc_id, mark)
         if sample is None:
             sample = self._generate(task, doc_id, text, ids, until, new_tokens, mark, request.doc)
@@ -158,7 +162,8 @@ class HarnessLM(LM):
             answer = answer[:-1]
         response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
         score = self.scorer(task, doc, response) if self.scorer is not None else None
-        return _sample(task, doc_id, mark, response, score, question, result)
+        kernel = attention_kernel(self.attn)[0]
+        return _sample(task, doc_id, mark, response, score, question, result, kernel, self.facts)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:
@@ -181,7 +186,15 @@ def cut(text: str, until: list[str]) -> str:
 
 
 def _sample(
-    task: str, doc_id: int, mark: str, response: str, score: float | None, question: int, result: GenerationResult
+    task: str,
+    doc_id: int,
+    mark: str,
+    response: str,
+    score: float | None,
+    question: int,
+    result: GenerationResult,
+    attn: str,
+    facts: environment.Facts,
 ) -> Sample:
     return {
         "task": task,
@@ -203,4 +216,8 @@ def _sample(
         "peak_bytes": dict(result.peak_bytes),
         "bytes_per_step": dict(result.bytes_per_step),
         "extra": dict(result.extra),
+        "attn": attn,
+        "device": facts["device"],
+        "git_commit": facts["git_commit"],
+        "versions": dict(facts["versions"]),
     }

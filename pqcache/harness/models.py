@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class LoadedModel:
     chat: bool
     system: str | None
     max_length: int | None  # tokens of prompt + answer the model was made for
+    weights: str = ""  # what tells these weights from others under the same name: see weights_mark
 
     @property
     def device(self) -> str:
@@ -53,6 +56,10 @@ class LoadedModel:
         while prefix and ids[: len(prefix)] == prefix:
             ids = ids[len(prefix) :]
         return prefix + ids
+
+    def count(self, prompt: str) -> int:
+        """Tokens the model sees for a prompt: wrapping, system turn and opening tokens included."""
+        return len(self.encode(self.wrap(prompt)))
 
     def question_tokens(self, text: str) -> int:
         """How many tokens of a wrapped prompt hold its last question.
@@ -139,13 +146,51 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
     chat = has_template if options["chat"] is None else options["chat"]
     config = model.config.get_text_config(decoder=True)
-    limit = options["max_length"] or getattr(config, "max_position_embeddings", None)
-    return LoadedModel(name, model, tokenizer, chat, options["system"], limit)
+    limit = longest(config, options)
+    return LoadedModel(
+        name, model, tokenizer, chat, options["system"], limit, weights_mark(name, options, model.config)
+    )
+
+
+def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:
+    """Tokens of prompt + answer the model was made for: model.max_length, or what its (text) config says."""
+    return options["max_length"] or getattr(config, "max_position_embeddings", None)
+
+
+def weights_mark(name: str, options: dict[str, Any], config: PreTrainedConfig) -> str:
+    """The commit of a hub model; of a local folder a hash over its weight files' names, sizes and times.
+
+    The embedded model's files are small, and copied without their times: their content is hashed instead.
+    """
+    if name == "embedded":
+        from pqcache.embedded import model_dir
+
+        folder = model_dir()
+    else:
+        folder = Path(_path(options))
+        if not folder.is_dir():
+            return str(getattr(config, "_commit_hash", None) or "")
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        facts = path.stat()
+        own = hashlib.sha256(path.read_bytes()).hexdigest() if name == "embedded" else facts.st_mtime_ns
+        digest.update(f"{path.name} {facts.st_size} {own}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def device_error(device: str) -> str | None:
+    """One line if this machine has no such device."""
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"model.device={device}: there is no CUDA device here; use model.device=cpu or auto"
+    if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
+        return f"model.device={device}: there are {torch.cuda.device_count()} CUDA devices here"
+    return None
 
 
 def _path(options: dict[str, Any]) -> str:
-    from pathlib import Path
-
     path = str(options["path"])
     local = Path(path).expanduser()
     return str(local) if local.is_dir() else path

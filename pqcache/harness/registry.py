@@ -53,8 +53,9 @@ def method_class(name: str) -> type[Method]:
 
 def suggestion(wrong: str, known: Iterable[str], prefix: str = "") -> str:
     """'did you mean X?' for the closest known name, else the list of known names."""
-    known = list(known)
-    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or [
-        k for k in known if wrong and k.startswith(wrong)
+    folded = {name.casefold(): name for name in known}
+    wrong = wrong.casefold()
+    close = difflib.get_close_matches(wrong, folded, n=1, cutoff=0.6) or [
+        k for k in folded if wrong and k.startswith(wrong)
     ]
-    return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {prefix}{folded[close[0]]}?" if close else f"known: {', '.join(folded.values())}"

@@ -28,7 +28,7 @@ class Row(TypedDict):
     n_samples: int
     protocol: str  # aligned | paper: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # wrapper, system, bos_count, truncation, question_as_decode, question_tokens
-    attn: str  # the dense attention of prefill: sdpa | flash_attention_2
+    attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
     kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
     kmeans_iterations: float | None  # T really used (mean over samples); null for methods without K-Means
     dense_layers: int  # first layers that stay dense
@@ -41,7 +41,7 @@ class Row(TypedDict):
     paired_interval: list[float] | None  # [lo, hi], 95 % bootstrap over the per-sample differences
     paired_samples: int | None  # samples that both cells have
     published: float | None  # the paper's number for this cell; null if there is none
-    tasks: dict[str, dict[str, Any]]  # sub-task -> score, score_interval, n_samples
+    tasks: dict[str, dict[str, Any]]  # sub-task -> score, score_interval, n_samples, metrics (each of lm-eval's means)
     sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
 
     # budget and tokens
@@ -67,7 +67,7 @@ class Row(TypedDict):
     roofline: float | None  # TPOT / the bound from measured bandwidths
     roofline_reason: str | None  # why roofline is null
 
-    # where it came from
+    # where it came from; of samples computed under several versions, commits or machines all of them: "a / b"
     versions: dict[str, str | None]
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
@@ -81,11 +81,8 @@ def build_row(
     samples: Iterable[Sample],
     *,
     prompt_protocol: dict[str, Any],
-    attn: str,
     kv_dtype: str,
-    versions: dict[str, str | None],
-    git_commit: str | None,
-    device: str,
+    metrics: Mapping[str, dict[str, float]] | None = None,
 ) -> Row:
     """The row of a finished cell, not yet compared to Full."""
     samples = list(samples)
@@ -111,7 +108,7 @@ def build_row(
             "question_as_decode": identity["question_as_decode"],
             "question_tokens": _mean(s["question_tokens"] for s in samples),
         },
-        "attn": attn,
+        "attn": _joined(s["attn"] for s in samples) or "",
         "kv_dtype": kv_dtype,
         "kmeans_iterations": extra.get("kmeans_iterations"),
         "dense_layers": identity["dense_layers"] or 0,
@@ -127,6 +124,7 @@ def build_row(
                 "score": statistics.mean({task: values}),
                 "score_interval": statistics.interval({task: values}),
                 "n_samples": len(values),
+                "metrics": dict((metrics or {}).get(task, {})),
             }
             for task, values in scores.items()
         },
@@ -148,9 +146,11 @@ def build_row(
         "index_build_s": percentile((s["index_build_s"] for s in samples), 0.5),
         "roofline": None,
         "roofline_reason": "no measured bandwidths of this machine yet",
-        "versions": versions,
-        "git_commit": git_commit,
-        "device": device,
+        "versions": {
+            key: _joined(s["versions"].get(key) for s in samples) for key in _keys(s["versions"] for s in samples)
+        },
+        "git_commit": _joined(s["git_commit"] for s in samples),
+        "device": _joined(s["device"] for s in samples) or "",
         "extra": extra,
         "folder": cell.name,
     }
@@ -197,7 +197,7 @@ def refresh_pairs(out: Path) -> None:
                 latest = read_row(path)
                 if latest is not None:
                     write_row(path, pair_with_full(latest, full))
-        except Busy:
+        except (Busy, OSError):
             pass
 
 
@@ -239,6 +239,11 @@ def _mean(values: Iterable[float | None], weights: Iterable[float] | None = None
     """The (weighted) mean of the values that are known; None if there is none."""
     pairs = [(v, w) for v, w in zip(values, weights if weights is not None else _ones()) if v is not None and w > 0]
     return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
+
+
+def _joined(values: Iterable[str | None]) -> str | None:
+    """The one value of all samples, or the distinct ones joined; None if none is known."""
+    return " / ".join(dict.fromkeys(v for v in values if v is not None)) or None
 
 
 def _ones() -> Iterable[float]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness import environment, models, pooling, results, tables, tracking
 from pqcache.harness.cells import Cell, Plan, open_folder, write_status
-from pqcache.harness.config import Refused
+from pqcache.harness.config import Refused, existing
 from pqcache.harness.results import Row
 from pqcache.harness.samples import Busy, SampleLog
-from pqcache.harness.tasks import TaskSpec, build_task
+from pqcache.harness.tasks import TaskSpec, build_task, longest_prompt
 
 if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
@@ -31,11 +33,14 @@ class Session:
 
     _model: tuple[str, models.LoadedModel | Exception] | None = None
     _tasks: dict[str, tuple[TaskSpec, TaskDict]] = field(default_factory=dict)
-    _facts: dict[str, Any] = field(default_factory=dict)
+    _facts: dict[str, environment.Facts] = field(default_factory=dict)
+    unloadable: dict[str, Exception] = field(default_factory=dict)  # models whose configuration already failed
 
     def model(self, cell: Cell) -> models.LoadedModel:
         """The cell's model; the last one stays loaded. A model that could not be loaded fails again at once."""
         key = json.dumps(cell.identity["model"], sort_keys=True)
+        if key in self.unloadable:
+            raise self.unloadable[key]
         if self._model is None or self._model[0] != key:
             self._model = None  # free the old weights before loading new ones
             self._tasks.clear()  # documents are counted in the old model's tokens
@@ -63,7 +68,10 @@ class Session:
                 workdir=workdir,
                 limit=limit,
                 model_name=loaded.name,
+                count_tokens=loaded.count,
             )
+            if spec.note is not None:
+                print(f"{name}: {spec.note}", flush=True)
             tasks = manager.load(spec.lm_eval_tasks)
             for task in tasks["tasks"].values():
                 if task.get_config("num_fewshot") is None:
@@ -72,10 +80,10 @@ class Session:
             self._tasks[key] = spec, tasks
         return self._tasks[key]
 
-    def facts(self, device: str) -> dict[str, Any]:
-        if not self._facts:
-            self._facts = {"versions": environment.versions(), "git_commit": environment.git_commit()}
-        return {**self._facts, "device": environment.device_caption(device)}
+    def facts(self, device: str) -> environment.Facts:
+        if device not in self._facts:
+            self._facts[device] = environment.facts(device)
+        return self._facts[device]
 
 
 @dataclass
@@ -91,10 +99,11 @@ class Outcome:
 def run_plan(plan: Plan) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code."""
     out = Path(plan.cells[0].run.out).expanduser()
-    _check_models(plan)
-    environment.keep_files_under(out)
-    environment.quiet()
+    _check_out(out)
     session = Session()
+    _check_models(plan, session)
+    environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
+    environment.quiet()
     outcomes: dict[str, Outcome] = {}
     ordered = sorted(plan.cells, key=_model_order(plan))
     for index, cell in enumerate(ordered):
@@ -118,8 +127,16 @@ def _model_order(plan: Plan) -> Any:
     return lambda cell: first[json.dumps(cell.identity["model"], sort_keys=True)]
 
 
-def _check_models(plan: Plan) -> None:
-    """Refuse methods that cannot run on a model, from its configuration alone, before any weights are loaded."""
+def _check_out(out: Path) -> None:
+    """Refuse a folder that cannot be written: permissions alone do not tell (/proc, a read-only disk)."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing(out)))
+    except OSError as error:
+        raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
+
+
+def _check_models(plan: Plan, session: Session) -> None:
+    """Refuse what cannot run on a model, from its configuration alone, before any weights are loaded."""
     from pqcache.selective import NotApplicable
 
     configs: dict[str, Any] = {}
@@ -130,10 +147,15 @@ def _check_models(plan: Plan) -> None:
             options = dict(cell.identity["model"])
             try:
                 configs[key] = models.load_config(options.pop("name"), options)
-            except (OSError, ValueError):
-                configs[key] = None  # loading the model will say what is wrong
-        if cell.method is None or configs[key] is None:
+            except (OSError, ValueError) as error:
+                configs[key] = None
+                session.unloadable[key] = error  # its cells will say what is wrong
+        if cell.method is None:
             continue
+        errors += [line for line in [models.device_error(cell.identity["model"]["device"])] if line]
+        if configs[key] is None:
+            continue
+        errors += _misfits(cell, configs[key])
         try:
             cell.method.check_model(configs[key])
         except ValueError as error:
@@ -146,20 +168,39 @@ def _check_models(plan: Plan) -> None:
         raise Refused(errors)
 
 
+def _misfits(cell: Cell, config: Any) -> list[str]:
+    """One line for each number of a cell that its model is too small for."""
+    name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
+    lines = []
+    layers, dense = getattr(text, "num_hidden_layers", None), cell.identity["dense_layers"] or 0
+    if layers is not None and dense > layers:
+        lines.append(f"dense_layers={dense}: {name} has {layers} layers")
+    most = models.longest(text, cell.identity["model"])
+    options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+    key, prompt, new = longest_prompt(cell.identity["task"]["name"], options, limit=cell.run.limit, model_name=name)
+    if most is not None and prompt + new > most:
+        lines.append(
+            f"{key}: with {new} new tokens more than the {most} tokens {name} was made for"
+            " (model.max_length, or its config's max_position_embeddings)"
+        )
+    return lines
+
+
 def _run_or_record(session: Session, cell: Cell) -> Outcome:
     """Run one cell; whatever goes wrong ends in its status.json and not in the other cells."""
-    folder = open_folder(cell)
-    if cell.skip is not None:
-        status, reason = cell.skip
-        write_status(folder, status, reason=reason)
-        return Outcome(status, reason=reason)
     try:
+        folder = open_folder(cell)
+        if cell.skip is not None:
+            status, reason = cell.skip
+            write_status(folder, status, reason=reason)
+            return Outcome(status, reason=reason)
         with SampleLog(folder / "samples.jsonl") as log:
             try:
                 write_status(folder, "running")
                 outcome = run_cell(session, cell, log)
             except KeyboardInterrupt:
-                write_status(folder, "interrupted", n_samples=len(log))
+                with contextlib.suppress(OSError):
+                    write_status(folder, "interrupted", n_samples=len(log))
                 raise
             except Exception as error:  # one failed cell must not lose the others
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -170,6 +211,8 @@ def _run_or_record(session: Session, cell: Cell) -> Outcome:
             return outcome
     except Busy as busy:
         return Outcome("failed", reason=str(busy))
+    except OSError as error:  # the folder cannot be written; the other cells may lie elsewhere on the disk
+        return Outcome("failed", reason=f"{type(error).__name__}: {error}")
 
 
 def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
@@ -177,7 +220,6 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     from lm_eval.evaluator import evaluate
 
     from pqcache.harness.lm import HarnessLM
-    from pqcache.selective.support import attention_kernel
 
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
@@ -198,6 +240,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         max_new_tokens=spec.max_new_tokens,
         scorer=scorer,
         label=cell.label,
+        facts=session.facts(loaded.device),
     )
     with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's own progress bars; the adapter keeps the real stream
         evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
@@ -212,21 +255,32 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         scores,
         lm.used.values(),
         prompt_protocol={**loaded.protocol, "bos_count": lm.bos_count, "truncation": "none; longer is refused"},
-        attn=attention_kernel(cell.run.attn)[0],
         kv_dtype=loaded.dtype,
-        **session.facts(loaded.device),
+        metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
     )
     others = [r for path in folder.parent.glob("*/row.json") if (r := results.read_row(path)) is not None]
     row = results.pair_with_full(row, results.find_full(row, [*(r for r in others if r["folder"] != cell.name), row]))
     old = results.read_row(folder / "row.json")
     if old is not None and old["n_samples"] > row["n_samples"]:
         return Outcome("ok", row, kept=True)
-    results.write_row(folder / "row.json", row)
     if spec.figure is not None and rows:
         _draw(spec, rows, folder, cell.label)
-    if old is None or lm.resumed < len(lm.used):
-        tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
+    if old is not None and lm.resumed == len(lm.used) and old["sample_scores"] == row["sample_scores"]:
+        return Outcome("ok", old)  # nothing was measured: the row stays as it is
+    results.write_row(folder / "row.json", row)
+    tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
     return Outcome("ok", row)
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    """lm-eval's means of one task, without their error bars; a filter other than none stays in the name."""
+    found = {}
+    for key, value in values.items():
+        name, _, chosen = key.partition(",")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if chosen and number and not name.endswith("_stderr"):
+            found[name if chosen == "none" else key] = float(value)
+    return found
 
 
 def _sample_rows(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict[str, Any]]:
@@ -256,7 +310,7 @@ def _draw(spec: TaskSpec, rows: list[dict[str, Any]], folder: Path, title: str) 
     assert spec.figure is not None
     try:
         spec.figure(rows, folder, title)
-    except Exception as error:  # the row is on disk; a picture can be drawn again
+    except Exception as error:  # the samples are on disk; the same command draws it again
         print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
 

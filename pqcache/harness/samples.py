@@ -1,7 +1,8 @@
 """samples.jsonl: one line per finished sample, safe against being killed at any byte.
 
 A line is appended, flushed and synced before the next sample starts. A sample is found again by its task, document
-number and fingerprint (model input and generation settings): a line written for another prompt is never used.
+number and fingerprint (weights, model input, generation settings): a line of other weights or another prompt is never
+used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Sample(TypedDict):
 
     task: str  # the lm-eval task
     doc_id: int  # its document's number in that task
-    fingerprint: str  # of the token ids fed to the model and the generation settings
+    fingerprint: str  # of the weights, the token ids fed to the model and the generation settings
     response: str  # the answer, cut at the stop strings
     score: float | None  # 0..100; None where the task needs more than this answer to score it
     new_tokens: int  # tokens generated, eos included
@@ -43,6 +44,10 @@ class Sample(TypedDict):
     peak_bytes: dict[str, float]
     bytes_per_step: dict[str, float]
     extra: dict[str, Any]  # what the method reports of itself
+    attn: str  # the dense attention of prefill
+    device: str  # caption of the machine that computed it
+    git_commit: str | None
+    versions: dict[str, str | None]
 
 
 def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
@@ -60,7 +65,7 @@ class SampleLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = _open_locked(path)
-        self.dropped_bytes = self._drop_half_line()
+        self._drop_half_line()
         self._found: dict[tuple[str, int, str], Sample] = {}
         self._file.seek(0)
         for line in self._file:
@@ -68,13 +73,12 @@ class SampleLog:
             if sample is not None:
                 self._found[_key(sample)] = sample
 
-    def _drop_half_line(self) -> int:
+    def _drop_half_line(self) -> None:
         self._file.seek(0)
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             self._file.truncate(whole)
-        return len(data) - whole
 
     def __len__(self) -> int:
         return len(self._found)

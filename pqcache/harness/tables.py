@@ -25,7 +25,7 @@ def row_text(row: Row, path: Path | None) -> str:
     if row["paired_difference"] is None:
         to_full = "no Full cell of this model, task and seed to compare with"
     else:
-        difference = f"{signed(row['paired_difference'])} {span(row['paired_interval'], signed)}"
+        difference = f"{signed(row['paired_difference'])} {span(row['paired_interval'], signed)}{_of_samples(row)}"
         to_full = f"to Full {difference}, Full {number(row['full_score'])}"
     tokens = f"{number(row['attended_tokens'], 0)} of {number(row['prompt_tokens'], 0)} prompt tokens attended per step"
     if row["attended_tokens_all_layers"] != row["attended_tokens"]:
@@ -76,6 +76,12 @@ def signed(value: float | None, digits: int = 1) -> str:
 
 def span(interval: list[float] | None, show: Any = number) -> str:
     return "" if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
+
+
+def _of_samples(row: Row) -> str:
+    """How many samples a comparison to Full is about, where Full has not run all of them."""
+    paired = row["paired_samples"]
+    return "" if paired is None or paired >= row["n_samples"] else f" ({paired} of {row['n_samples']} samples)"
 
 
 def tiers(sizes: Mapping[str, float]) -> str:
@@ -149,7 +155,7 @@ def _measured(row: Row) -> dict[str, str]:
     values = (
         number(row["score"]),
         "" if full else signed(row["paired_difference"]),
-        "" if full else span(row["paired_interval"], signed),
+        "" if full else span(row["paired_interval"], signed) + _of_samples(row),
         number(row["attended_tokens"], 0),
         number(resident, 2),
         number(row["tt2t_s"], 3),
@@ -242,6 +248,7 @@ def results_table(folder: str | Path) -> pd.DataFrame:
         "method": "method",
         "budget_ratio": "budget",
         "budget_tokens": "budget tokens",
+        "changed": "changed",
         "n_samples": "samples",
         "score": "score",
         "score_interval": "95 % interval",
@@ -251,7 +258,13 @@ def results_table(folder: str | Path) -> pd.DataFrame:
         "tt2t_s": "TT2T s",
         "tpot_p50_ms": "TPOT ms",
     }
+    rows["changed"] = [_changed(folder) for folder in rows["folder"]]
     resident = rows.filter(like="resident_bytes.").sum(axis=1) / 2**20
     table = rows[list(columns)].rename(columns=columns)
     table["resident MiB"] = resident
-    return table.sort_values(["model", "task", "seed", "method", "budget"], ignore_index=True)
+    return table.sort_values(["model", "task", "seed", "method", "budget", "changed"], ignore_index=True)
+
+
+def _changed(folder: str) -> str:
+    """The non-default keys of a cell, from its folder's name."""
+    return " ".join(part for part in folder.split("__")[5:-1] if "=" in part)

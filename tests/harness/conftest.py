@@ -77,6 +77,7 @@ def command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def call(*arguments: str, out: Path = tmp_path / "out") -> int:
         base = ["model=hf", f"model.path={tiny}", "task.length=256", "limit=3", f"out={out}", "wandb=disabled"]
+        base.append(f"cache_dir={tmp_path / 'cache'}")
         typed = {argument.partition("=")[0] for argument in arguments}
         return run.main([*(b for b in base if b.partition("=")[0] not in typed), *arguments])
 

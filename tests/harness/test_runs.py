@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 import run
-from pqcache.harness import lm, models, registry, runner, samples
+from pqcache.harness import environment, lm, models, registry, runner, samples
 from pqcache.harness.results import Row, read_row
 from pqcache.selective import NotApplicable
 
@@ -137,12 +138,96 @@ def test_unsupported_model_is_refused_before_its_weights(
 
 
 def test_a_prompt_longer_than_the_model_fails_and_says_so(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runner, "_misfits", lambda *_: [])  # which sees it coming
     assert command("method=full", "model.max_length=200", "limit=1") == 1
     assert "exceed the 200 tokens" in capsys.readouterr().err
     assert "Traceback" in status(tmp_path / "out")["full"]["traceback"]
     assert list((tmp_path / "out").glob("*/row.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("method=oracle dense_layers=3", "dense_layers=3: hf has 2 layers"),
+        ("method=oracle model.max_length=300", "task.length=256: with 48 new tokens more than the 300 tokens"),
+        ("method=oracle task.length=4080", "task.length=4080: with 48 new tokens more than the 4096 tokens"),
+        ("method=oracle model.device=cuda:77", "model.device=cuda:77"),
+    ],
+)
+def test_what_the_model_is_too_small_for_is_refused_before_its_weights(
+    command: Command, tmp_path: Path, typed: str, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
+    assert command(*typed.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_longer_than_the_model_is_refused_unless_the_limit_cuts_it(tiny: Path) -> None:
+    from pqcache.harness.tasks import longest_prompt
+
+    key, tokens, _ = longest_prompt("needle", {}, limit=None, model_name="hf")
+    assert (key, tokens) == ("task.lengths=30000", 30000)
+    assert longest_prompt("needle", {}, limit=20, model_name="hf")[1] == 3900
+
+
+def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_path: Path) -> None:
+    """Its prompts are counted as they are fed: bare, with the opening token."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert command("method=full", f"model.path={base}", "limit=1") == 0
+    (row,) = rows(tmp_path / "out").values()
+    assert row["prompt_protocol"]["wrapper"] == "none"
+    assert 240 <= row["prompt_tokens"] <= 256
+
+
+def test_a_system_turn_counts_as_part_of_the_prompt(command: Command, tmp_path: Path) -> None:
+    words = " ".join(["be brief and kind"] * 12)
+    assert command("method=full", f"model.system='{words}'", "limit=1") == 0
+    (row,) = rows(tmp_path / "out").values()
+    assert 240 <= row["prompt_tokens"] <= 256
+
+
+def test_needle_keeps_every_metric_and_says_what_the_limit_cut(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path
+) -> None:
+    line = f"model=hf model.path={tiny} method=full task=needle task.lengths=[256] task.depths=[0,50,100] limit=2"
+    extra = [f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}", "wandb=disabled"]
+    assert run.main([*line.split(), *extra]) == 0
+    assert "needle: 2 of 3 grid cells; limit=null for all" in capsys.readouterr().out
+    (row,) = rows(tmp_path / "out").values()
+    assert row["tasks"]["needle"]["metrics"].keys() == {"accuracy", "word_fraction"}
+
+
+def test_full_is_one_cell_whatever_stays_dense(command: Command, tmp_path: Path, generated: list[int]) -> None:
+    assert command("-m", "method=full", "dense_layers=0,1", "protocol=aligned,paper", "limit=1") == 0
+    (folder,) = (tmp_path / "out").glob("tiny*")
+    assert folder.name.startswith("tiny__full__1.0__needle_pocket__seed0__task.length=256__")
+    assert len(generated) == 1
+
+
+def test_a_folder_that_cannot_be_made_fails_its_cell_alone(
+    command: Command, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = runner.open_folder
+
+    def full_disk(cell: Any) -> Path:
+        if cell.identity["method"]["name"] == "oracle":
+            raise OSError(28, "No space left on device")
+        return original(cell)
+
+    monkeypatch.setattr(runner, "open_folder", full_disk)
+    assert command("-m", "method=oracle,full", "limit=1") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(rows(tmp_path / "out")) == ["full 1.0"]
 
 
 # -- resuming -------------------------------------------------------------------------------------------------------------
@@ -162,6 +247,38 @@ def test_rerun_skips_finished_samples_and_larger_limit_extends(
     assert row["n_samples"] == 5
     old, new = first["sample_scores"]["needle_pocket"], row["sample_scores"]["needle_pocket"]
     assert old.items() <= new.items()
+
+
+def test_a_resumed_row_states_what_was_measured(
+    command: Command, tmp_path: Path, monkeypatch: Any, generated: list[int]
+) -> None:
+    assert command("method=full", "limit=1") == 0
+    path = next((tmp_path / "out").glob("*/row.json"))
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    first = rows(tmp_path / "out")["full 1.0"]
+    monkeypatch.setattr(environment, "device_caption", lambda _: "another machine")
+    monkeypatch.setattr(environment, "git_commit", lambda: "another commit")
+    assert command("method=full", "limit=1") == 0
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert command("method=full", "limit=2") == 0
+    row = rows(tmp_path / "out")["full 1.0"]
+    assert row["device"] == f"{first['device']} / another machine"
+    assert row["git_commit"] == " / ".join(filter(None, [first["git_commit"], "another commit"]))
+    assert row["versions"] == first["versions"]
+    assert len(generated) == 2
+
+
+def test_other_weights_under_the_same_path_are_computed_again(
+    command: Command, tiny: Path, tmp_path: Path, generated: list[int]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    for _ in range(2):
+        assert command("method=full", f"model.path={copy}", "limit=1") == 0
+    assert len(generated) == 1
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    assert command("method=full", f"model.path={copy}", "limit=1") == 0
+    assert len(generated) == 2
 
 
 def test_smaller_limit_prints_its_figures_and_leaves_the_row(
@@ -338,6 +455,8 @@ def test_a_model_that_cannot_be_loaded_fails_its_cells(
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert error.startswith("failed: full")
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("its configuration had failed already"))
+    assert command("method=full", f"model.path={empty}") == 1
 
 
 def test_not_applicable_is_refused_alone_and_skipped_in_a_sweep(
@@ -387,6 +506,7 @@ def test_experiment_skips_what_is_not_built_yet(
     shown = capsys.readouterr().out
     assert shown.count("skipped, not built: method=h2o: known, but not built yet") == 2
     assert status(tmp_path / "out")["h2o"]["status"] == "not built"
+    assert list((tmp_path / "out").glob("*dense_layers*")) == []
     assert list((tmp_path / "out").glob("*h2o*/row.json")) == []
     assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.1", "oracle 0.2"]
     table = shown[shown.index("budget 0.2") :]
@@ -433,7 +553,9 @@ def test_a_wrong_value_in_an_experiment_refuses_it_whole(
         "hydra:\n  mode: MULTIRUN\n"
     )
     assert command("experiment=wrong") == 2
-    assert "budget=7" in capsys.readouterr().err
+    assert re.search(r"budget=7.*\(in cell b\)", capsys.readouterr().err)
+    assert command("experiment=wrong", "budget=0.2", "seed=-1") == 2  # in all of its cells
+    assert "in cell" not in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -453,6 +575,7 @@ def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     typed = "-m method=full,oracle budget=0.2 model=hf task=needle task.lengths=[256,512] task.depths=[0,100]"
+    typed += f" cache_dir={tmp_path / 'cache'}"
     done = subprocess.run(
         [sys.executable, str(REPO / "run.py"), *typed.split(), f"model.path={tiny}", f"out={out}"],
         cwd=cwd,

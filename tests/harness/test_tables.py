@@ -40,6 +40,10 @@ def sample(doc_id: int, **changed: Any) -> Sample:
         "peak_bytes": {"device": 3 * 2**20},
         "bytes_per_step": {"selection": 64.0},
         "extra": {},
+        "attn": "sdpa",
+        "device": "a machine",
+        "git_commit": None,
+        "versions": {"python": "3.11"},
     }
     return {**values, **changed}  # type: ignore[typeddict-item]
 
@@ -54,11 +58,7 @@ def make_rows(plan_: Plan, scores: dict[str, list[float]], samples: list[Sample]
             values,
             samples or [sample(i) for i in range(len(scores[method]))],
             prompt_protocol={},
-            attn="sdpa",
             kv_dtype="float32",
-            versions={},
-            git_commit=None,
-            device="a machine",
         )
     return {name: pair_with_full(row, find_full(row, made.values())) for name, row in made.items()}
 
@@ -130,6 +130,24 @@ def test_budget_fields() -> None:
     unbounded = [sample(0, budget_tokens=None)]
     (full,) = make_rows(plan("method=full budget=0.2"), {"full": [0.0]}, unbounded).values()
     assert (full["budget_ratio"], full["budget_tokens"], full["budget_applied"]) == (1.0, None, 1.0)
+
+
+def test_a_partial_comparison_says_so() -> None:
+    swept = plan("-m method=full,oracle budget=0.1")
+    rows = make_rows(swept, {"full": [100.0], "oracle": [90.0, 80.0, 70.0]})
+    oracle = next(row for row in rows.values() if row["method"] == "oracle")
+    assert "(1 of 3 samples)" in tables.row_text(oracle, None)
+    assert "(1 of 3 samples)" in tables.sweep_table(swept, rows, {})
+    complete = make_rows(swept, {"full": [100.0, 1.0, 2.0], "oracle": [90.0, 80.0, 70.0]})
+    assert "samples)" not in tables.sweep_table(swept, complete, {})
+
+
+def test_a_folders_table_tells_overrides_apart(tmp_path: Path) -> None:
+    swept = plan("-m method=oracle method.n_sink=4,32 budget=0.1")
+    for name, row in make_rows(swept, {"oracle": [90.0]}).items():
+        (tmp_path / name).mkdir()
+        write_row(tmp_path / name / "row.json", row)
+    assert list(tables.results_table(tmp_path)["changed"]) == ["", "method.n_sink=4"]
 
 
 def test_nan_is_written_as_null(tmp_path: Path) -> None:

@@ -2,25 +2,26 @@
 
     options = {"lengths": [1024], "depths": [0, 50, 100]}
     spec, manager = build_task(
-        "needle", options, seed=0, tokenizer=tokenizer, workdir=out, limit=None, model_name="embedded"
+        "needle", options, seed=0, tokenizer=tokenizer, workdir=out, limit=None, model_name="embedded",
+        count_tokens=loaded.count,
     )
     lm_eval.simple_evaluate(model=lm, tasks=spec.lm_eval_tasks, task_manager=manager)
 
 A task module has `Options` (a dataclass: the fields are the `task.*` keys; it checks itself when it is made, before any
-model is loaded) and `build(options, *, seed, tokenizer, count_tokens, limit, model_name)`, which returns the TaskSpec
-and the documents of each lm-eval task.
+model is loaded), `longest(options, *, limit, model_name)`, the tokens of its longest prompt and the key that says so, and
+`build(options, *, seed, tokenizer, count_tokens, limit, model_name)`, which returns the TaskSpec and the documents of
+each lm-eval task.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.tasks import needle, needle_pocket
-from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec, chat_prompt, prompt_tokens
+from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _MODULES: dict[str, ModuleType] = {"needle": needle, "needle_pocket": needle_pocket}
 TASKS: tuple[str, ...] = tuple(_MODULES)
 
-__all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "chat_prompt", "prompt_tokens", "task_options"]
+__all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "longest_prompt", "task_options"]
 
 
 def _module(name: str) -> ModuleType:
@@ -46,6 +47,13 @@ def task_options(name: str) -> type:
     return _module(name).Options
 
 
+def longest_prompt(name: str, options: dict[str, Any], *, limit: int | None, model_name: str) -> tuple[str, int, int]:
+    """(the key with its value, prompt tokens at most, answer tokens at most), known before anything is loaded."""
+    module = _module(name)
+    key, tokens = module.longest(module.Options(**options), limit=limit, model_name=model_name)
+    return key, tokens, module.MAX_NEW_TOKENS
+
+
 def build_task(
     name: str,
     options: dict[str, Any],
@@ -55,12 +63,12 @@ def build_task(
     workdir: Path,
     limit: int | None,
     model_name: str,
-    count_tokens: Callable[[str], int] | None = None,
+    count_tokens: Callable[[str], int],
 ) -> tuple[TaskSpec, TaskManager]:
     """Make the documents of a task and the TaskManager that finds its definition in this package.
 
     The documents stay in memory; `workdir` is for tasks that must keep files. `count_tokens` says how many tokens the
-    model sees for a prompt; by default the prompt is one user turn of the tokenizer's chat template.
+    model sees for a prompt, its wrapping included.
     """
     from lm_eval.tasks import TaskManager
 
@@ -69,7 +77,7 @@ def build_task(
         module.Options(**options),
         seed=seed,
         tokenizer=tokenizer,
-        count_tokens=count_tokens or partial(prompt_tokens, tokenizer),
+        count_tokens=count_tokens,
         limit=limit,
         model_name=model_name,
     )

@@ -1,9 +1,9 @@
-"""What every task shares: its specification, its in-memory documents, and how a prompt is counted in tokens."""
+"""What every task shares: its specification, and its in-memory documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ class TaskSpec:
     scale: float  # metric * scale = 0..100
     max_new_tokens: int
     figure: Figure | None = None  # (sample rows, folder, title) -> the drawn file; None if there is nothing to draw
-    sub_scores: list[str] = field(default_factory=list)  # lm-eval tasks listed one by one under "tasks" in the row
+    note: str | None = None  # one line to print when the documents are made
 
 
 class Docs:
@@ -49,22 +49,6 @@ def dataset_of(docs: Docs, task: str) -> dict[str, Dataset]:
     from datasets import Dataset
 
     return {"test": Dataset.from_list(docs.by_task[task])}
-
-
-def chat_prompt(tokenizer: Any, prompt: str) -> str:
-    """The prompt as one user turn of the tokenizer's chat template; unchanged where there is none."""
-    if not getattr(tokenizer, "chat_template", None):
-        return prompt
-    turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-
-
-def prompt_tokens(tokenizer: Any, prompt: str) -> int:
-    """Tokens the model sees for `prompt`: chat wrapping included, BOS counted once."""
-    text = chat_prompt(tokenizer, prompt)
-    bos = tokenizer.bos_token
-    has_bos = bos is not None and text.startswith(bos)
-    return len(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
 
 def require(condition: bool, option: str, value: Any, allowed: str) -> None:

@@ -147,6 +147,20 @@ def _haystack(options: Options, tokenizer: Any, seed: int, longest: int) -> _Tok
     return tokens
 
 
+def _grid(options: Options, limit: int | None, model_name: str) -> tuple[list[tuple[int, int]], int]:
+    """The (length, depth) cells to run, shortest first, and how many there are without the limit."""
+    default_lengths, default_depths = EMBEDDED_GRID if model_name == "embedded" else GRID
+    lengths, depths = options.lengths or default_lengths, options.depths or default_depths
+    grid = [(length, depth) for length in sorted(lengths) for depth in sorted(depths)]
+    return grid[:limit], len(grid)
+
+
+def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
+    grid, _ = _grid(options, limit, model_name)
+    tokens = max(length for length, _ in grid)
+    return f"task.lengths={tokens}", tokens
+
+
 def build(
     options: Options,
     *,
@@ -157,9 +171,7 @@ def build(
     model_name: str,
 ) -> tuple[TaskSpec, dict[str, list[dict]]]:
     """One document per cell of the grid, shortest first; a limit keeps the first ones."""
-    default_lengths, default_depths = EMBEDDED_GRID if model_name == "embedded" else GRID
-    lengths, depths = options.lengths or default_lengths, options.depths or default_depths
-    grid = [(length, depth) for length in sorted(lengths) for depth in sorted(depths)][:limit]
+    grid, size = _grid(options, limit, model_name)
     tokens = _haystack(options, tokenizer, seed, max(length for length, _ in grid))
     docs = []
     for length, depth in grid:
@@ -174,6 +186,7 @@ def build(
         scale=100.0,
         max_new_tokens=MAX_NEW_TOKENS,
         figure=draw,
+        note=f"{len(grid)} of {size} grid cells; limit=null for all" if len(grid) < size else None,
     )
     return spec, {"needle": docs}
 

@@ -24,6 +24,10 @@ class Options:
         require(self.length >= 96, "length", self.length, "must be at least 96 tokens")
 
 
+def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
+    return f"task.length={options.length}", options.length
+
+
 def build(
     options: Options,
     *,
@@ -34,7 +38,7 @@ def build(
     model_name: str,
 ) -> tuple[TaskSpec, dict[str, list[dict]]]:
     samples = limit if limit is not None else DEFAULT_SAMPLES
-    docs = pocket.make_samples(samples, options.length, seed, tokenizer)
+    docs = pocket.make_samples(samples, options.length, seed, tokenizer, count_tokens)
     spec = TaskSpec(
         name="needle_pocket",
         lm_eval_tasks=["needle_pocket"],

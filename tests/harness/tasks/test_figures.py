@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib import image
 
 from pqcache.harness.figures import _split_titles, heat_maps, needle_grid
@@ -63,3 +64,13 @@ def test_several_methods_side_by_side(tmp_path: Path) -> None:
     empty = subprocess.run([*command, str(tmp_path / "full")], capture_output=True, text=True)
     assert empty.returncode == 2
     assert "no heatmap.json" in empty.stderr
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pqcache.harness import figures
+
+    monkeypatch.setattr("sys.argv", ["figures", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as end:
+        figures.main()
+    assert end.value.code == 2
+    assert not (tmp_path / "nowhere").exists()

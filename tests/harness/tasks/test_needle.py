@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.tasks import build_task, prompt_tokens, task_options
+from pqcache.harness.models import LoadedModel
+from pqcache.harness.tasks import build_task, task_options
 from pqcache.harness.tasks import needle as task
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
@@ -34,9 +35,22 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return _tokenizer(pre_tokenizers.WhitespaceSplit(), None)
 
 
+def _count(tokenizer):
+    """Tokens of a wrapped prompt, as a run counts them; no model is needed for it."""
+    chat = bool(tokenizer.chat_template)
+    return LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
+
+
 def _build(tokenizer, tmp_path: Path, *, limit: int | None = None, seed: int = 0, model: str = "embedded", **options):
     spec, manager = build_task(
-        "needle", options, seed=seed, tokenizer=tokenizer, workdir=tmp_path, limit=limit, model_name=model
+        "needle",
+        options,
+        seed=seed,
+        tokenizer=tokenizer,
+        workdir=tmp_path,
+        limit=limit,
+        model_name=model,
+        count_tokens=_count(tokenizer),
     )
     return spec, manager.load(spec.lm_eval_tasks)["tasks"]["needle"]
 
@@ -48,7 +62,7 @@ def test_the_length_is_never_exceeded_and_nearly_used_up(tokenizer, tmp_path: Pa
         (512, 0), (512, 30), (512, 100), (1024, 0), (1024, 30), (1024, 100),
     ]  # fmt: skip
     for doc in docs:
-        used = prompt_tokens(tokenizer, doc["prompt"])
+        used = _count(tokenizer)(doc["prompt"])
         assert used == doc["meta"]["tokens"]
         assert doc["meta"]["length"] - 16 <= used <= doc["meta"]["length"]
         assert doc["prompt"].count(task.NEEDLE) == 1
@@ -182,4 +196,4 @@ def test_real_essays(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), TEMPLATE)
     _, found = _build(tokenizer, tmp_path, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
     (doc,) = found.test_docs()
-    assert 1000 <= prompt_tokens(tokenizer, doc["prompt"]) <= 1024
+    assert 1000 <= _count(tokenizer)(doc["prompt"]) <= 1024

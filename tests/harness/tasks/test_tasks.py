@@ -12,6 +12,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 
 from pqcache.embedded import load_tokenizer
+from pqcache.harness.models import LoadedModel
 from pqcache.harness.tasks import TASKS, build_task, needle, needle_pocket, task_options
 
 SMALL = {"needle_pocket": {"length": 512}, "needle": {"lengths": [512, 640], "depths": [0, 50, 100]}}
@@ -20,6 +21,12 @@ SMALL = {"needle_pocket": {"length": 512}, "needle": {"lengths": [512, 640], "de
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer()
+
+
+def count(tokenizer):
+    """Tokens of a wrapped prompt, as a run counts them; no model is needed for it."""
+    chat = bool(tokenizer.chat_template)
+    return LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
 
 
 class Answers(LM):
@@ -44,7 +51,14 @@ class Answers(LM):
 def test_through_lm_eval(name: str, right: bool, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", None)  # the documents never pass through the datasets cache
     spec, manager = build_task(
-        name, SMALL[name], seed=0, tokenizer=tokenizer, workdir=tmp_path, limit=3, model_name="embedded"
+        name,
+        SMALL[name],
+        seed=0,
+        tokenizer=tokenizer,
+        workdir=tmp_path,
+        limit=3,
+        model_name="embedded",
+        count_tokens=count(tokenizer),
     )
     results = simple_evaluate(
         Answers(right), tasks=spec.lm_eval_tasks, task_manager=manager, limit=3, bootstrap_iters=0, log_samples=True
@@ -62,7 +76,14 @@ def test_a_larger_limit_only_adds_documents(name: str, tokenizer, tmp_path: Path
     prompts = []
     for limit in (2, 4):
         spec, manager = build_task(
-            name, SMALL[name], seed=3, tokenizer=tokenizer, workdir=tmp_path, limit=limit, model_name="embedded"
+            name,
+            SMALL[name],
+            seed=3,
+            tokenizer=tokenizer,
+            workdir=tmp_path,
+            limit=limit,
+            model_name="embedded",
+            count_tokens=count(tokenizer),
         )
         (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
         prompts.append(list(task.test_docs()["prompt"]))
@@ -84,7 +105,14 @@ def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, length: in
     """The first answer token comes from exact prefill attention: only what follows measures a method."""
     options = {"length": length} if length else SMALL[name]
     spec, manager = build_task(
-        name, options, seed=1, tokenizer=tokenizer, workdir=tmp_path, limit=4, model_name="embedded"
+        name,
+        options,
+        seed=1,
+        tokenizer=tokenizer,
+        workdir=tmp_path,
+        limit=4,
+        model_name="embedded",
+        count_tokens=count(tokenizer),
     )
     (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
     sizes = [len(tokenizer(doc["answer"], add_special_tokens=False)["input_ids"]) for doc in task.test_docs()]

@@ -1,0 +1,55 @@
+"""Free-running scores of a model: greedy generation with the full cache, on `needle_pocket` and on a needle in prose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pqcache.embedded import needle_pocket
+
+_NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+_KEYWORDS = ("sandwich", "dolores park", "sunny day")
+_BEFORE = (
+    "You are a helpful AI bot that answers questions for a user. Keep your response short and direct."
+    "\n        Document:\n```\n"
+)
+_AFTER = (
+    "\n```\n        What is the best thing to do in San Francisco? Don't give information outside the document or repeat "
+    "your findings."
+)
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, tok: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = 64) -> str:
+    """The model's greedy answer to one user turn."""
+    text = tok.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tok.encode(text, add_special_tokens=False)], device=model.device)  # [1, L]
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    return tok.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def pocket_scores(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int, seed: int) -> list[float]:
+    """needle_pocket scores (0-100) of samples 0..n-1."""
+    samples = needle_pocket.make_samples(n, length, seed, tok)
+    return [needle_pocket.score(answer(model, tok, s["prompt"], 40), s["values"]) for s in samples]
+
+
+def prose_needle_scores(
+    model: PreTrainedModel, tok: PreTrainedTokenizerBase, folder: Path, length: int, depths: int
+) -> list[float]:
+    """Keyword accuracy (0-100, one per depth 0..1) of a well-known needle in the .txt files of a folder.
+
+    The prompt has about `length` tokens; the needle stands on a line of its own after the end of a sentence.
+    """
+    haystack = "\n\n".join(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.txt")))
+    ids = tok.encode(haystack[: 8 * length], add_special_tokens=False)
+    text = tok.decode(ids[: length - 120])  # 120: needle, question and frame
+    scores = []
+    for i in range(depths):
+        cut = int(len(text) * i / max(depths - 1, 1))
+        cut = cut if cut == len(text) else text.rfind(".", 0, cut) + 1
+        reply = answer(model, tok, f"{_BEFORE}{text[:cut]}\n{_NEEDLE}\n{text[cut:]}{_AFTER}").lower()
+        scores.append(100.0 * sum(k in reply for k in _KEYWORDS) / len(_KEYWORDS))
+    return scores

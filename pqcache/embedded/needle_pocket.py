@@ -1,0 +1,114 @@
+"""`needle_pocket`: restate one of many similar facts of a long document, word by word.
+
+A prompt holds facts `The <attribute> of <name> is <five pseudo-words>.` and as many near-duplicates of their keys, in
+filler text, and ends with the question for one of them. Answers have ten or more tokens of value, so that every one of
+them is a look-up in the cache. All names and value words are evaluation words, never seen in training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache, partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from pqcache.embedded.documents import Fact, filler_sentence, make_facts
+from pqcache.embedded.words import pseudo_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FACTS_PER_1K, NEAR_DUPLICATES_PER_1K = 6, 6
+N_VALUES = 5
+_INTRO = "Here are some notes and stories."
+_SHORTEST = 96  # tokens; a shorter prompt has no room for a fact, a duplicate and the question
+
+
+def chat_length(tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
+    """Tokens of the prompt after chat wrapping, BOS and answer marker included."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+@lru_cache(maxsize=65536)
+def _size(tokenizer: PreTrainedTokenizerBase, piece: str) -> int:
+    return len(tokenizer.encode(piece, add_special_tokens=False))
+
+
+def _fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> list[str]:
+    """Filler pieces (each with the white space before it) of together at most `room` tokens, fewer by less than 12."""
+    pieces: list[str] = []
+    while room >= 12:
+        piece = ("\n\n" if rng.random() < 0.1 else " ") + filler_sentence(rng)
+        size = _size(tokenizer, piece)
+        if size <= room:
+            pieces.append(piece)
+            room -= size
+        elif room < 40:  # too little room for most sentences: end with a short one
+            piece = " It rained" + " again and again" * ((room - 6) // 4) + "."
+            if _size(tokenizer, piece) <= room:
+                pieces.append(piece)
+            break
+    return pieces
+
+
+def _sample(
+    index: int, length: int, seed: int, tokenizer: PreTrainedTokenizerBase, count_tokens: Callable[[str], int]
+) -> dict[str, Any]:
+    rng = Random(f"needle_pocket/{seed}/{index}/{length}")
+    words = pseudo_words(tokenizer)
+    n_facts = max(1, round(FACTS_PER_1K * length / 1000))
+    n_near = max(1, round(NEAR_DUPLICATES_PER_1K * length / 1000))
+    facts = make_facts(rng, n_facts, n_near, N_VALUES, words.names_eval, words.values_eval)
+    asked: Fact = facts[rng.randrange(n_facts)]
+    question = f"\nWhat is the {asked.key}?"
+    room = length - count_tokens(_INTRO + question)
+    pieces = {f: (" " if rng.random() < 0.7 else "\n") + f.sentence for f in facts}
+    room -= sum(_size(tokenizer, p) for p in pieces.values())
+    filler = _fill(rng, tokenizer, room)
+    # Every fact gets a gap between filler sentences; the asked one a uniform depth of its own.
+    gaps: list[list[str]] = [[] for _ in range(len(filler) + 1)]
+    for fact in facts:
+        gap = gaps[rng.randrange(len(gaps))]
+        gap.insert(rng.randrange(len(gap) + 1), pieces[fact])
+    body = "".join("".join(gap) + sentence for gap, sentence in zip(gaps, [*filler, ""], strict=True))
+    prompt = _INTRO + body + question
+    depth = prompt.index(asked.sentence) / len(prompt)
+    return {
+        "prompt": prompt,
+        "answer": asked.sentence,
+        "values": list(asked.values),
+        "meta": {
+            "index": index, "seed": seed, "length": length, "depth": round(depth, 4), "key": asked.key,
+            "facts": n_facts, "near_duplicates": n_near, "tokens": count_tokens(prompt),
+        },
+    }  # fmt: skip
+
+
+def make_samples(
+    n: int,
+    length: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    count_tokens: Callable[[str], int] | None = None,
+) -> list[dict[str, Any]]:
+    """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
+
+    count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
+    """
+    if length < _SHORTEST:
+        raise ValueError(f"needle_pocket needs prompts of at least {_SHORTEST} tokens, not {length}")
+    count = count_tokens or partial(chat_length, tokenizer)
+    return [_sample(i, length, seed, tokenizer, count) for i in range(n)]
+
+
+def score(response: str, values: list[str]) -> float:
+    """100 x the share of `values` that stand at their place after the response's first " is "; 0 if there is none."""
+    _, found, rest = response.partition(" is ")
+    if not found or not values:
+        return 0.0
+    words = [re.sub(r"\W+$", "", w) for w in rest.split()]
+    return 100.0 * sum(a == b for a, b in zip(words, values, strict=False)) / len(values)

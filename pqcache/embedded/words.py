@@ -1,0 +1,69 @@
+"""Pseudo-words and their split into training and evaluation words.
+
+A pseudo-word is two tokens of the tokenizer put together: a beginning with its leading space and an ending. There are
+hundreds of each, so that every single token is seen in training while most pairs are not: an evaluation word can only be
+restated by copying it from the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+_EVAL_SHARE = 0.25  # of all pseudo-words
+_NAME_BEGINNINGS, _VALUE_BEGINNINGS, _ENDINGS = 160, 320, 64  # at most so many, the most frequent tokens first
+_WORD = re.compile(r"[A-Za-z]+")
+
+
+def is_eval_word(word: str) -> bool:
+    """True for words kept for evaluation; decided by the word's hash alone, upper and lower case alike."""
+    return hashlib.sha256(word.lower().encode()).digest()[0] < 256 * _EVAL_SHARE
+
+
+@dataclass(frozen=True)
+class Words:
+    """Pseudo-words, sorted; names are capitalised, values lower-case. No word is in two of the four lists, whatever its case."""
+
+    names_train: tuple[str, ...]
+    names_eval: tuple[str, ...]
+    values_train: tuple[str, ...]
+    values_eval: tuple[str, ...]
+
+    @property
+    def held_out(self) -> frozenset[str]:
+        """Lower-case words that may stand in no training document."""
+        return frozenset(w.lower() for w in self.names_eval + self.values_eval)
+
+
+def words_in(text: str) -> set[str]:
+    """The lower-case words of a text (maximal runs of letters)."""
+    return {w.lower() for w in _WORD.findall(text)}
+
+
+def _compose(tokenizer: PreTrainedTokenizerBase, beginning: str, limit: int) -> list[str]:
+    """All words beginning + ending that the tokenizer cuts exactly there, sorted."""
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokens = [t for t, _ in vocab]
+    firsts = [t for t in tokens if re.fullmatch(beginning, t)][:limit]
+    lasts = [t for t in tokens if re.fullmatch("[a-z]{2,4}", t)][:_ENDINGS]
+    combos = [(a, b) for a in firsts for b in lasts]
+    encoded = tokenizer.backend_tokenizer.encode_batch([f" {a[1:]}{b}" for a, b in combos], add_special_tokens=False)
+    return sorted(a[1:] + b for (a, b), e in zip(combos, encoded, strict=True) if e.tokens == [a, b])
+
+
+@lru_cache(maxsize=2)
+def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
+    """All pseudo-words of a tokenizer, split; a second or so, then cached."""
+    names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
+    taken = {n.lower() for n in names}
+    values = [v for v in _compose(tokenizer, "Ġ[a-z]{2,4}", _VALUE_BEGINNINGS) if v not in taken]
+    return Words(
+        names_train=tuple(w for w in names if not is_eval_word(w)),
+        names_eval=tuple(w for w in names if is_eval_word(w)),
+        values_train=tuple(w for w in values if not is_eval_word(w)),
+        values_eval=tuple(w for w in values if is_eval_word(w)),
+    )
