@@ -265,6 +265,6 @@ def results_table(folder: str | Path) -> pd.DataFrame:
     return table.sort_values(["model", "task", "seed", "method", "budget", "changed"], ignore_index=True)
 
 
-def _changed(folder: str) -> str:
+def _changed(folder: str | None) -> str:
     """The non-default keys of a cell, from its folder's name."""
-    return " ".join(part for part in folder.split("__")[5:-1] if "=" in part)
+    return " ".join(part for part in (folder or "").split("__")[5:-1] if "=" in part)

@@ -21,14 +21,17 @@ def test_outside_attach_the_cache_refuses(llama: PreTrainedModel) -> None:
 
 
 def test_attach_leaves_nothing_behind_and_serves_other_caches(llama: PreTrainedModel) -> None:
-    before = llama.config._attn_implementation
+    def hooks() -> list[int]:
+        return [id(h) for m in llama.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+
+    before, installed = llama.config._attn_implementation, hooks()  # transformers may have left hooks of its own
     ids = torch.tensor([tokens(30, 1)])
     plain = llama(ids).logits
     with attach(llama), attach(llama):
         torch.testing.assert_close(llama(ids, past_key_values=DynamicCache(config=llama.config)).logits, plain)
         torch.testing.assert_close(llama(ids).logits, plain)
     assert llama.config._attn_implementation == before
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in llama.modules())
+    assert hooks() == installed
 
 
 @torch.no_grad()
