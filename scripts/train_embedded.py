@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
@@ -100,9 +100,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def build(recipe: Recipe, args: argparse.Namespace) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerBase]:
     if args.init:
-        return AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32), AutoTokenizer.from_pretrained(
-            args.init
-        )
+        return AutoModelForCausalLM.from_pretrained(
+            args.init, dtype=torch.float32
+        ), PreTrainedTokenizerFast.from_pretrained(args.init)
     tok = tokenizer.train_tokenizer(tokenizer_texts(), training.MAX_POSITION)
     special = {"bos": tok.bos_token_id, "eos": tok.eos_token_id, "pad": tok.pad_token_id}
     config = network.make_config(
@@ -274,7 +274,7 @@ def measure_shipped(args: argparse.Namespace) -> None:
     """Measures the weights in --out, writes measured.json and the model card anew."""
     out = Path(args.out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(args.device).eval()
-    tok = AutoTokenizer.from_pretrained(out)
+    tok = PreTrainedTokenizerFast.from_pretrained(out)
     path = out / "measured.json"
     measured: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for length in args.lengths:

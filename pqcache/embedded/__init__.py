@@ -22,9 +22,10 @@ def model_dir() -> Path:
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
     """The shipped tokenizer; `<bos> prompt <answer>` is its chat form."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    return AutoTokenizer.from_pretrained(model_dir())
+    # AutoTokenizer would take the class of the model type, whose Unicode normalization loses characters
+    return PreTrainedTokenizerFast.from_pretrained(model_dir())
 
 
 def load_model(dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> PreTrainedModel:

@@ -21,6 +21,7 @@ def tok() -> PreTrainedTokenizerBase:
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=80))
 @example(text="  two leading spaces,\ttab \n\n\n three newlines  ")
 @example(text=" .  , \r\n don 't 12345 \u00a0\u200b 日本語 🙂 \x00")
+@example(text="\uf900 \u212b e\u0301")  # what a normalizer would replace
 def test_round_trip(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
 
