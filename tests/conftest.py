@@ -17,8 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 REPO = Path(__file__).resolve().parent.parent
+settings.register_profile("repeatable", derandomize=True)  # the same examples in every run
+settings.load_profile("repeatable")
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
