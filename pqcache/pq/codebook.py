@@ -34,15 +34,20 @@ def decode(codes: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     return centroids.float().gather(3, index).transpose(2, 3).reshape(n, h_kv, codes.shape[-1], m * sub)
 
 
+def tables(q: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Products of q (n, h, 1, d) with every centroid (n, h_kv, m, C, d / m): (n, h_kv, m, C, g) fp32."""
+    n, h_kv, m, _, sub = centroids.shape
+    return torch.einsum("nkgms,nkmcs->nkmcg", q.float().view(n, h_kv, -1, m, sub), centroids.float())
+
+
 def score(q: torch.Tensor, codes: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """q . decode(codes) by look-up: q (n, h, 1, d), codes (n, h_kv, m, t) uint8 or int16 -> (n, h, t) fp32.
 
     One table of g entries per centroid, so that a code fetches the products of all query heads of its group at once.
     """
-    n, h_kv, m, c, sub = centroids.shape
+    n, h_kv, m, c, _ = centroids.shape
     g = q.shape[1] // h_kv
-    # (n, h_kv, g, m, sub) x (n, h_kv, m, c, sub) -> (n, h_kv, m, c, g)
-    table = torch.einsum("nkgms,nkmcs->nkmcg", q.float().view(n, h_kv, g, m, sub), centroids.float())
+    table = tables(q, centroids)
     offset = torch.arange(n * h_kv * m, device=q.device, dtype=torch.int32).view(n, h_kv, m, 1) * c
     index = codes.to(torch.int32) + offset
     total = F.embedding_bag(index.transpose(2, 3).reshape(-1, m), table.reshape(-1, g), mode="sum")  # (n * h_kv * t, g)

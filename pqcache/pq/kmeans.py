@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from pqcache import kernels
+
+_FEW = 64  # fewer points per group are not worth laying out the centroids for the compiled kernel
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
 
@@ -22,6 +25,10 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
 
     x (G, N, d), centroids (G, C, d), fp32.
     """
+    if x.shape[1] >= _FEW and kernels.native(x, centroids):
+        from pqcache.kernels.nearest import nearest
+
+        return nearest(x, centroids, torch.zeros_like(centroids[:, :1]))[:2]
     g, n, _ = x.shape
     c = centroids.shape[1]
     norms = centroids.square().sum(-1)[:, None]  # (G, 1, C)
@@ -48,22 +55,22 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     tol * mean_d Var(x_d) in total (squared). Empty clusters take the points farthest from their centroids, which leave their
     old clusters (scikit-learn's rule, which the published system runs). Codes always belong to the returned centroids.
     """
-    x = x.float()
-    middle = x.mean(1, keepdim=True)  # keys with a bias lie far from the origin, where fp32 loses small distances
-    x, centroids = x - middle, init.float() - middle
-    g, n, _ = x.shape
-    limit = tol * x.var(1, correction=0).mean(-1)  # (G,)
-    active = torch.arange(g, device=x.device)  # groups still moving
-    codes = torch.full((g, n), -1, dtype=torch.long, device=x.device)
+    points = (_NativePoints if kernels.native(x, init) else _Points)(x.float())
+    centroids = init.float() - points.middle
+    limit = tol * points.variance  # (G,)
+    active = torch.arange(len(x), device=x.device)  # groups still moving
+    codes = torch.full(x.shape[:2], -1, dtype=torch.long, device=x.device)
     rounds = 0
     for _ in range(max_iter):
-        points = x if len(active) == g else x[active]
-        new_codes, partial = assign(points, centroids[active])
+        new_codes, partial, sums, counts = points.assign_and_add(active, centroids[active])
         same = (new_codes == codes[active]).all(1)
         codes[active] = new_codes
         if bool(same.all()):
-            return KMeansResult(centroids + middle, codes, rounds)
-        updated = _means(points, new_codes, partial, centroids[active])
+            return KMeansResult(centroids + points.middle, codes, rounds)
+        empty = counts == 0
+        for i in empty.any(1).nonzero()[:, 0].tolist():
+            _reseed(points.centered(int(active[i])), new_codes[i], partial[i], sums[i], counts[i])
+        updated = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centroids[active])
         shift = (updated - centroids[active]).square().sum((1, 2))
         # a group whose labels are stable keeps the centroids those labels belong to
         centroids[active] = torch.where(same[:, None, None], centroids[active], updated)
@@ -71,21 +78,56 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
         active = active[~same & (shift > limit[active])]
         if len(active) == 0:
             break
-    return KMeansResult(centroids + middle, assign(x, centroids)[0], rounds)
+    return KMeansResult(centroids + points.middle, points.codes(centroids), rounds)
 
 
-def _means(x: torch.Tensor, codes: torch.Tensor, partial: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Mean of each cluster's members, empty clusters re-seeded: (G, C, d)."""
-    g, n, d = x.shape
-    c = old.shape[1]
-    flat = (codes + torch.arange(g, device=x.device)[:, None] * c).reshape(-1)
-    sums = torch.zeros(g * c, d, device=x.device).index_add_(0, flat, x.reshape(-1, d)).view(g, c, d)
-    counts = torch.bincount(flat, minlength=g * c).view(g, c)
-    empty = counts == 0
-    if bool(empty.any()):
-        for group in empty.any(1).nonzero()[:, 0].tolist():
-            _reseed(x[group], codes[group], partial[group], sums[group], counts[group])
-    return torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], old)
+class _Points:
+    """Points (G, N, d) fp32 around their mean: keys with a bias lie far from the origin, where fp32 loses small distances."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.middle = x.mean(1, keepdim=True)
+        self.x = x - self.middle
+        self.variance = self.x.var(1, correction=0).mean(-1)  # (G,)
+
+    def centered(self, group: int) -> torch.Tensor:
+        return self.x[group]
+
+    def codes(self, centroids: torch.Tensor) -> torch.Tensor:
+        return assign(self.x, centroids)[0]
+
+    def assign_and_add(
+        self, groups: torch.Tensor, centroids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes and partial distances (A, N) of the A groups, sums (A, C, d) and sizes (A, C) of their clusters."""
+        x = self.x if len(groups) == len(self.x) else self.x[groups]
+        codes, partial = assign(x, centroids)
+        a, _, d = x.shape
+        c = centroids.shape[1]
+        flat = (codes + torch.arange(a, device=x.device)[:, None] * c).reshape(-1)
+        sums = torch.zeros(a * c, d, device=x.device).index_add_(0, flat, x.reshape(-1, d)).view(a, c, d)
+        return codes, partial, sums, torch.bincount(flat, minlength=a * c).view(a, c)
+
+
+class _NativePoints(_Points):
+    """The same by the compiled kernel, which centers the points as it reads them."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        from pqcache.kernels import nearest
+
+        self.kernel = nearest
+        self.x = x
+        self.middle, self.variance = nearest.moments(x)
+
+    def centered(self, group: int) -> torch.Tensor:
+        return self.x[group] - self.middle[group]
+
+    def codes(self, centroids: torch.Tensor) -> torch.Tensor:
+        return self.kernel.nearest(self.x, centroids, self.middle)[0]
+
+    def assign_and_add(
+        self, groups: torch.Tensor, centroids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.kernel.nearest(self.x, centroids, self.middle[groups], groups.tolist(), add=True)
 
 
 def _reseed(

@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedConfig
 
+from pqcache import kernels
 from pqcache.pq import codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import ModelShape, NotBuilt
-from pqcache.selective.retrieval import Index, RetrievalMethod
+from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
 from pqcache.store.buffer import Buffer
 
 _REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
@@ -80,6 +81,24 @@ class PQIndex(Index):
         n, h_kv, m = self.centroids.shape[:3]
         codes = self.codes.data[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1)
         return codebook.score(q, codes, self.centroids) * ctx.scaling
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""
+        assert self.centroids is not None and self.codes is not None
+        if self.reduce == "sum_softmax" and self.scope == "candidates" and kernels.native(q, self.codes.data):
+            from pqcache.kernels.codes import top_tokens
+
+            sink = self.method.n_sink
+            n, m = self.centroids.shape[0], self.centroids.shape[2]
+            tables = codebook.tables(q, self.centroids) * ctx.scaling
+            codes = self.codes.data.view(n, h_kv, m, -1)
+            indices = top_tokens(tables, codes, cand.lo - sink, [hi - sink for hi in cand.hi], cand.k)
+            if indices is not None:
+                padded = len(set(cand.k)) > 1
+                return Selection(
+                    torch.where(indices < 0, indices, indices + sink) if padded else indices + sink, padded
+                )
+        return super().select(q, cand, h_kv, ctx)
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.centroids is None or self.codes is None:

@@ -193,7 +193,9 @@ class RetrievalLayer(StagedLayer):
         selection = None
         if everything and self.store.whole:
             keys, values = self.store.view()
-            valid = row_mask(lengths, keys.shape[2], q.device)
+            attended = keys.shape[2]
+            valid = row_mask(lengths, attended, q.device)
+            out = attend_one(q, keys, values, ctx.scaling, valid)
         else:
             if max(cand.k) > 0:
                 selection = (
@@ -202,14 +204,23 @@ class RetrievalLayer(StagedLayer):
             recent = min(max(local) + 1, max(lengths))
             sinks = min(lo, max(lengths))
             indices = None if selection is None else selection.indices
-            keys, values = self.store.read(sinks, indices, recent, self.shape.group)
             valid = self._valid(sinks, selection, recent, cand, local, q.device)
-        out = attend_one(q, keys, values, ctx.scaling, valid)
+            attended = sinks + recent + (0 if indices is None else indices.shape[2])
+            if (
+                valid is None
+                and indices is not None
+                and isinstance(self.store, ResidentStore)
+                and self.store.native(q, indices)
+            ):
+                out = self.store.attend(q, sinks, indices, recent, ctx.scaling)
+            else:
+                keys, values = self.store.read(sinks, indices, recent, self.shape.group)
+                out = attend_one(q, keys, values, ctx.scaling, valid)
         if selection is not None and selection.share is not None and selection.mean is not None:
             share = selection.share[:, None, :, None].to(out.dtype)
             mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)
             out = share * out + (1 - share) * mean
-        tokens = keys.shape[2] if valid is None else valid.sum(-1, dtype=torch.float32).mean()
+        tokens = attended if valid is None else valid.sum(-1, dtype=torch.float32).mean()
         union = None
         if selection is not None and self.shape.h_kv < selection.indices.shape[1]:
             union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(lengths))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pqcache import kernels
 from pqcache.store.buffer import Buffer, take_tokens
 
 
@@ -78,6 +79,21 @@ class ResidentStore:
         pieces.append((ends[:, None] - recent + torch.arange(recent, device=device))[:, None].expand(n, heads, -1))
         every = torch.cat(pieces, dim=2)
         return take_tokens(self.k.data, every, group), take_tokens(self.v.data, every, group)
+
+    def native(self, q: torch.Tensor, indices: torch.Tensor) -> bool:
+        """Whether `attend` serves: fp32 on the CPU, rows of one length, one choice for all heads or one per KV head."""
+        if self.k is None or self.v is None or len(set(self.lengths)) > 1:
+            return False
+        data = self.k.data
+        same = q.dtype == data.dtype == torch.float32 and indices.shape[1] in (1, data.shape[1])
+        return same and kernels.native(q, data, self.v.data, indices)
+
+    def attend(self, q: torch.Tensor, sinks: int, indices: torch.Tensor, recent: int, scaling: float) -> torch.Tensor:
+        """Attention of q (n, h, 1, d) to what `read` would return, without copying it first: (n, 1, h, d). See `native`."""
+        from pqcache.kernels.attend import attend_chosen
+
+        assert self.k is not None and self.v is not None
+        return attend_chosen(q, self.k.data, self.v.data, indices, sinks, recent, self.length, scaling)
 
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.

@@ -1,0 +1,125 @@
+"""Attention of one query token over chosen tokens, read where they lie: nothing is gathered first."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from pqcache.kernels import threads
+
+_TILE = 256  # tokens between two looks at the running maximum
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts, out, lse):
+    """Task = (row, KV head, part); q (n, h_kv, g, d); k, v (n, h_kv, capacity, d); indices (n, H, chosen), -1 = nothing.
+
+    Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g, d), lse (n, h_kv, parts, 2, g).
+    """
+    heads, g, d = q.shape[1], q.shape[2], q.shape[3]
+    chosen = indices.shape[2]
+    total = sinks + chosen + recent
+    for task in range(first, last):
+        part = task % parts
+        head = task // parts % heads
+        row = task // parts // heads
+        mine = indices[row, head if indices.shape[1] > 1 else 0]
+        query, keys, values = q[row, head], k[row, head], v[row, head]
+        where = np.empty(_TILE, np.int64)
+        logits = np.empty((g, _TILE), np.float32)
+        result = out[row, head, part]
+        high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
+        high[:] = -np.inf
+        start, end = total * part // parts, total * (part + 1) // parts
+        while start < end:
+            count = 0
+            while count < _TILE and start < end:  # the entries [sinks | chosen | recent] that this tile holds
+                if start < sinks:
+                    position = start
+                elif start < sinks + chosen:
+                    position = mine[start - sinks]
+                else:
+                    position = length - recent + (start - sinks - chosen)
+                if position >= 0:
+                    where[count] = position
+                    count += 1
+                start += 1
+            for i in range(count):
+                position = where[i]
+                for a in range(g):
+                    value = np.float32(0)
+                    for j in range(d):
+                        value += query[a, j] * keys[position, j]
+                    logits[a, i] = value * scaling
+            for a in range(g):
+                top = high[a]
+                for i in range(count):
+                    top = max(top, logits[a, i])
+                if top > high[a]:
+                    shrink = np.exp(high[a] - top)
+                    mass[a] *= shrink
+                    for j in range(d):
+                        result[a, j] *= shrink
+                    high[a] = top
+                added = np.float32(0)
+                for i in range(count):
+                    logits[a, i] = np.exp(logits[a, i] - top)
+                    added += logits[a, i]
+                mass[a] += added
+            i = 0
+            while i + 4 <= count:  # four rows of V per visit to the output
+                w0, w1, w2, w3 = where[i], where[i + 1], where[i + 2], where[i + 3]
+                for a in range(g):
+                    p0, p1, p2, p3 = logits[a, i], logits[a, i + 1], logits[a, i + 2], logits[a, i + 3]
+                    for j in range(d):
+                        result[a, j] += (
+                            p0 * values[w0, j] + p1 * values[w1, j] + p2 * values[w2, j] + p3 * values[w3, j]
+                        )
+                i += 4
+            while i < count:
+                for a in range(g):
+                    for j in range(d):
+                        result[a, j] += logits[a, i] * values[where[i], j]
+                i += 1
+
+
+def attend_chosen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    sinks: int,
+    recent: int,
+    length: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention over [first `sinks` | `indices` | last `recent` of `length`] tokens: (n, 1, h, d).
+
+    q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1 or h_kv, chosen) int64, -1 = nothing.
+    """
+    n, h, _, d = q.shape
+    h_kv = k.shape[1]
+    workers = torch.get_num_threads()
+    parts = max(1, min(-(-2 * workers // (n * h_kv)), 8)) if workers > 1 else 1
+    out = np.zeros((n, h_kv, parts, h // h_kv, d), np.float32)
+    lse = np.zeros((n, h_kv, parts, 2, h // h_kv), np.float32)
+    threads.run(
+        _attend,
+        n * h_kv * parts,
+        q.reshape(n, h_kv, h // h_kv, d).numpy(),
+        k.numpy(),
+        v.numpy(),
+        indices.numpy(),
+        sinks,
+        recent,
+        length,
+        np.float32(scaling),
+        parts,
+        out,
+        lse,
+    )
+    high, mass = torch.from_numpy(lse).unbind(3)  # (n, h_kv, parts, g)
+    share = torch.exp(high - high.amax(2, keepdim=True))
+    joined = (torch.from_numpy(out) * share[..., None]).sum(2) / (mass * share).sum(2)[..., None]
+    return joined.reshape(n, 1, h, d)

@@ -1,0 +1,190 @@
+"""Top-k tokens by product-quantized score, group softmax included, without a score per token and query head.
+
+A softmax over codes factorises: exp(sum_j table[j, c_j]) is a product of one exponential per sub-space and centroid, so no
+exponential is taken per token. If all m codes of a token fit a joint table (2 x 6 bits: 4096 entries), every token is
+described by its joint code: one histogram of the codes gives the softmax's denominators, one small table the group-summed
+weight of each code, and the k-th largest weight is found in that table. Tokens are read twice, two bytes each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+
+from pqcache.kernels import threads
+
+_JOINT = 4096  # entries of a joint table that stays in the nearest caches
+_RADIX = ((20, 0xFFF), (8, 0xFFF), (0, 0xFF))  # digits of a float's bits; non-negative floats order as their bits do
+_DEEPEST = 40.0  # nats the best token may lie below the product of the tables' maxima before precision is lost
+
+
+@numba.njit(nogil=True, cache=True)
+def _threshold(bits, amount, k):
+    """The k-th largest of `bits` (uint32), entry i counted amount[i] times, and how many of that value belong to the k."""
+    prefix, mask = np.uint32(0), np.uint32(0)
+    for shift, width in _RADIX:
+        histogram = np.zeros(4096, np.int64)
+        for i in range(bits.shape[0]):
+            if amount[i] > 0 and (bits[i] & mask) == prefix:
+                histogram[(bits[i] >> np.uint32(shift)) & np.uint32(width)] += amount[i]
+        digit = 4095
+        while histogram[digit] < k:
+            k -= histogram[digit]
+            digit -= 1
+        prefix |= np.uint32(digit) << np.uint32(shift)
+        mask |= np.uint32(width) << np.uint32(shift)
+    return prefix, k
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
+def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
+    """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep."""
+    m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
+    size = c**m
+    for task in range(first, last):
+        row, head = task // (out.shape[1]), task % out.shape[1]
+        if k[row] == 0:
+            continue
+        tokens = hi[row] - lo
+        mine = codes[row, head]
+        joint = np.empty(tokens, np.uint16)
+        for i in range(tokens):
+            joint[i] = mine[0, lo + i]
+        for j in range(1, m):
+            for i in range(tokens):
+                joint[i] = joint[i] * np.uint16(c) + np.uint16(mine[j, lo + i])
+        # four histograms in turn: equal codes in a row would otherwise wait for each other
+        amount4 = np.zeros((4, size), np.int32)
+        for i in range(tokens // 4):
+            for lane in range(4):
+                amount4[lane, joint[4 * i + lane]] += 1
+        for i in range(tokens - tokens % 4, tokens):
+            amount4[0, joint[i]] += 1
+        amount = amount4[0] + amount4[1] + amount4[2] + amount4[3]
+        weights = np.zeros(size, np.float32)
+        power = np.empty((m, c), np.float32)
+        product = np.empty(size, np.float32)
+        for head_of_group in range(g):
+            for j in range(m):
+                for i in range(c):
+                    power[j, i] = np.exp(tables[task, j, i, head_of_group] - highest[task, j, head_of_group])
+            filled = 1
+            product[0] = 1
+            for j in range(
+                m
+            ):  # product[a * c + b] = product[a] * power[j, b], from the back so that nothing is overwritten
+                for a in range(filled - 1, -1, -1):
+                    value = product[a]
+                    for b in range(c):
+                        product[a * c + b] = value * power[j, b]
+                filled *= c
+            total, best = np.float32(0), np.float32(0)
+            for i in range(size):
+                total += product[i] * amount[i]
+                if amount[i] > 0:
+                    best = max(best, product[i])
+            if not best > np.exp(np.float32(-_DEEPEST)):
+                status[task] = 1
+                break
+            for i in range(size):
+                weights[i] += product[i] / total
+        if status[task]:
+            continue
+        bits = weights.view(np.uint32)
+        level, ties = _threshold(bits, amount, k[row])
+        kind = np.zeros(size, np.uint8)  # 2: chosen, 1: chosen while ties are left
+        for i in range(size):
+            kind[i] = 2 if bits[i] > level else (1 if bits[i] == level else 0)
+        filled = 0
+        for i in range(tokens):
+            take = kind[joint[i]]
+            if take == 1:
+                take = 2 if ties > 0 else 0
+                ties -= 1
+            if filled < k[row]:
+                out[row, head, filled] = lo + i
+            filled += take == 2
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
+def _wide(first, last, codes, tables, highest, lo, hi, k, out, status):
+    """The same with a weight per token, for codes too many to enumerate."""
+    m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
+    for task in range(first, last):
+        row, head = task // (out.shape[1]), task % out.shape[1]
+        if k[row] == 0:
+            continue
+        tokens = hi[row] - lo
+        mine = codes[row, head]
+        power = np.empty((m, c, g), np.float32)
+        for j in range(m):
+            for i in range(c):
+                for a in range(g):
+                    power[j, i, a] = np.exp(tables[task, j, i, a] - highest[task, j, a])
+        product = np.empty((tokens, g), np.float32)
+        total, best = np.zeros(g, np.float64), np.zeros(g, np.float32)
+        for i in range(tokens):
+            for a in range(g):
+                product[i, a] = power[0, mine[0, lo + i], a]
+            for j in range(1, m):
+                code = mine[j, lo + i]
+                for a in range(g):
+                    product[i, a] *= power[j, code, a]
+            for a in range(g):
+                total[a] += product[i, a]
+                best[a] = max(best[a], product[i, a])
+        for a in range(g):
+            if not best[a] > np.exp(np.float32(-_DEEPEST)):
+                status[task] = 1
+        if status[task]:
+            continue
+        share = (1 / total).astype(np.float32)
+        weights = np.empty(tokens, np.float32)
+        for i in range(tokens):
+            value = np.float32(0)
+            for a in range(g):
+                value += product[i, a] * share[a]
+            weights[i] = value
+        bits = weights.view(np.uint32)
+        level, ties = _threshold(bits, np.ones(tokens, np.int32), k[row])
+        filled = 0
+        for i in range(tokens):
+            take = bits[i] > level
+            if bits[i] == level:
+                take = ties > 0
+                ties -= 1
+            if filled < k[row]:
+                out[row, head, filled] = lo + i
+            filled += take
+
+
+def top_tokens(
+    tables: torch.Tensor, codes: torch.Tensor, lo: int, hi: Sequence[int], k: Sequence[int]
+) -> torch.Tensor | None:
+    """Per row and KV head the k[r] tokens of lo .. hi[r]-1 with the largest group-summed softmax weight.
+
+    tables (n, h_kv, m, C, g) fp32: scaled products of each query head with each centroid; codes (n, h_kv, m, >= max(hi)).
+    The softmax runs over the row's candidates, ties go to the lower position: (n, h_kv, max(k)) int64, ascending, -1 =
+    padding. None if one query head's tables are so steep that the factorised softmax would lose precision.
+    """
+    n, h_kv, m, c, g = tables.shape
+    flat = tables.reshape(n * h_kv, m, c, g).contiguous()
+    out = np.full((n, h_kv, max(k)), -1, np.int64)
+    status = np.zeros(n * h_kv, np.uint8)
+    kernel = _joint if c**m <= _JOINT else _wide
+    threads.run(
+        kernel,
+        n * h_kv,
+        codes.numpy(),
+        flat.numpy(),
+        flat.amax(2).numpy(),
+        lo,
+        np.asarray(hi, np.int64),
+        np.asarray(k, np.int64),
+        out,
+        status,
+    )
+    return None if status.any() else torch.from_numpy(out)

@@ -1,0 +1,40 @@
+"""Run a compiled kernel over a range of tasks on as many threads as torch uses.
+
+Own threads instead of numba's: its OpenMP layer aborts a process that forks later (data loaders do), its other built-in
+layer one that calls kernels from two threads. The kernels release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # (process, threads): a forked child starts its own
+_lock = threading.Lock()
+_PIECES = 4  # per thread, so that a thread that was held up does not hold up the others
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    key = (os.getpid(), threads)
+    with _lock:
+        if key not in _pools:
+            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="pqcache-kernel")
+        return _pools[key]
+
+
+def run(kernel: Callable[..., None], tasks: int, *args: Any) -> None:
+    """Call kernel(first, last, *args) on disjoint ranges that cover 0 .. tasks-1. Tasks write to places of their own."""
+    threads = min(torch.get_num_threads(), tasks)
+    if threads <= 1:
+        kernel(0, tasks, *args)
+        return
+    pieces = min(tasks, threads * _PIECES)
+    edges = [tasks * i // pieces for i in range(pieces + 1)]
+    futures = [_pool(threads).submit(kernel, a, b, *args) for a, b in zip(edges, edges[1:], strict=False)]
+    for future in futures:
+        future.result()

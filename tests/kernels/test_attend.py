@@ -1,0 +1,55 @@
+"""The compiled attention over chosen tokens against gather and scaled_dot_product_attention."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqcache.selective.attention import attend_one
+from pqcache.store.resident import ResidentStore
+
+pytest.importorskip("numba")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    h_kv=st.integers(1, 3),
+    g=st.integers(1, 4),
+    d=st.sampled_from([8, 16, 24, 128]),
+    length=st.integers(2, 900),
+    one_for_all=st.booleans(),
+    scale=st.sampled_from([1.0, 30.0]),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+def test_equals_gather_then_attend(n, h_kv, g, d, length, one_for_all, scale, threads, seed):
+    gen = torch.Generator().manual_seed(seed)
+    store = ResidentStore()
+    store.append(torch.randn(n, h_kv, length, d, generator=gen), torch.randn(n, h_kv, length, d, generator=gen))
+    sinks, recent = min(4, length // 2), max(1, length // 5)
+    heads = 1 if one_for_all else h_kv
+    k = max(1, (length - sinks - recent) // 3)
+    pick = torch.rand(n, heads, max(1, length - sinks - recent), generator=gen).argsort(-1)[..., :k] + sinks
+    q = torch.randn(n, h_kv * g, 1, d, generator=gen) * scale
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert store.native(q, pick)
+        out = store.attend(q, sinks, pick, recent, d**-0.5)
+    finally:
+        torch.set_num_threads(before)
+    keys, values = store.read(sinks, pick, recent, g)
+    torch.testing.assert_close(out, attend_one(q, keys, values, d**-0.5), rtol=1e-4, atol=1e-5)
+
+
+def test_who_is_served():
+    store = ResidentStore()
+    q, pick = torch.randn(2, 4, 1, 8), torch.zeros(2, 2, 3, dtype=torch.long)
+    assert not store.native(q, pick)
+    store.append(torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8))
+    assert store.native(q, pick)
+    assert not store.native(q.double(), pick)
+    assert not store.native(q, torch.zeros(2, 4, 3, dtype=torch.long))  # one choice per query head
+    store.lengths = [20, 19]
+    assert not store.native(q, pick)

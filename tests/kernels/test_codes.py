@@ -1,0 +1,99 @@
+"""The compiled PQ selection against look-up, group softmax and top-k in plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqcache.pq import codebook
+from pqcache.selective.group import group_reduce, top_tokens
+
+pytest.importorskip("numba")
+from pqcache.kernels import codes as compiled
+
+
+def plain(tables, codes, lo, hi, k):
+    """Group-summed softmax weights of the candidates in float64, and the reference selection by them."""
+    n, h_kv, m, _, g = tables.shape
+    index = codes.long()[..., None].expand(-1, -1, -1, -1, g)
+    logits = tables.double().gather(3, index).sum(2)[:, :, lo : max(hi)].transpose(2, 3).reshape(n, h_kv * g, -1)
+    valid = (torch.arange(lo, max(hi))[None] < torch.tensor(hi)[:, None])[:, None]
+    logits = logits.masked_fill(~valid, -torch.inf)
+    weights = logits.softmax(-1).view(n, h_kv, g, -1).sum(2)
+    return weights.masked_fill(~valid, -torch.inf)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    h_kv=st.integers(1, 3),
+    g=st.sampled_from([1, 2, 3, 4]),
+    bits=st.sampled_from([(1, 4), (2, 6), (4, 3), (2, 8), (4, 4), (8, 2), (3, 5)]),
+    tokens=st.integers(2, 900),
+    share=st.floats(0.01, 1.0),
+    scale=st.sampled_from([0.0, 0.3, 3.0]),
+    seed=st.integers(0, 999),
+)
+def test_selection_equals_the_definition(n, h_kv, g, bits, tokens, share, scale, seed):
+    m, b = bits
+    gen = torch.Generator().manual_seed(seed)
+    lo = min(3, tokens - 1)
+    tables = torch.randn(n, h_kv, m, 2**b, g, generator=gen) * scale
+    codes = torch.randint(0, 2**b, (n, h_kv, m, tokens + 5), generator=gen).to(torch.uint8)
+    hi = [max(lo + 1, tokens - 7 * r) for r in range(n)]
+    k = [max(1, min(h - lo, int(share * (h - lo)))) for h in hi]
+    got = compiled.top_tokens(tables, codes, lo, hi, k)
+    assert got is not None
+    weights = plain(tables, codes, lo, hi, k)
+    for r in range(n):
+        for head in range(h_kv):
+            mine = got[r, head]
+            assert mine[k[r] :].eq(-1).all()
+            mine = mine[: k[r]]
+            assert mine.ge(lo).all() and mine.lt(hi[r]).all() and mine.diff().gt(0).all()
+            best = weights[r, head].topk(k[r]).values
+            torch.testing.assert_close(
+                weights[r, head, mine - lo].sort(descending=True).values, best, rtol=1e-5, atol=0
+            )
+
+
+def test_equal_codes_go_to_the_lower_position():
+    tables = torch.zeros(1, 1, 2, 4, 2)
+    tables[0, 0, 0, 1] = 1
+    codes = torch.zeros(1, 1, 2, 20, dtype=torch.uint8)
+    codes[0, 0, 0, 12:] = 1
+    got = compiled.top_tokens(tables, codes, 2, [20], [10])
+    assert got is not None and got[0, 0].tolist() == [2, 3, *range(12, 20)]
+
+
+def test_the_same_selection_as_the_general_path():
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 1, 16, generator=gen)
+    centroids = torch.randn(2, 2, 2, 16, 8, generator=gen)
+    codes = torch.randint(0, 16, (2, 2, 2, 300), generator=gen).to(torch.uint8)
+    general = top_tokens(group_reduce(codebook.score(q, codes, centroids), 2, "sum_softmax"), [40, 40])
+    native = compiled.top_tokens(codebook.tables(q, centroids), codes, 0, [300, 300], [40, 40])
+    assert native is not None and torch.equal(native, general)
+
+
+@pytest.mark.parametrize("bits", [(2, 4), (2, 8)])
+def test_tables_too_steep_to_factorise_are_left_to_the_general_path(bits):
+    m, b = bits
+    tables = torch.zeros(1, 1, m, 2**b, 1)
+    tables[0, 0, 0, 0], tables[0, 0, 1, 0] = 100.0, 100.0  # no token has both codes
+    codes = torch.zeros(1, 1, m, 30, dtype=torch.uint8)
+    codes[0, 0, 0], codes[0, 0, 1] = 0, 1
+    codes[0, 0, 0, 10:], codes[0, 0, 1, 10:] = 1, 0
+    assert compiled.top_tokens(tables, codes, 0, [30], [5]) is None
+    codes[0, 0, 1, 3] = 0  # now one has
+    got = compiled.top_tokens(tables, codes, 0, [30], [1])
+    assert got is not None and got.tolist() == [[[3]]]
+
+
+def test_codes_of_more_than_eight_bits():
+    gen = torch.Generator().manual_seed(1)
+    tables = torch.randn(1, 2, 1, 4096, 2, generator=gen)
+    codes = torch.randint(0, 4096, (1, 2, 1, 500), generator=gen).to(torch.int16)
+    got = compiled.top_tokens(tables, codes, 0, [500], [50])
+    weights = plain(tables, codes, 0, [500], [50])
+    assert got is not None and torch.equal(got, top_tokens(weights.float(), [50]))
