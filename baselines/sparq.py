@@ -148,6 +148,10 @@ class SparQ(RetrievalMethod):
     r: int = 1
     reallocate: bool = False
 
+    @property
+    def traceable(self) -> bool:
+        return not self.reallocate  # else the output is more than attention to the selected tokens
+
     def validate(self) -> None:
         super().validate()
         self.require("r", self.r >= 1, "an int >= 1")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pqcache.harness.registry import is_built, method_class, suggestion
 
+_UNTRACEABLE = "is not determined by the tokens it selects; diagnostics=true measures it"
 GROUPS = ("model", "method", "task", "experiment")
 NOT_HASHED = ("out", "wandb", "limit", "cache_dir")  # where and how much is run, not what: no part of a cell's identity
 
@@ -43,7 +44,8 @@ class RunOptions:
     dense_layers: int | None = None  # how many first layers stay dense; null: the method's own number
     question_as_decode: bool = False  # feed the prompt's last question through the decode path, token by token
     protocol: Literal["aligned", "paper"] = "aligned"
-    diagnostics: bool = False  # recall and attention mass of the selection (not built yet)
+    # recall, attention mass and output error of what is attended; trace: also a file of what was, for method=replay
+    diagnostics: bool | Literal["trace"] = False
     smoke: bool = False  # a table's command on tiny inputs (not built yet)
     cache_dir: str = "~/.cache/pqcache"  # prepared method data, machine profiles, compiled kernels
 
@@ -266,14 +268,15 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     hyper, hyper_defaults = dict(options["method"]), dict(base["method"])
     if not built:
         skip = ("not built", f"method={names['method']}: known, but not built yet")
-    for key in ("diagnostics", "smoke"):
-        if getattr(run, key) is True:
-            skip = skip or ("not built", f"{key}=true: known, but not built yet")
+    if run.smoke is True:
+        skip = skip or ("not built", "smoke=true: known, but not built yet")
     if built:
         typed = {k: v for k, v in options["method"].items() if not any(e.startswith(f"method.{k}=") for e in errors)}
         method, method_skip = _make_method(names["method"], typed, budget, run, errors)
         skip = skip or method_skip
         if method is not None:
+            if run.diagnostics == "trace" and not method.traceable:
+                skip = skip or ("not applicable", f"diagnostics=trace: {names['method']} {_UNTRACEABLE}")
             hyper = method.hyper_parameters()
             hyper_defaults = _method_defaults(names["method"], base["method"], run)
     if errors:
@@ -428,4 +431,7 @@ def _own_line(name: str, hyper: dict[str, Any], error: Exception | str) -> str:
 def _method_defaults(name: str, base: dict[str, Any], run: RunOptions) -> dict[str, Any]:
     """The hyper-parameters this method has when none is given (some defaults depend on the protocol)."""
     cls = method_class(name)
-    return cls(**base, protocol=run.protocol).hyper_parameters()
+    try:
+        return cls(**base, protocol=run.protocol).hyper_parameters()
+    except ValueError:  # an option without a default of its own (a trace to replay)
+        return {key: default for key, (_, default) in option_fields(cls).items()} | base

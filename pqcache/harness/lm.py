@@ -28,6 +28,7 @@ from pqcache.selective.support import attention_kernel
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+    from pqcache.harness.diagnostics import Recorder
     from pqcache.selective import GenerationResult, Method
 
 DEFAULT_NEW_TOKENS = 256
@@ -50,6 +51,7 @@ class HarnessLM(LM):
         scorer: Scorer | None = None,
         label: str = "",
         facts: environment.Facts | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -62,6 +64,7 @@ class HarnessLM(LM):
         self.scorer = scorer
         self.label = label
         self.facts = facts or environment.facts(loaded.device)
+        self.recorder = recorder
         self.stderr = sys.stderr  # the caller may mute lm-eval, but not our progress bar
         self.used: dict[tuple[str, int], Sample] = {}  # the samples of this evaluation, found or computed
         self.resumed = 0
@@ -111,8 +114,10 @@ class HarnessLM(LM):
             self.bos_count = ids.count(bos) if (bos := self.loaded.tokenizer.bos_token_id) is not None else 0
         mark = fingerprint(ids, {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights})
         sample = self.log.find(task, doc_id, mark)
-        if sample is None:
+        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
             sample = self._generate(task, doc_id, text, ids, until, new_tokens, mark, request.doc)
+            if self.recorder is not None:
+                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
             self.log.append(sample)
         else:
             self.resumed += 1
@@ -156,6 +161,7 @@ class HarnessLM(LM):
             stop=stopper(tokenizer, until),
             question_tokens=question,
             attn=self.attn,
+            watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
         )
         answer = result.token_ids
         while answer and answer[-1] in stop_ids:

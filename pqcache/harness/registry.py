@@ -26,6 +26,7 @@ METHODS: dict[str, str | None] = {
     "pyramidkv": "baselines.pyramidkv:PyramidKV",
     "kvcrush": "baselines.kvcrush:KVCrush",
     "sparq": "baselines.sparq:SparQ",
+    "replay": "baselines.replay:Replay",
     "infllm": None,
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",

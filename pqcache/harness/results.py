@@ -14,6 +14,32 @@ from pqcache.harness.samples import Busy, Sample, locked
 from pqcache.harness.timing import percentile, tpot_ms
 
 
+class Diagnostics(TypedDict):
+    """`row["diagnostics"]`: means over samples, decode steps, query heads and the layers that are not dense.
+
+    null: not defined for this method (recall, where nothing is selected). By layer, head and step: the npz files of `folder`.
+    Definitions: pqcache/diagnostics/measures.py and observe.py.
+    """
+
+    recall_q: float | None  # of the query head's own top tokens among the candidates, as many as were selected
+    recall_kv: float | None  # the same against the exact oracle's choice per KV head: 1 for a perfect index
+    recall_budget: float | None  # over the whole prompt, sinks and window included (ClusterKV's definition)
+    hit_top10: float | None  # of the 10 heaviest past tokens, the share attended (Quest's definition)
+    chance: float | None  # selected / candidates: the recall of a random choice
+    attended: float | None  # tokens attended, the current one included
+    mass: float | None  # softmax weight of what was attended, under full attention
+    mass_p5: float | None  # its 5th percentile
+    output_error: float | None  # |o - out| / |o| of the layer's real output against full attention
+    set_error: float | None  # |o - o_S|: of exact attention to the attended set
+    bound: float | None  # 2 (1 - mass) max|v|, its upper bound
+    bound_held: float | None  # share of entries where it is one (rounding allowed)
+    top_stay: float | None  # share of the prompt's 64 heaviest tokens of the first step that still are
+    samples: int  # with a decode step
+    steps: int  # decode steps measured
+    by_layer: dict[str, list[float | None]]  # the means above, one per layer, dense layers included
+    folder: str  # of the npz files, beside row.json
+
+
 class Row(TypedDict):
     """One cell's result. Byte counts are measured by the ledger; times use a synchronised clock."""
 
@@ -58,7 +84,10 @@ class Row(TypedDict):
     peak_bytes: dict[str, float]  # tier -> the largest state of any sample
     bytes_per_step: dict[str, float]  # selection, demand_fetch, refill, write_back: moved per decode step (mean)
 
-    # time
+    # what was attended, measured on the run's own queries; null without diagnostics=true
+    diagnostics: dict[str, Any] | None  # see Diagnostics
+
+    # time; null with diagnostics=true, because measuring slows the steps
     tt2t_s: float | None  # prompt submitted -> second token (median over samples)
     tpot_p50_ms: float | None  # decode step, pooled over samples, first two steps of each dropped
     tpot_p95_ms: float | None
@@ -83,6 +112,7 @@ def build_row(
     prompt_protocol: dict[str, Any],
     kv_dtype: str,
     metrics: Mapping[str, dict[str, float]] | None = None,
+    diagnostics: dict[str, Any] | None = None,
 ) -> Row:
     """The row of a finished cell, not yet compared to Full."""
     samples = list(samples)
@@ -93,6 +123,7 @@ def build_row(
     planned = _mean(s["budget_tokens"] for s in samples)
     steps = [len(s["step_s"]) for s in samples]
     extra = _merge([s["extra"] for s in samples])
+    timed = [] if diagnostics is not None else samples
     return {
         "model": _model_name(identity["model"]),
         "model_options": _rest(identity["model"]),
@@ -139,13 +170,16 @@ def build_row(
         "resident_bytes": _by_key([s["resident_bytes"] for s in samples]),
         "peak_bytes": _by_key([s["peak_bytes"] for s in samples], combine=max),
         "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], steps),
-        "tt2t_s": percentile((s["tt2t_s"] for s in samples), 0.5),
-        "tpot_p50_ms": tpot_ms((s["step_s"] for s in samples), 0.5),
-        "tpot_p95_ms": tpot_ms((s["step_s"] for s in samples), 0.95),
-        "prefill_s": percentile((s["prefill_s"] for s in samples), 0.5),
-        "index_build_s": percentile((s["index_build_s"] for s in samples), 0.5),
+        "diagnostics": diagnostics,
+        "tt2t_s": percentile((s["tt2t_s"] for s in timed), 0.5),
+        "tpot_p50_ms": tpot_ms((s["step_s"] for s in timed), 0.5),
+        "tpot_p95_ms": tpot_ms((s["step_s"] for s in timed), 0.95),
+        "prefill_s": percentile((s["prefill_s"] for s in timed), 0.5),
+        "index_build_s": percentile((s["index_build_s"] for s in timed), 0.5),
         "roofline": None,
-        "roofline_reason": "no measured bandwidths of this machine yet",
+        "roofline_reason": "not timed with diagnostics"
+        if diagnostics is not None
+        else "no measured bandwidths of this machine yet",
         "versions": {
             key: _joined(s["versions"].get(key) for s in samples) for key in _keys(s["versions"] for s in samples)
         },
@@ -207,6 +241,8 @@ def read_row(path: Path) -> Row | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    if isinstance(value, dict):
+        value.setdefault("diagnostics", None)  # rows written before there were any
     complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()
     return cast(Row, value) if complete else None
 

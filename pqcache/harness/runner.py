@@ -219,6 +219,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     """Evaluate one cell, reusing the samples in its log, and write its row."""
     from lm_eval.evaluator import evaluate
 
+    from pqcache.harness.diagnostics import Recorder
     from pqcache.harness.lm import HarnessLM
 
     loaded = session.model(cell)
@@ -230,6 +231,9 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         value = tasks["tasks"][task].process_results(doc, [response]).get(metric)
         return None if value is None else float(value) * spec.scale
 
+    recorder = None
+    if cell.run.diagnostics:
+        recorder = Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
     lm = HarnessLM(
         loaded,
         cell.method,
@@ -241,6 +245,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         scorer=scorer,
         label=cell.label,
         facts=session.facts(loaded.device),
+        recorder=recorder,
     )
     with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's own progress bars; the adapter keeps the real stream
         evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
@@ -257,6 +262,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         prompt_protocol={**loaded.protocol, "bos_count": lm.bos_count, "truncation": "none; longer is refused"},
         kv_dtype=loaded.dtype,
         metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
+        diagnostics=recorder.row(lm.used.values()) if recorder is not None else None,
     )
     others = [r for path in folder.parent.glob("*/row.json") if (r := results.read_row(path)) is not None]
     row = results.pair_with_full(row, results.find_full(row, [*(r for r in others if r["folder"] != cell.name), row]))

@@ -33,7 +33,7 @@ class Sample(TypedDict):
     new_tokens: int  # tokens generated, eos included
     prompt_tokens: int
     question_tokens: int  # prompt tokens fed through the decode path
-    prefill_s: float  # submitting the prompt -> first token
+    prefill_s: float  # submitting the prompt -> first token; with diagnostics, all times include the measuring
     tt2t_s: float | None  # submitting the prompt -> second token; None if one token was generated
     step_s: list[float]  # every decode step
     index_build_s: float

@@ -42,12 +42,26 @@ def row_text(row: Row, path: Path | None) -> str:
         ),
         "machine": f"{row['device']}, {row['attn']}, commit {(row['git_commit'] or MISSING)[:12]}",
     }
+    if (measured := row["diagnostics"]) is not None:
+        lines["time"] = "not measured: diagnostics slow the steps"
+        lines["selection"] = diagnostics_text(measured)
     title = (
         f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
         f"  {row['n_samples']} samples"
     )
     body = [f"  {name:<9} {text}" for name, text in lines.items()]
     return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
+
+
+def diagnostics_text(found: Mapping[str, Any]) -> str:
+    """Recall, mass and error of a diagnostics run in one line."""
+    if not found.get("samples"):
+        return "nothing measured: no decode step"
+    return (
+        f"recall {number(found['recall_kv'], 3)} of the oracle's, {number(found['recall_q'], 3)} of each query head's own"
+        f" (chance {number(found['chance'], 3)}); mass {number(found['mass'], 3)} (p5 {number(found['mass_p5'], 3)}),"
+        f" output error {number(found['output_error'], 3)}"
+    )
 
 
 def summary_line(row: Row) -> str:

@@ -50,7 +50,8 @@ def _track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> No
     )
     try:
         for index, sample in enumerate(samples):
-            point = {key: sample[key] for key in ("score", "tt2t_s", "prefill_s", "new_tokens", "prompt_tokens")}
+            times = ("tt2t_s", "prefill_s") if row["diagnostics"] is None else ()
+            point = {key: sample[key] for key in ("score", *times, "new_tokens", "prompt_tokens")}
             run.log({f"sample/{k}": v for k, v in point.items() if v is not None}, step=index)
         run.summary.update({k: v for k, v in row.items() if k not in NOT_LOGGED and v is not None})
     finally:

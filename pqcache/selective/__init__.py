@@ -4,7 +4,7 @@ from pqcache.selective.attach import attach
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, decode_loop, generate
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
 
@@ -22,6 +22,7 @@ __all__ = [
     "SelectiveCache",
     "SelectiveLayer",
     "StagedLayer",
+    "Watcher",
     "attach",
     "decode_loop",
     "generate",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from pqcache.selective.layer import SelectiveLayer, Step
+from pqcache.selective.layer import SelectiveLayer, Step, Watcher
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method, ModelShape, NotApplicable
 from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
@@ -36,6 +36,7 @@ class SelectiveCache(Cache):
         # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
         # retrieval.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.
         self.observers: list[Callable[[SelectiveLayer, torch.Tensor, Any], None]] = []
+        self.watchers: list[Watcher] = []  # see every attention, prompt blocks included
         super().__init__(layers=method.layers(self.shape))
         for layer in self.layers:
             layer.cache = self
@@ -75,6 +76,7 @@ class SelectiveCache(Cache):
         if not self.prompt_lengths or min(self.prompt_lengths) < 1:
             raise ValueError(f"prompt_lengths={self.prompt_lengths}: allowed is at least one token per row")
         self.token_ids = token_ids
+        self.method.check_prompt(self.prompt_lengths, token_ids)
         self._told = True
         self._target = max(self.prompt_lengths)
         self.pads = [self._target - length for length in self.prompt_lengths]
@@ -196,6 +198,8 @@ class SelectiveCache(Cache):
         index = index.cpu()  # row counts are Python ints everywhere: one transfer here instead of one per layer
         for layer in self.layers:
             layer.reorder_cache(index)
+        for watcher in self.watchers:
+            watcher.map_rows(index)
         rows = index.tolist()
         if self.past:
             self.past = [self.past[i] for i in rows]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.layer import Watcher
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
 
@@ -98,6 +99,7 @@ def generate(
     prefill_chunk: int | None = None,
     attn: str = "auto",
     observers: Collection[Callable] = (),
+    watchers: Collection[Watcher] = (),
 ) -> GenerationResult:
     """Greedy generation of one prompt, input_ids (1, s), under `method`.
 
@@ -112,6 +114,7 @@ def generate(
         raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
     cache = SelectiveCache(model, method, attn=attn)
     cache.observers.extend(observers)
+    cache.watchers.extend(watchers)
     cache.begin([s - question_tokens], token_ids=input_ids, max_new_tokens=max_new_tokens + question_tokens)
     with attach(model):
         tokens, marks = decode_loop(

@@ -163,6 +163,14 @@ class EvictionLayer(StagedLayer):
         """q, K, V as attention sees them; a method that keeps keys un-rotated overrides this."""
         return q, *self.store.view()
 
+    def held_positions(self) -> torch.Tensor | None:
+        if self.positions is None:
+            return None
+        lengths = self.store.lengths
+        position = self.positions.view(self.store.length)
+        valid = row_mask(lengths, position.shape[2], position.device)
+        return position if valid is None else position.masked_fill(~valid, -1)
+
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
         if self.store is not self.staged:

@@ -81,11 +81,33 @@ class Store(Protocol):
     def tensors(self) -> dict[str, list[torch.Tensor]]: ...
 
 
+class Watcher:
+    """Sees every attention of every layer and changes nothing: for diagnostics. Put it into `cache.watchers`."""
+
+    def watch(
+        self,
+        layer: SelectiveLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        ctx: LayerContext,
+    ) -> None:
+        """Called after each `attend`: q (n, h, t, d), k and v (n, h_kv, t, d) of the new block, out (n, t, h, d).
+
+        `ctx.step` says which phase it was; `layer.selected` is what a decode step chose.
+        """
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i became what row index[i] was."""
+
+
 class SelectiveLayer(CacheLayerMixin):
     """Base of all layers. A family writes `prefill`, `finish_prompt` and `decode`; most start from StagedLayer."""
 
     is_sliding = False
     is_croppable = False
+    attends_all = False  # decode attends every token seen, exactly or not: dense layers, quantization
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
@@ -131,6 +153,10 @@ class SelectiveLayer(CacheLayerMixin):
         """Tier -> every tensor this layer keeps between steps."""
         raise NotImplementedError
 
+    def held_positions(self) -> torch.Tensor | None:
+        """Positions in the row of the tokens still held: (n, h_kv, m), -1 = padding; None: all. For diagnostics."""
+        return None
+
     def truncate(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens."""
         raise NotImplementedError(f"{type(self).__name__} cannot be cropped: what it evicted or indexed is not undone")
@@ -145,6 +171,8 @@ class SelectiveLayer(CacheLayerMixin):
             out = self.decode(q, k, v, ctx)
             for observer in ctx.cache.observers:
                 observer(self, q, self.selected)
+            for watcher in ctx.cache.watchers:
+                watcher.watch(self, q, k, v, out, ctx)
             self.selected = None
             return out
         out = self.prefill(q, k, v, mask, ctx)
@@ -152,6 +180,8 @@ class SelectiveLayer(CacheLayerMixin):
             ctx.cache.note_resident()  # the peak: this layer's prompt still whole beside what earlier layers settled
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
+        for watcher in ctx.cache.watchers:
+            watcher.watch(self, q, k, v, out, ctx)
         return out
 
     # -- the transformers side --------------------------------------------------------------------------------------
@@ -228,6 +258,7 @@ class DenseLayer(SelectiveLayer):
     """Keeps everything and attends to everything: the full cache, and the dense first layers of other methods."""
 
     is_croppable = True
+    attends_all = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, make_store=ResidentStore) -> None:
         super().__init__(layer_idx, shape)

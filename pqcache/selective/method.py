@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pqcache.selective.budget import Budget, Plan
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from pqcache.selective.layer import SelectiveLayer
@@ -69,6 +70,11 @@ class Method:
         self.validate()
         self.check_budget()
 
+    @property
+    def traceable(self) -> bool:
+        """Whether the tokens a step attends, which its layers name, determine the output: selection traces need it."""
+        return False
+
     # -- what a subclass may override -------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -79,6 +85,9 @@ class Method:
 
     def check_model(self, config: PreTrainedConfig) -> None:
         """Raise ValueError if this method cannot run on a model of this configuration."""
+
+    def check_prompt(self, lengths: list[int], token_ids: torch.Tensor | None) -> None:
+        """Raise ValueError if this method cannot run on prompts of these lengths; token_ids (n, columns) if known."""
 
     def prepare(self, model: PreTrainedModel, text: str | None, cache_dir: Path | None) -> None:
         """Work done once per model (calibration, profiling), cached under `cache_dir`."""

@@ -21,6 +21,8 @@ from pqcache.store.resident import ResidentStore
 class QuantizationLayer(StagedLayer):
     """Packed body + exact tail; see CodedStore for when a tail token is packed."""
 
+    attends_all = True
+
     def __init__(self, layer_idx: int, shape: ModelShape, method: QuantizationMethod) -> None:
         self.method = method
         super().__init__(layer_idx, shape)

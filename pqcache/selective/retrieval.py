@@ -225,7 +225,7 @@ class RetrievalLayer(StagedLayer):
         if selection is not None and self.shape.h_kv < selection.indices.shape[1]:
             union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(lengths))
         ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
-        if ctx.cache.observers:
+        if ctx.cache.observers or ctx.cache.watchers:
             self.selected = Selected(lo, None if selection is None else selection.indices, cand, local)
         return out
 
@@ -300,6 +300,10 @@ class RetrievalMethod(Method):
     recent_ratio: float = 0.5
     store: str = "resident"
     reduce: str = "sum_softmax"
+
+    @property
+    def traceable(self) -> bool:
+        return True
 
     def validate(self) -> None:
         self.require("n_sink", self.n_sink >= 0, "an int >= 0")

@@ -1,0 +1,116 @@
+"""Replay: attend exactly the tokens that a recorded run attended, at every layer and step (see pqcache/diagnostics/trace.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from pqcache.diagnostics.trace import SUFFIX, Choice, Trace, prompt_hash
+from pqcache.selective.budget import Plan
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import ModelShape
+from pqcache.selective.retrieval import Candidates, Index, RetrievalLayer, RetrievalMethod, Selection
+
+
+class RecordedIndex(Index):
+    """Returns what the trace says; looks at no key and no query."""
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None  # of this step
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        assert self.choice is not None and self.choice.indices is not None
+        indices = self.choice.indices.to(q.device)
+        return Selection(indices, padded=bool((self.choice.indices < 0).any()))
+
+    def most_local(self, plan: Plan) -> int:
+        return plan.local
+
+
+class ReplayLayer(RetrievalLayer):
+    """Candidates, window and selection of each step come from the trace."""
+
+    method: Replay
+    index: RecordedIndex
+
+    def clear(self) -> None:
+        super().clear()
+        self.step = 0
+
+    def candidates(self) -> tuple[Candidates, list[int]]:
+        assert self.store is not None
+        trace = self.method.current()
+        if self.step >= trace.steps:
+            raise ValueError(f"{trace.path}: has {trace.steps} decode steps, this run goes on")
+        choice = self.index.choice = trace.layer(self.layer_idx)[self.step]
+        self.step += 1
+        return Candidates(choice.lo, [choice.hi], [choice.k], self.store.lengths), [choice.local]
+
+
+@dataclass(kw_only=True)
+class Replay(RetrievalMethod):
+    """trace: a file, or a folder of them of which the one of the running prompt is taken. store: where K and V live in the
+    replay, whatever they did in the recorded run.
+
+    The budget is the recorded one. With the recorded run's store the replay moves the same K and V and attends the same tokens;
+    bytes of the recorded method's index (selection) are not moved again, a cache of a store's own (ClusterKV's last steps)
+    is not rebuilt. One row at a time.
+    """
+
+    name: ClassVar[str] = "replay"
+    ignores_budget: ClassVar[bool] = True
+
+    trace: str | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("trace", self.trace is not None, "a trace file, or a folder of them (method.trace=...)")
+        path = Path(str(self.trace)).expanduser()
+        self.require("trace", path.exists(), "an existing file or folder")
+        files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        self.require("trace", bool(files), f"a folder with *{SUFFIX} files")
+        found = [Trace(file) for file in files]
+        self.traces: dict[str, Trace] = {trace.header["prompt_sha256"]: trace for trace in found}
+        self.running: Trace | None = None
+        first = next(iter(self.traces.values()))
+        for trace in self.traces.values():
+            if any(trace.header[key] != first.header[key] for key in ("sinks", "dense_layers", "geometry")):
+                raise ValueError(f"trace={self.trace}: allowed is traces of one method (sinks, dense layers, geometry)")
+        self.n_sink = int(first.header["sinks"])
+        self.dense_layers = int(first.header["dense_layers"])
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        shape, first = ModelShape.of(config), next(iter(self.traces.values()))
+        if shape != first.shape:
+            raise ValueError(f"trace={self.trace}: recorded with {first.shape}, this model has {shape}")
+
+    def check_prompt(self, lengths: list[int], token_ids: torch.Tensor | None) -> None:
+        self.running = None
+        if len(lengths) != 1 or token_ids is None:
+            raise ValueError("replay needs one prompt at a time, and its token ids")
+        mark = prompt_hash(token_ids[0], lengths[0])
+        if mark not in self.traces:
+            raise ValueError(f"trace={self.trace}: holds no trace of this prompt ({lengths[0]} tokens, {mark[:12]})")
+        self.running = self.traces[mark]
+
+    def current(self) -> Trace:
+        if self.running is None:
+            raise ValueError("replay needs begin(prompt_lengths, token_ids)")
+        return self.running
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        first = self.current().layer(layer_idx)[:1]
+        if not first:
+            return Plan(min(self.n_sink, s), 1, 0)
+        most = max(choice.local for choice in self.current().layer(layer_idx))
+        return Plan(min(self.n_sink, s), max(1, most), first[0].k)
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> RecordedIndex:
+        return RecordedIndex()
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> ReplayLayer:
+        return ReplayLayer(layer_idx, shape, self)

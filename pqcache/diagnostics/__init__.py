@@ -1,0 +1,17 @@
+"""Measures that compare retrieval methods, and traces of what they selected. Off unless asked for; see INTERFACE.md."""
+
+from pqcache.diagnostics.capture import Capture, rerun
+from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
+from pqcache.diagnostics.trace import Trace, TraceRecorder, prompt_hash, read_header
+
+__all__ = [
+    "ARRAYS",
+    "Capture",
+    "Measures",
+    "Trace",
+    "TraceRecorder",
+    "prompt_hash",
+    "read_header",
+    "rerun",
+    "summarize",
+]

@@ -1,0 +1,118 @@
+"""What a selection is worth, as pure functions of one decode step's tensors. No method is known here.
+
+Letters: n rows, h query heads, h_kv KV heads, m positions of the longest row, d head dimension. Sets of tokens are bool
+tensors over positions, (n, 1 or h, m). Everything is fp32 and exact: brute force on the stored keys, not an estimate.
+
+- recall: |S & T| / |T|, T being the |S| tokens of highest weight inside a range. recall_q ranks per query head by q.k over the
+  candidates; recall_kv by the exact oracle's weight, softmax over all past tokens summed over the group, so that a perfect
+  index has 1; recall_budget is ClusterKV's (arXiv 2412.03213, section V-B): over the prompt, sinks and window included, both
+  sets equally large. hit is Quest's (arXiv 2406.10774): the share of the 10 heaviest past tokens that are attended.
+- mass: softmax weight of what is attended, under full attention.
+- output error. With the attended set S of mass 1 - t, the rest R of mass t, and o = (1 - t) o_S + t o_R the full output,
+  o - o_S = t (o_R - o_S) exactly (arXiv 2512.07647). Both are means of values, so |o - o_S| <= 2 t max|v|: the bound.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pqcache.selective.group import group_reduce
+
+
+def exact_logits(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Scaled q . k of one query token per row: q (n, h, 1, d), k (n, h_kv, m, d) -> (n, h, m) fp32."""
+    n, h, _, d = q.shape
+    grouped = q.reshape(n, k.shape[1], -1, d).float()
+    return (grouped @ k.float().transpose(-1, -2)).view(n, h, -1) * scaling
+
+
+def marks(indices: torch.Tensor, m: int) -> torch.Tensor:
+    """Positions (n, H, k), -1 = padding, as a set (n, H, m)."""
+    out = torch.zeros((*indices.shape[:2], m + 1), dtype=torch.bool, device=indices.device)
+    return out.scatter_(2, indices.long() + 1, True)[..., 1:]  # padding falls on column 0
+
+
+def spread(x: torch.Tensor, h: int) -> torch.Tensor:
+    """One entry per query head: x (n, H, ...) with H = 1 (all heads share it), h_kv or h -> (n, h, ...)."""
+    return x.repeat_interleave(h // x.shape[1], dim=1)
+
+
+def heaviest(weights: torch.Tensor) -> torch.Tensor:
+    """Positions in descending weight, ties to the lower: (n, H, m) -> (n, H, m)."""
+    return weights.argsort(dim=-1, descending=True, stable=True)
+
+
+def recall(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Share of the heaviest tokens inside a range that were chosen, as many as were chosen there: (n, h), NaN for none.
+
+    order (n, h, m): positions by descending weight. inside (n, 1 or h, m), chosen (n, h, m): sets.
+    """
+    inside = inside.expand(order.shape).gather(2, order)
+    taken = chosen.gather(2, order) & inside
+    count = taken.sum(-1, keepdim=True)
+    truth = inside & (inside.cumsum(-1) <= count)
+    return (taken & truth).sum(-1) / torch.where(count == 0, torch.nan, count.float())[..., 0]
+
+
+def hit(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    """Share of the `top` heaviest tokens inside a range (all of them, if fewer) that were chosen: (n, h), NaN for none."""
+    inside = inside.expand(order.shape).gather(2, order)
+    truth = inside & (inside.cumsum(-1) <= top)
+    count = truth.sum(-1)
+    hits = (chosen.gather(2, order) & truth).sum(-1)
+    return hits / torch.where(count == 0, torch.nan, count.float())
+
+
+def group_weights(logits: torch.Tensor, h_kv: int, stored: torch.Tensor | None) -> torch.Tensor:
+    """The exact oracle's weights, (n, h, m) -> (n, h_kv, m): softmax over every stored token, summed over the group.
+
+    stored (n, 1, m): tokens that exist, None for all; the others come out as -inf.
+    """
+    return group_reduce(logits, h_kv, "sum_softmax", stored)
+
+
+def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rank (0 = heaviest) of given tokens among those inside a range: positions (n, p) -> (n, h, p); ties to the lower."""
+    column = torch.arange(logits.shape[2], device=logits.device)
+    out = []
+    for position in positions.unbind(1):
+        own = logits.gather(2, position[:, None, None].expand(-1, logits.shape[1], 1))
+        before = (logits > own) | ((logits == own) & (column < position[:, None, None]))
+        out.append((before & inside).sum(-1))
+    return torch.stack(out, -1)
+
+
+class Output(NamedTuple):
+    """What full attention gives, and what leaving tokens out costs."""
+
+    full: torch.Tensor  # (n, h, d) output of full attention
+    lost: torch.Tensor  # (n, h) weight of what is not attended, under full attention: 1 - mass
+    error: torch.Tensor  # (n, h) |o - o_S|, S attended exactly
+    bound: torch.Tensor  # (n, h) 2 (1 - mass) max|v| >= error
+
+
+def output(logits: torch.Tensor, v: torch.Tensor, stored: torch.Tensor | None, attended: torch.Tensor) -> Output:
+    """Full attention beside attention over a set: logits (n, h, m), v (n, h_kv, m, d), stored (n, 1, m), attended (n, h, m).
+
+    Errors are computed from the part left out, t (o_R - o_S): the difference of two nearly equal outputs would be noise.
+    """
+    n, h, m = logits.shape
+    h_kv = v.shape[1]
+    values = v.float()
+    length = values.norm(dim=-1)  # (n, h_kv, m)
+    if stored is not None:
+        logits = logits.masked_fill(~stored, -torch.inf)
+        length = length.masked_fill(~stored, 0)
+    probs = logits.softmax(-1)
+    left = probs.masked_fill(attended, 0)
+    lost = left.sum(-1)
+    inside = logits.masked_fill(~attended, -torch.inf).softmax(-1)  # stable, however little mass it has
+
+    def mean(weights: torch.Tensor) -> torch.Tensor:  # (n, h, m) -> (n, h, d)
+        return (weights.view(n, h_kv, -1, m) @ values).view(n, h, -1)
+
+    difference = mean(left) - lost[..., None] * mean(inside)
+    bound = 2 * lost * spread(length.amax(-1), h)
+    return Output(mean(probs), lost, difference.norm(dim=-1), bound)

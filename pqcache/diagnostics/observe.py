@@ -1,0 +1,294 @@
+"""Measures of every layer, head and step of a running request.
+
+    measures = Measures()
+    generate(model, method, ids, max_new_tokens=64, watchers=[measures])
+    arrays = measures.arrays()          # name -> (layers, rows, h, steps)
+    summarize([arrays])                 # means, 5th percentile, by layer
+
+Truth is full attention of the run's own queries over every token it has seen. Where the layer's own store holds all of them
+exactly and on the device it is read there; else an exact copy of K and V is kept beside it (what is offloaded, evicted or
+packed cannot say what was lost), which doubles the memory of the cache. The layer's bytes are not read and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pqcache.diagnostics import measures as m
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher, row_mask
+from pqcache.selective.retrieval import RetrievalLayer, Selected
+from pqcache.store.resident import ResidentStore
+
+# array -> what it says, per layer, row, query head and step; NaN where it is not defined
+ARRAYS = {
+    "recall_q": "share of the query head's own top tokens among the candidates that was selected",
+    "recall_kv": "the same against the exact oracle's top tokens of the KV head",
+    "recall_budget": "the same over the whole prompt, sinks and window included (ClusterKV's definition)",
+    "hit_top10": "share of the 10 heaviest past tokens that was attended (Quest's definition)",
+    "selected": "tokens selected among the candidates",
+    "candidates": "tokens it could choose from",
+    "attended": "tokens attended, the current one included",
+    "mass": "softmax weight of what was attended, under full attention",
+    "lost": "1 - mass, without its rounding",
+    "set_error": "|o - o_S|: full attention's output against exact attention to the attended set",
+    "bound": "2 (1 - mass) max|v|, which set_error cannot exceed",
+    "output_error": "|o - out| / |o| of the layer's real output, whatever the method does to keys, values and weights",
+    "top_stay": "share of the prompt's 64 heaviest tokens at the first step that still are",
+}
+MEANS = (
+    "recall_q", "recall_kv", "recall_budget", "hit_top10", "chance", "attended", "mass", "output_error", "set_error", "bound",
+    "top_stay",
+)  # fmt: skip
+TOP_STAY = 64
+TOP_HIT = 10
+
+
+class Shadow:
+    """All K and V of one layer, exactly: of its store if that has them, else of a copy."""
+
+    def __init__(self) -> None:
+        self.copy: ResidentStore | None = None
+
+    def add(self, layer: SelectiveLayer, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """One block, after the layer has taken it."""
+        if self.store_of(layer, ctx.step.total) is not None:
+            self.copy = None
+            return
+        if self.copy is None:
+            self.copy = ResidentStore()
+            if not ctx.step.first:
+                raise RuntimeError("a watcher has to see a request from its first token on")
+        elif self.copy.lengths != ctx.step.past:
+            raise RuntimeError("a watcher has missed tokens of this request")
+        self.copy.append(k, v, ctx.step.counts)
+
+    def view(self, layer: SelectiveLayer, total: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, h_kv, m, d), m = max(total)."""
+        store = self.copy or self.store_of(layer, total)
+        assert store is not None
+        return store.view()
+
+    @staticmethod
+    def store_of(layer: SelectiveLayer, total: list[int]) -> ResidentStore | None:
+        """The layer's own store, if it keeps every token as it came. Only families that never change keys are asked."""
+        if not isinstance(layer, RetrievalLayer | DenseLayer) or layer.held_positions() is not None:
+            return None
+        store = layer.store
+        return store if type(store) is ResidentStore and store.lengths == total else None
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.copy is not None:
+            self.copy.map_rows(index)
+
+
+class Measures(Watcher):
+    """Collects ARRAYS, and ranks of a few tokens, for the first `max_steps` decode steps of one request.
+
+    tracked: how many prompt tokens, evenly spaced, are followed through the ranking (ClusterKV, Figure 3a).
+    """
+
+    def __init__(self, max_steps: int = 1024, tracked: int = 8) -> None:
+        self.max_steps, self.tracked = max_steps, tracked
+        self.shadows: dict[int, Shadow] = {}
+        self.held: dict[int, torch.Tensor | None] = {}  # what each layer kept when its last call ended
+        self.prompt: list[int] = []  # tokens before the first decode step
+        self.positions: torch.Tensor | None = None  # (n, tracked) positions that are followed
+        self.first_top: dict[int, torch.Tensor] = {}  # (n, h, m) the prompt's heaviest tokens at the first step
+        self.found: dict[int, list[dict[str, torch.Tensor]]] = {}  # layer -> per step, name -> (n, h)
+        self.ranks: dict[int, list[torch.Tensor]] = {}  # layer -> per step (n, h, tracked)
+
+    def watch(
+        self,
+        layer: SelectiveLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        ctx: LayerContext,
+    ) -> None:
+        at = layer.layer_idx
+        if len(self.found.get(at, ())) >= self.max_steps:
+            return
+        shadow = self.shadows.setdefault(at, Shadow())
+        shadow.add(layer, k, v, ctx)
+        if ctx.step.decode:
+            self._measure(layer, q, shadow.view(layer, ctx.step.total), out, ctx)
+        kept = layer.held_positions()
+        self.held[at] = None if kept is None else kept.clone()
+        if len(self.found.get(at, ())) >= self.max_steps:
+            shadow.copy = None
+
+    def _measure(
+        self,
+        layer: SelectiveLayer,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        ctx: LayerContext,
+    ) -> None:
+        at, lengths, (k, v) = layer.layer_idx, ctx.step.total, kv
+        n, h, _, _ = q.shape
+        h_kv, length = k.shape[1], max(lengths)
+        if not self.prompt:
+            self.prompt = list(ctx.step.past)
+        column = torch.arange(length, device=q.device)[None, None]
+        ends = torch.tensor(lengths, device=q.device)[:, None, None]
+        past = (column < ends - 1).expand(n, 1, -1)
+        prompt = column < torch.tensor(self.prompt, device=q.device)[:, None, None]
+        stored = row_mask(lengths, length, q.device)
+        logits = m.exact_logits(q, k, ctx.scaling)
+        order = m.heaviest(logits if stored is None else logits.masked_fill(~stored, -torch.inf))
+
+        here: dict[str, torch.Tensor] = {}
+        attended, choice = self._attended(layer, h, length, ctx)
+        if attended is not None:
+            here["attended"] = attended.sum(-1).float()
+            full, here["lost"], here["set_error"], here["bound"] = m.output(logits, v, stored, attended)
+            here["mass"] = 1 - here["lost"]
+            if choice is not None:
+                chosen, inside = choice
+                here["selected"] = chosen.sum(-1).float()
+                here["candidates"] = inside.sum(-1).float().expand(n, h)
+                here["recall_q"] = m.recall(order, inside, chosen)
+                weights = m.spread(m.heaviest(m.group_weights(logits, h_kv, stored)), h)
+                here["recall_kv"] = m.recall(weights, inside, chosen)
+            here["recall_budget"] = m.recall(order, prompt, attended)
+            here["hit_top10"] = m.hit(order, past, attended, TOP_HIT)
+        else:
+            everything = torch.ones((n, h, length), dtype=torch.bool, device=q.device)
+            full = m.output(logits, v, stored, everything).full
+        real = out[:, 0].float()
+        here["output_error"] = (real - full).norm(dim=-1) / full.norm(dim=-1)
+        self._follow(at, logits, order, prompt, here)
+        self.found.setdefault(at, []).append(here)
+
+    def _follow(
+        self, at: int, logits: torch.Tensor, order: torch.Tensor, prompt: torch.Tensor, here: dict[str, torch.Tensor]
+    ) -> None:
+        """Ranks of the tracked tokens, and what is left of the first step's heaviest tokens."""
+        if self.positions is None:
+            share = torch.linspace(0, 1, self.tracked + 2)[1:-1]  # neither the first token nor the last
+            self.positions = torch.stack([(share * (s - 1)).round().long() for s in self.prompt]).to(logits.device)
+        self.ranks.setdefault(at, []).append(m.ranks(logits, prompt, self.positions).int())
+        first = self.first_top.get(at)
+        if first is None:
+            inside = prompt.expand(order.shape).gather(2, order)
+            top = inside & (inside.cumsum(-1) <= TOP_STAY)
+            self.first_top[at] = first = torch.zeros_like(top).scatter_(2, order, top)
+        grown = torch.zeros_like(order, dtype=torch.bool)
+        grown[..., : first.shape[2]] = first
+        here["top_stay"] = m.hit(order, prompt, grown, TOP_STAY)
+
+    def _attended(
+        self, layer: SelectiveLayer, h: int, length: int, ctx: LayerContext
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """What this step attended, (n, h, length), None if the layer does not say; and (chosen, candidates) if it chose."""
+        n, device = len(ctx.step.total), ctx.hidden.device
+        selected: Any = layer.selected
+        kept = layer.held_positions() if isinstance(selected, Selected) else self.held.get(layer.layer_idx)
+        if isinstance(selected, Selected):
+            chosen, inside, forced = _sets(selected, h, device)
+            if kept is not None:  # positions of what is left of the row, not of the row
+                chosen, inside, forced = (_place(x, kept, h, length) for x in (chosen, inside, forced))
+            chosen, inside, forced = (_widen(x, length) for x in (chosen, inside, forced))
+            return chosen | forced, (chosen, inside)
+        column = torch.arange(length, device=device)
+        ends = torch.tensor(ctx.step.total, device=device)[:, None, None]
+        if kept is not None:  # what was held before this step, and the current token
+            return m.spread(m.marks(kept, length), h) | (column == ends - 1), None
+        if layer.attends_all:
+            return (column < ends).expand(n, h, -1), None
+        return None, None
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        for shadow in self.shadows.values():
+            shadow.map_rows(index)
+        for state in (self.held, self.first_top):
+            for at, x in state.items():
+                state[at] = None if x is None else x.index_select(0, index.to(x.device))  # type: ignore[assignment]
+        if self.prompt:
+            self.prompt = [self.prompt[i] for i in index.tolist()]
+        if self.positions is not None:
+            self.positions = self.positions.index_select(0, index.to(self.positions.device))
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """ARRAYS as (layers, n, h, steps) fp32 on the CPU; "ranks" (layers, n, h, steps, tracked) and "positions" (n, tracked).
+
+        Empty if there was no decode step.
+        """
+        if not self.found:
+            return {}
+        layers = sorted(self.found)
+        nothing = torch.full_like(self.found[layers[0]][0]["output_error"], torch.nan)
+        out = {
+            name: torch.stack(
+                [torch.stack([step.get(name, nothing) for step in self.found[at]], -1) for at in layers]
+            ).cpu()
+            for name in ARRAYS
+        }
+        out["ranks"] = torch.stack([torch.stack(self.ranks[at], 2) for at in layers]).cpu()
+        assert self.positions is not None
+        out["positions"] = self.positions.int().cpu()
+        return out
+
+
+def _sets(selected: Selected, h: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A step's choice as sets over what the store holds: chosen (n, h, m), candidates (n, 1, m), always attended (n, 1, m)."""
+    cand = selected.candidates
+    column = torch.arange(max(cand.lengths), device=device)
+    stored = column < torch.tensor(cand.lengths, device=device)[:, None, None]
+    inside = (column >= cand.lo) & (column < torch.tensor(cand.hi, device=device)[:, None, None]) & stored
+    if selected.indices is None:  # all candidates, or a plan that selects none
+        whole = [k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)]
+        chosen = inside & torch.tensor(whole, device=device)[:, None, None]
+    else:
+        chosen = m.marks(selected.indices, max(cand.lengths)) & inside
+    return m.spread(chosen, h), inside, stored & ~inside
+
+
+def _place(x: torch.Tensor, positions: torch.Tensor, h: int, length: int) -> torch.Tensor:
+    """A set over entries, (n, 1 or h, entries), as a set over the positions (n, h_kv, entries) they stand for."""
+    at = m.spread(positions, h)
+    chosen = x[..., : at.shape[2]].expand(-1, h, -1)
+    return m.marks(torch.where(chosen, at, -1), length)
+
+
+def _widen(x: torch.Tensor, length: int) -> torch.Tensor:
+    return x if x.shape[2] == length else torch.nn.functional.pad(x, (0, length - x.shape[2]))
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
+
+
+def summarize(samples: Sequence[Mapping[str, torch.Tensor]], dense_layers: int = 0) -> dict[str, Any]:
+    """One summary of the arrays of several requests: means over samples, layers, heads and steps, each step counting once.
+
+    The first `dense_layers` layers are left out of the means. None where a measure is not defined. Keys: MEANS, mass_p5 (5th
+    percentile of mass over all of those), bound_held (share of entries whose error is within the bound), samples, steps,
+    by_layer (name -> one mean per layer; chance is selected / candidates).
+    """
+    samples = [s for s in samples if s]
+    pooled: dict[str, torch.Tensor] = {}
+    for name in ARRAYS if samples else ():
+        pooled[name] = torch.cat([s[name].flatten(1) for s in samples], 1)  # (layers, everything)
+    if not samples:
+        return {}
+    pooled["chance"] = pooled["selected"] / pooled["candidates"]
+    chosen = {name: x[dense_layers:] for name, x in pooled.items()}
+    out: dict[str, Any] = {name: _mean(chosen[name]) for name in MEANS}
+    mass = chosen["mass"][chosen["mass"].isfinite()]
+    out["mass_p5"] = float(mass.sort().values[int(0.05 * (len(mass) - 1))]) if len(mass) else None
+    known = chosen["bound"].isfinite()
+    within = chosen["set_error"] <= chosen["bound"] * (1 + 1e-5) + 1e-12
+    out["bound_held"] = float(within[known].double().mean()) if known.any() else None
+    out["samples"], out["steps"] = len(samples), sum(s["mass"].shape[-1] for s in samples)
+    out["by_layer"] = {name: [_mean(x) for x in pooled[name]] for name in MEANS}
+    return out
+
+
+def _mean(x: torch.Tensor) -> float | None:
+    known = x[x.isfinite()]
+    return float(known.double().mean()) if known.numel() else None

@@ -1,0 +1,247 @@
+"""Measures of running models: exact, the same wherever K and V live, and without a trace in what is measured of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.clusterkv import ClusterKV
+from baselines.full import Full
+from baselines.h2o import H2O
+from baselines.int8 import Int8
+from baselines.oracle import Oracle
+from baselines.quest import Quest
+from baselines.snapkv import SnapKV
+from baselines.sparq import SparQ
+from baselines.streaming import StreamingLLM
+from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method, ModelShape, SelectiveCache, attach, generate
+from pqcache.selective.retrieval import RetrievalLayer
+from tests.invariants.drive import Session, tokens
+
+QUARTER = Budget(ratio=0.25)
+METHODS: dict[str, Method] = {
+    "oracle": Oracle(n_sink=4, budget=QUARTER),
+    "pqcache": PQCache(n_sink=4, b=3, budget=QUARTER),
+    "pqcache-host": PQCache(n_sink=4, b=3, budget=QUARTER, store="host"),
+    "quest": Quest(page=4, budget=QUARTER),
+    "clusterkv": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER),
+    "clusterkv-host": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER, store="host"),
+    "sparq": SparQ(n_sink=4, r=2, budget=QUARTER),
+    "streaming": StreamingLLM(n_sink=4, mode="dynamic", budget=QUARTER),
+    "snapkv": SnapKV(n_sink=4, w=8, kernel=5, budget=QUARTER),
+    "h2o": H2O(n_sink=4, budget=QUARTER),
+    "int8": Int8(),
+    "full": Full(),
+}
+PROMPT = torch.tensor([tokens(80, 1)])
+
+
+def measured(model: PreTrainedModel, method: Method, **options: Any) -> dict[str, torch.Tensor]:
+    measures = Measures()
+    generate(model, method, PROMPT, max_new_tokens=9, watchers=[measures], **options)
+    return measures.arrays()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *skip: str) -> None:
+    for name in a:
+        if name not in skip:
+            torch.testing.assert_close(a[name], b[name], equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_measuring_changes_nothing(llama: PreTrainedModel, name: str) -> None:
+    plain = generate(llama, METHODS[name], PROMPT, max_new_tokens=9)
+    watched = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[Measures()])
+    for field in ("token_ids", "attended_tokens", "resident_bytes", "peak_bytes", "bytes_per_step", "extra"):
+        assert getattr(plain, field) == getattr(watched, field), field
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedModel, name: str) -> None:
+    result = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
+    arrays = measures.arrays()
+    assert {tuple(arrays[key].shape) for key in ARRAYS} == {(3, 1, 4, 8)}
+    assert float(arrays["attended"].mean()) == pytest.approx(result.attended_tokens)
+    summary = summarize([arrays])
+    assert summary["bound_held"] == 1
+    assert (summary["samples"], summary["steps"]) == (1, 8)
+    chooses = name not in ("streaming", "snapkv", "h2o", "int8", "full")
+    assert (summary["recall_kv"] is not None) == chooses
+    if name in ("full", "int8"):
+        assert summary["mass"] == summary["mass_p5"] == 1
+        assert summary["recall_budget"] == summary["hit_top10"] == 1
+    else:
+        assert 0 < summary["mass_p5"] <= summary["mass"] < 1
+    assert (summary["output_error"] < 1e-5) == (name == "full")
+
+
+def test_a_perfect_index_has_recall_one(llama: PreTrainedModel) -> None:
+    arrays = measured(llama, METHODS["oracle"])
+    assert torch.equal(arrays["recall_kv"], torch.ones_like(arrays["recall_kv"]))
+    assert float(arrays["recall_q"].min()) < 1  # two query heads share one choice
+    per_head = measured(llama, Oracle(n_sink=4, budget=QUARTER, reduce="none"))
+    assert torch.equal(per_head["recall_q"], torch.ones_like(per_head["recall_q"]))
+    others = [measured(llama, METHODS[name])["recall_kv"].mean() for name in ("pqcache", "quest", "clusterkv", "sparq")]
+    assert max(others) < 1
+
+
+def test_no_set_of_its_size_has_more_mass_than_the_oracles(llama: PreTrainedModel) -> None:
+    """On the same queries; per KV head, so means over a group are compared."""
+    generate(llama, Full(), PROMPT, max_new_tokens=9, watchers=[capture := Capture()])
+    found = {}
+    for name in ("oracle", "pqcache", "sparq"):
+        rerun(capture, llama.config, METHODS[name], [measures := Measures()])
+        found[name] = measures.arrays()["mass"].unflatten(2, (2, 2)).mean(3)
+    assert (found["oracle"] >= found["pqcache"] - 1e-6).all()
+    assert (found["oracle"] >= found["sparq"] - 1e-6).all()
+
+
+@pytest.mark.parametrize("name", ["pqcache", "clusterkv"])
+def test_it_does_not_matter_where_keys_live_or_how_the_prompt_arrives(llama: PreTrainedModel, name: str) -> None:
+    resident, host = measured(llama, METHODS[name]), measured(llama, METHODS[f"{name}-host"])
+    same(resident, host)
+    for store in ("", "-host"):
+        same(resident, measured(llama, METHODS[name + store], prefill_chunk=13), "output_error", "set_error", "bound")
+
+
+def test_resident_keys_are_not_copied(llama: PreTrainedModel) -> None:
+    for name, copied in (("oracle", False), ("full", False), ("pqcache-host", True), ("snapkv", True), ("int8", True)):
+        generate(llama, METHODS[name], PROMPT, max_new_tokens=3, watchers=[measures := Measures()])
+        assert all((shadow.copy is not None) == copied for shadow in measures.shadows.values()), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["pqcache-host", "quest", "clusterkv", "snapkv", "int8"])
+def test_rows_of_a_batch_are_measured_as_alone(llama: PreTrainedModel, name: str) -> None:
+    """Two prompts of different length side by side, swapped half-way."""
+    prompts, steps = [tokens(80, 1), tokens(61, 2)], list(zip(tokens(6, 3), tokens(6, 4)))
+
+    def run(rows: list[int], swap: bool = False) -> dict[str, torch.Tensor]:
+        cache = SelectiveCache(llama, METHODS[name])
+        cache.watchers.append(measures := Measures())
+        with attach(llama):
+            session = Session(llama, cache, [prompts[row] for row in rows])
+            for column in steps[:3]:
+                session.step([column[row] for row in rows])
+            if swap:
+                session.reorder([1, 0])
+                rows = rows[::-1]
+            for column in steps[3:]:
+                session.step([column[row] for row in rows])
+        return measures.arrays()
+
+    alone, together = [run([0]), run([1])], run([0, 1], swap=True)
+    for key in ARRAYS:
+        for row in (0, 1):
+            want = alone[row][key][:, 0]
+            got = torch.cat([together[key][:, row, :, :3], together[key][:, 1 - row, :, 3:]], -1)
+            torch.testing.assert_close(
+                got, want, equal_nan=True, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key} {text}"
+            )
+
+
+def test_brute_force_on_the_model(llama: PreTrainedModel) -> None:
+    """An evictor's mass from the full run's own keys: layer 0's queries and keys depend on the tokens alone."""
+    result = generate(llama, METHODS["h2o"], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
+    mass = measures.arrays()["mass"][0, 0]
+    calls: list[tuple[torch.Tensor, set[int]]] = []
+    cache = SelectiveCache(llama, METHODS["h2o"])
+    held: list[torch.Tensor] = []
+    whole = SelectiveCache(llama, Full())
+
+    def observe(layer: Any, q: torch.Tensor, selected: Any) -> None:
+        if layer.layer_idx == 0:
+            calls.append((q, held[-1]))
+
+    cache.observers.append(observe)
+    with torch.no_grad(), attach(llama):
+        session, full = Session(llama, cache, [PROMPT[0].tolist()]), Session(llama, whole, [PROMPT[0].tolist()])
+        for token in result.token_ids[:-1]:
+            held.append(cache.layers[0].held_positions().clone())
+            session.step([token])
+            full.step([token])
+            q, kept = calls[-1]
+            keys = whole.layers[0].store.view()[0][0]
+            for head in range(4):
+                probs = (keys[head // 2] @ q[0, head, 0] * keys.shape[-1] ** -0.5).softmax(0)
+                inside = [*kept[0, head // 2].tolist(), keys.shape[1] - 1]
+                assert float(mass[head, len(calls) - 1]) == pytest.approx(float(probs[inside].sum()), abs=1e-5)
+
+
+def test_everything_is_attended_at_the_no_op(llama: PreTrainedModel) -> None:
+    for method in (Oracle.noop(), PQCache.noop(store="host"), SnapKV.noop()):
+        arrays = measured(llama, method)
+        assert torch.equal(arrays["mass"], torch.ones_like(arrays["mass"]))
+        assert float(arrays["output_error"].max()) < 1e-5
+
+
+def test_a_choice_among_what_is_still_held_is_placed_in_the_row(llama: PreTrainedModel) -> None:
+    """A layer whose indices count entries, not positions: here entry i is position i, so nothing may change."""
+
+    class Held(Oracle):
+        def make_layer(self, layer_idx: int, shape: ModelShape) -> RetrievalLayer:
+            layer = super().make_layer(layer_idx, shape)
+
+            def positions() -> torch.Tensor | None:
+                return None if layer.store is None else torch.arange(layer.store.length).expand(1, 2, -1)
+
+            layer.held_positions = positions  # type: ignore[method-assign]
+            return layer
+
+    same(measured(llama, METHODS["oracle"]), measured(llama, Held(n_sink=4, budget=QUARTER)))
+
+
+def test_memory_is_bounded(llama: PreTrainedModel) -> None:
+    generate(llama, METHODS["snapkv"], PROMPT, max_new_tokens=9, watchers=[measures := Measures(max_steps=4)])
+    assert measures.arrays()["mass"].shape[-1] == 4
+    assert all(shadow.copy is None for shadow in measures.shadows.values())
+
+
+def test_a_run_of_one_token_has_no_measures(llama: PreTrainedModel) -> None:
+    generate(llama, METHODS["oracle"], PROMPT, max_new_tokens=1, watchers=[measures := Measures()])
+    assert measures.arrays() == {}
+    assert summarize([measures.arrays()]) == {}
+
+
+def test_dense_layers_are_left_out_of_means(llama: PreTrainedModel) -> None:
+    method = PQCache(n_sink=4, b=3, budget=QUARTER, dense_layers=2)
+    arrays = measured(llama, method)
+    assert torch.equal(arrays["mass"][:2], torch.ones_like(arrays["mass"][:2]))
+    assert arrays["recall_q"][:2].isnan().all()
+    assert summarize([arrays], 2)["mass"] == pytest.approx(float(arrays["mass"][2].mean()))
+    assert summarize([arrays], 2)["by_layer"]["recall_q"][:2] == [None, None]
+
+
+def test_ranks_follow_tokens(llama: PreTrainedModel) -> None:
+    arrays = measured(llama, METHODS["full"])
+    assert arrays["ranks"].shape == (3, 1, 4, 8, 8)
+    assert arrays["positions"].shape == (1, 8)
+    assert int(arrays["ranks"].min()) >= 0 and int(arrays["ranks"].max()) < 80
+    assert torch.equal(arrays["top_stay"][..., 0], torch.ones(3, 1, 4))
+    assert float(arrays["top_stay"].min()) >= (2 * 64 - 80) / 64  # two sets of 64 among 80 tokens overlap
+
+
+def test_a_rerun_is_the_run_on_the_same_queries(llama: PreTrainedModel) -> None:
+    """Layer 0 sees the same queries live and captured as long as the answers agree; a rerun of Full is exact everywhere."""
+    result = generate(llama, Full(), PROMPT, max_new_tokens=9, watchers=[capture := Capture()])
+    cache = rerun(capture, llama.config, Full(), [measures := Measures()])
+    assert summarize([measures.arrays()])["output_error"] < 1e-6
+    assert cache.ledger.attended(all_layers=True) == result.attended_tokens_all_layers
+    for name in ("pqcache-host", "quest", "snapkv", "h2o"):
+        session_measures, again = Measures(), Measures()
+        live = SelectiveCache(llama, METHODS[name])
+        live.watchers.append(session_measures)
+        with torch.no_grad(), attach(llama):
+            session = Session(llama, live, [PROMPT[0].tolist()])
+            for token in result.token_ids[:-1]:
+                session.step([token])
+        rerun(capture, llama.config, METHODS[name], [again])
+        same(
+            {k: x[0] for k, x in session_measures.arrays().items() if k in ARRAYS},
+            {k: x[0] for k, x in again.arrays().items()},
+        )

@@ -1,0 +1,158 @@
+"""`diagnostics=true` and `=trace` from the command line: the row, the files beside it, resuming, replaying, figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from pqcache.harness import diagnostic_figures, diagnostics, lm, recall_sweep
+from pqcache.harness.results import Diagnostics, Row, read_row
+
+Command = Callable[..., int]
+
+
+def only(out: Path, method: str) -> tuple[Path, Row]:
+    (path,) = out.glob(f"*__{method}__*/row.json")
+    row = read_row(path)
+    assert row is not None
+    return path.parent, row
+
+
+def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("method=oracle", "diagnostics=true", "method.n_sink=8") == 0
+    folder, row = only(tmp_path / "out", "oracle")
+    found: Any = row["diagnostics"]
+    assert found.keys() == Diagnostics.__annotations__.keys()
+    assert found["recall_kv"] == 1
+    assert 0 < found["mass_p5"] <= found["mass"] < 1
+    assert found["bound_held"] == 1
+    assert found["chance"] < found["recall_q"] <= 1
+    assert (found["samples"], found["steps"]) == (
+        3,
+        sum(len(json.loads(s)["step_s"]) for s in (folder / "samples.jsonl").open()),
+    )
+    assert [len(x) for x in found["by_layer"].values()] == [2] * len(found["by_layer"])
+    for key in ("tt2t_s", "tpot_p50_ms", "tpot_p95_ms", "prefill_s", "index_build_s", "roofline"):
+        assert row[key] is None  # type: ignore[literal-required]
+    files = sorted((folder / found["folder"]).iterdir())
+    assert [f.suffix for f in files] == [".npz"] * 3
+    arrays = numpy.load(files[0])
+    assert set(arrays.files) == set(diagnostics.FIELDS)
+    assert arrays["mass"].shape[:2] == (2, 4)
+    shown = capsys.readouterr().out
+    assert "not measured: diagnostics slow the steps" in shown
+    assert "recall 1.000 of the oracle's" in shown
+
+
+def test_rows_without_are_null_and_older_rows_still_read(command: Command, tmp_path: Path) -> None:
+    assert command("method=oracle", "limit=1") == 0
+    folder, row = only(tmp_path / "out", "oracle")
+    assert row["diagnostics"] is None
+    assert not (folder / "diagnostics").exists()
+    old = {k: v for k, v in row.items() if k != "diagnostics"}
+    (folder / "row.json").write_text(json.dumps(old))
+    assert read_row(folder / "row.json") == row
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "int8"])
+def test_methods_that_select_nothing_have_mass_and_error(command: Command, tmp_path: Path, method: str) -> None:
+    assert command(f"method={method}", "diagnostics=true", "limit=1") == 0
+    found: Any = only(tmp_path / "out", method)[1]["diagnostics"]
+    assert found["recall_q"] is None and found["recall_kv"] is None and found["chance"] is None
+    assert (found["mass"] == 1) == (method != "snapkv")
+    assert (found["output_error"] < 1e-4) == (method == "full")
+
+
+def test_only_what_is_missing_is_measured_again(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between a sample's file and its line, or a file lost since: that sample alone is done again."""
+    calls: list[int] = []
+    original = lm.generate
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(lm, "generate", counting)
+    line = ("method=pqcache", "diagnostics=trace", "method.b=3", "budget=0.3")
+    assert command(*line) == 0
+    folder, row = only(tmp_path / "out", "pqcache")
+    assert (len(calls), len(list((folder / "diagnostics").iterdir()))) == (3, 6)
+    assert command(*line) == 0
+    assert len(calls) == 3
+    log = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_bytes(b"".join(log[:2]) + log[2][:40])  # a line cut short
+    (folder / "row.json").unlink()
+    assert command(*line) == 0
+    assert len(calls) == 4
+    next((folder / "diagnostics").glob("*-0-*.npz")).unlink()
+    assert command(*line) == 0
+    assert len(calls) == 5
+    assert only(tmp_path / "out", "pqcache")[1]["diagnostics"] == row["diagnostics"]
+
+
+def test_a_recorded_cell_is_replayed(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("method=quest", "diagnostics=trace", "budget=0.3", "method.page=8") == 0
+    folder, row = only(tmp_path / "out", "quest")
+    assert command("method=replay", f"method.trace='{folder / 'diagnostics'}'", "diagnostics=true") == 0
+    _, again = only(tmp_path / "out", "replay")
+    assert again["sample_scores"] == row["sample_scores"]
+    assert again["attended_tokens"] == row["attended_tokens"]
+    assert again["extra"]["attended_union"] == row["extra"]["attended_union"]
+    for key in ("recall_q", "recall_kv", "mass", "mass_p5", "output_error"):
+        assert again["diagnostics"][key] == pytest.approx(row["diagnostics"][key], abs=1e-6)
+    capsys.readouterr()
+    assert command("method=replay", f"method.trace='{folder / 'diagnostics'}'", "seed=7", out=tmp_path / "other") == 1
+    assert "holds no trace of this prompt" in capsys.readouterr().err
+
+
+def test_a_trace_of_another_geometry_is_refused_before_anything_runs(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("method=quest", "diagnostics=trace", "limit=1") == 0
+    folder, _ = only(tmp_path / "out", "quest")
+    capsys.readouterr()
+    line = ("model=embedded", "model.path=null", "method=replay", f"method.trace='{folder / 'diagnostics'}'")
+    assert command(*line, out=tmp_path / "other") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "recorded with ModelShape(n_layers=2" in error
+
+
+def test_figures(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert command("-m", "method=full,oracle,quest", "budget=0.2,0.4", "diagnostics=true", "limit=1") == 0
+    monkeypatch.setattr(sys, "argv", ["figures", str(out)])
+    diagnostic_figures.main()
+    names = [Path(line).name for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert names == ["by_layer.png", "mass.png", "ranks.png"]
+    assert all((out / name).stat().st_size > 5000 for name in names)
+    monkeypatch.setattr(sys, "argv", ["figures", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        diagnostic_figures.main()
+
+
+def test_recall_sweep(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(recall_sweep, "BUDGETS", (64, 128))
+    monkeypatch.setattr(recall_sweep, "FEW_BUDGETS", (64,))
+    argv = ["sweep", "--model", str(tiny), "--length", "256", "--steps", "2", "--out", str(tmp_path / "sweep")]
+    monkeypatch.setattr(sys, "argv", argv)
+    recall_sweep.main()
+    found = json.loads((tmp_path / "sweep" / "recall_sweep.json").read_text())
+    assert len(found["points"]) == 2 * 5 + 6
+    oracle = {p["budget"]: p for p in found["points"] if p["method"] == "oracle"}
+    assert oracle[64]["recall_kv"] == oracle[128]["recall_kv"] == 1
+    assert oracle[64]["recall_budget"] < oracle[128]["recall_budget"]
+    assert {p.name for p in (tmp_path / "sweep").glob("*.png")} == {"recall_budgets.png", "recall_clusters.png"}
+    capsys.readouterr()
+    recall_sweep.main()
+    assert "[" not in capsys.readouterr().out  # nothing was left to compute
+    monkeypatch.setattr(sys, "argv", [*argv[:-1], str(tmp_path / "sweep"), "--seed", "3"])
+    with pytest.raises(SystemExit, match="of another run"):
+        recall_sweep.main()
