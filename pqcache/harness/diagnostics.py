@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder, write_bytes
+from pqcache.harness.results import Diagnostics
 from pqcache.harness.samples import Sample
 
 if TYPE_CHECKING:
@@ -74,7 +75,13 @@ class Recorder:
         found = summarize(
             [{k: x[:, None] for k, x in load(path).items() if k in ARRAYS} for path in paths], self.dense_layers
         )
-        return {**found, "folder": self.folder.name}
+        return {
+            **dict.fromkeys(Diagnostics.__annotations__),
+            "samples": 0,
+            "steps": 0,
+            **found,
+            "folder": self.folder.name,
+        }
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:

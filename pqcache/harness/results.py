@@ -36,7 +36,7 @@ class Diagnostics(TypedDict):
     top_stay: float | None  # share of the prompt's 64 heaviest tokens of the first step that still are
     samples: int  # with a decode step
     steps: int  # decode steps measured
-    by_layer: dict[str, list[float | None]]  # the means above, one per layer, dense layers included
+    by_layer: dict[str, list[float | None]] | None  # the means above, one per layer, dense layers included
     folder: str  # of the npz files, beside row.json
 
 

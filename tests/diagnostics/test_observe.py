@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, SelectiveCache, attach, generate
 from pqcache.selective.retrieval import RetrievalLayer
+from tests.invariants.conftest import build
 from tests.invariants.drive import Session, tokens
 
 QUARTER = Budget(ratio=0.25)
@@ -88,6 +90,18 @@ def test_a_perfect_index_has_recall_one(llama: PreTrainedModel) -> None:
     assert torch.equal(per_head["recall_q"], torch.ones_like(per_head["recall_q"]))
     others = [measured(llama, METHODS[name])["recall_kv"].mean() for name in ("pqcache", "quest", "clusterkv", "sparq")]
     assert max(others) < 1
+
+
+@pytest.mark.parametrize("architecture", ["llama-mha", "qwen3"])
+def test_a_perfect_index_has_recall_one_in_bfloat16(architecture: str) -> None:
+    model = copy.deepcopy(build(architecture)).bfloat16()
+    for store in ("oracle", "pqcache-host"):
+        found = summarize([measured(model, METHODS[store])])
+        assert (found["recall_kv"] == 1) == (store == "oracle")
+        assert found["bound_held"] == 1
+    if architecture == "llama-mha":  # one query head per KV head: both recalls are the same
+        arrays = measured(model, METHODS["oracle"])
+        assert torch.equal(arrays["recall_q"], torch.ones_like(arrays["recall_q"]))
 
 
 def test_no_set_of_its_size_has_more_mass_than_the_oracles(llama: PreTrainedModel) -> None:

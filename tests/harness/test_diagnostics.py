@@ -69,6 +69,17 @@ def test_methods_that_select_nothing_have_mass_and_error(command: Command, tmp_p
     assert (found["output_error"] < 1e-4) == (method == "full")
 
 
+def test_answers_of_one_token_have_nothing_to_measure(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = lm.generate
+    monkeypatch.setattr(lm, "generate", lambda *a, **o: original(*a, **{**o, "max_new_tokens": 1}))
+    assert command("method=quest", "diagnostics=trace", "limit=1") == 0
+    found: Any = only(tmp_path / "out", "quest")[1]["diagnostics"]
+    assert found.keys() == Diagnostics.__annotations__.keys()
+    assert (found["samples"], found["mass"], found["by_layer"]) == (0, None, None)
+
+
 def test_only_what_is_missing_is_measured_again(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
