@@ -79,6 +79,9 @@ class ResidentStore:
         every = torch.cat(pieces, dim=2)
         return take_tokens(self.k.data, every, group), take_tokens(self.v.data, every, group)
 
+    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
+        """Nothing to do: everything is where `read` wants it."""
+
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
 
