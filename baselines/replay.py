@@ -41,8 +41,8 @@ class ReplayLayer(RetrievalLayer):
         super().clear()
         self.step = 0
 
-    def candidates(self) -> tuple[Candidates, list[int]]:
-        assert self.store is not None
+    def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
+        assert self.store is not None and not ahead  # what was recorded is not chosen again ahead of its layer
         trace = self.method.current()
         if self.step >= trace.steps:
             raise ValueError(f"{trace.path}: has {trace.steps} decode steps, this run goes on")

@@ -31,7 +31,7 @@ METHODS: dict[str, str | None] = {
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
     "two_stage": "baselines.two_stage:TwoStage",
-    "infinigen": None,
+    "infinigen": "baselines.infinigen:InfiniGen",
     "zipcache": None,
     "kivi": None,
     "gear": None,

@@ -105,6 +105,9 @@ class ResidentStore:
         assert self.k is not None
         return take_tokens(self.k.data, indices, group)
 
+    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
+        """Nothing to do: everything is where `read` wants it."""
+
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
 

@@ -22,6 +22,7 @@ from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
+from baselines.infinigen import InfiniGen
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
@@ -138,6 +139,8 @@ CASES = [
             "second_options": {"r": 4},
         },
     ),  # fmt: skip
+    Case(InfiniGen, {"calibration_tokens": 64}),
+    Case(InfiniGen, {"calibration_tokens": 32, "column_rule": "union", "store": "host", "alpha": 0.2}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
