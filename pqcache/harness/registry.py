@@ -26,7 +26,7 @@ METHODS: dict[str, str | None] = {
     "pyramidkv": "baselines.pyramidkv:PyramidKV",
     "kvcrush": "baselines.kvcrush:KVCrush",
     "sparq": "baselines.sparq:SparQ",
-    "infllm": None,
+    "infllm": "baselines.infllm:InfLLM",
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
     "infinigen": None,

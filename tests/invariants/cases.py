@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Glm4Config,
@@ -22,6 +23,7 @@ from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
+from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
@@ -64,6 +66,10 @@ class Case:
 
     cls: type[Method]
     hyper: dict[str, Any] = field(default_factory=dict)
+    sparse_prefill: bool = (
+        False  # the prompt itself is not attended to exactly, so its last logits are not the dense ones
+    )
+    whole_chunks: bool = False  # chunks of a prompt that cut what the method computes together are refused
 
     @property
     def id(self) -> str:
@@ -73,6 +79,14 @@ class Case:
         """Equal up to the rounding of float64; keys that are un-rotated and rotated again carry the fp32 tables' rounding."""
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if "rolling" in self.hyper.values() else {}
         torch.testing.assert_close(actual, expected, msg=lambda m: f"{message} {m}", **tolerance)
+
+    def same_in_chunks(self, run: Callable[[], torch.Tensor], expected: torch.Tensor, message: str = "") -> None:
+        """run() feeds a prompt in chunks of any size: the result is the same, or the method refuses aloud."""
+        if self.whole_chunks:
+            with pytest.raises(ValueError, match="allowed are multiples of"):
+                run()
+        else:
+            self.close(run(), expected, message)
 
     def make(self, **extra: Any) -> Method:
         return self.cls(**{"budget": Budget(ratio=0.25), **self.hyper, **extra})
@@ -96,6 +110,10 @@ CASES = [
     Case(ClusterKV, {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 9, "window": 4, "store": "host", "cache_steps": 2, "distance": "l2"}),
+    Case(InfLLM, {"n_init": 4, "block": 4, "exc_block": 4}, sparse_prefill=True, whole_chunks=True),
+    Case(InfLLM, {"n_init": 4, "block": 5, "exc_block": 1, "reps": 2, "store": "host"}, sparse_prefill=True),
+    Case(InfLLM, {"n_init": 8, "block": 4, "dense_prefill": True, "true_positions": True}),
+    Case(InfLLM, {"n_init": 8, "block": 3, "dense_prefill": True, "store": "host", "per_head": True}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
