@@ -113,7 +113,6 @@ CASES = [
     Case(InfLLM, {"n_init": 4, "block": 4, "exc_block": 4}, sparse_prefill=True, whole_chunks=True),
     Case(InfLLM, {"n_init": 4, "block": 5, "exc_block": 1, "reps": 2, "store": "host"}, sparse_prefill=True),
     Case(InfLLM, {"n_init": 8, "block": 4, "dense_prefill": True, "true_positions": True}),
-    Case(InfLLM, {"n_init": 8, "block": 3, "dense_prefill": True, "store": "host", "per_head": True}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),
