@@ -104,24 +104,27 @@ def reference(method: InfLLM, q, k, v, phases: list[tuple[str, int]]) -> torch.T
     """
     h, _, d = q.shape
     k, v = k.repeat_interleave(h // k.shape[0], 0), v.repeat_interleave(h // v.shape[0], 0)
-    window, block, n_init = method.n_local, method.block, method.n_init
+    block, n_init = method.block, method.n_init
     left, blocks, received = 0, [], torch.zeros(h, q.shape[1], dtype=torch.float64)
     chunks, at = [], 0
     for phase, count in phases:
         end = at + count
+        if phase == "prompt":  # sizes are planned for the whole prompt, and anew for a turn
+            plan = method.plan(end, 0, 1)
         while at < end:
-            exc = 1 if phase == "decode" else min(method.exc_block, window)
+            exc = 1 if phase == "decode" else min(method.exc_block, plan.window)
             stop = min(end, (at // exc + 1) * exc)
-            chunks.append((phase, at, stop))
+            chunks.append((phase, at, stop, plan))
             at = stop
     out = torch.zeros(q.shape[1], h, d, dtype=torch.float64)
-    for phase, a, b in chunks:
+    for phase, a, b, plan in chunks:
+        window = plan.window
         exact = phase == "prompt" and method.dense_prefill
         mean = turn(q[:, a:b], torch.tensor(window - 1)).mean(1)
         similar = torch.tensor([[float(rep[head] @ mean[head]) for rep in blocks] for head in range(h)])
         for head in range(h):
             score = similar[head] if method.per_head else similar.sum(0)
-            chosen = sorted(range(len(blocks)), key=lambda i, score=score: (-float(score[i]), i))[: method.topk]
+            chosen = sorted(range(len(blocks)), key=lambda i, score=score: (-float(score[i]), i))[: plan.topk]
             for p in range(a, b):
                 edge = max(left, p - window + 1)
                 near = list(range(edge, p + 1))
@@ -162,8 +165,8 @@ hypers = st.fixed_dictionaries(
 
 
 def make(hyper: dict[str, Any], **extra: Any) -> InfLLM:
-    hyper = {**hyper, **extra}
-    return InfLLM(**{**hyper, "reps": min(hyper["reps"], hyper["block"]), "budget": HALF})
+    hyper = {"budget": HALF, **hyper, **extra}
+    return InfLLM(**{**hyper, "reps": min(hyper["reps"], hyper["block"])})
 
 
 def run(
@@ -206,6 +209,22 @@ def test_the_whole_algorithm_equals_a_slow_reference(
 ) -> None:
     """Padded rows, two prompts and two answers; the reference takes one softmax over the concatenated logits."""
     mine, naive, _ = run(make(hyper), seed, lengths, group, torch.float32)
+    for a, b in zip(mine, naive, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=lengths_,
+    hyper=hypers,
+    ratio=st.floats(0.1, 0.9),
+    again=st.integers(2, 60),
+)
+def test_a_turn_plans_anew(seed: int, lengths: list[int], hyper: dict[str, Any], ratio: float, again: int) -> None:
+    """The window grows with the budget; tokens that have left it stay out. A row of init tokens only begins dense."""
+    method = make(hyper, n_local=None, topk=None, budget=Budget(ratio=ratio))
+    mine, naive, _ = run(method, seed, lengths, 2, torch.float32, again)
     for a, b in zip(mine, naive, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
