@@ -267,7 +267,7 @@ class InfLLMLayer(SelectiveLayer):
     def _note(local: Part, joint: Part, sums: torch.Tensor) -> None:
         """Add the probabilities, of the joint softmax, that the window's keys received."""
         assert local.probs is not None
-        sums += (local.probs * torch.exp(local.lse - joint.lse)[..., None]).sum(2)
+        sums += (local.probs * torch.exp(local.lse - joint.lse)[..., None]).sum(2).detach()
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext

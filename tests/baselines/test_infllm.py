@@ -202,7 +202,7 @@ def run(
     return mine, naive, driver
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(seed=st.integers(0, 10**6), lengths=lengths_, group=st.sampled_from([1, 2]), hyper=hypers)
 def test_the_whole_algorithm_equals_a_slow_reference(
     seed: int, lengths: list[int], group: int, hyper: dict[str, Any]
@@ -213,7 +213,7 @@ def test_the_whole_algorithm_equals_a_slow_reference(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=lengths_,
