@@ -27,7 +27,7 @@ METHODS: dict[str, str | None] = {
     "kvcrush": "baselines.kvcrush:KVCrush",
     "sparq": "baselines.sparq:SparQ",
     "replay": "baselines.replay:Replay",
-    "infllm": None,
+    "infllm": "baselines.infllm:InfLLM",
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
     "two_stage": "baselines.two_stage:TwoStage",

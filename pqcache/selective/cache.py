@@ -115,10 +115,13 @@ class SelectiveCache(Cache):
         if self.step is not None:
             return self.step
         try:
-            self.step = self._plan(n, t, mask)
+            step = self._plan(n, t, mask)
+            for layer in self.layers:
+                layer.check_step(step)
         except ValueError:
             self._open = False
             raise
+        self.step = step
         self.ledger.decoding = self.step.decode
         return self.step
 

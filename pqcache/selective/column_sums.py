@@ -29,13 +29,15 @@ def add_column_sums(
     counts: Sequence[int],
     scaling: float,
     block: int = BLOCK,
+    windows: Sequence[int] | None = None,
 ) -> None:
     """sums (n, h, >= max(stored)) += the probability each key gets from the queries q (n, h, t, d), per query head.
 
     k: (n, h_kv, >= max(stored), d). Row r holds stored[r] keys; its last counts[r] query columns are real (the others are
     padding and add nothing) and belong to its last counts[r] keys: query i sees the keys up to its own. Keys before those,
-    whether of an earlier chunk or of what an eviction left, are seen by all. Beside `sums`, one block of logits of one KV
-    group exists at a time: g * block * max(stored) numbers.
+    whether of an earlier chunk or of what an eviction left, are seen by all. windows: in row r a key counts only what the
+    query at its own position and the windows[r] - 1 after it give (their softmax is still over all keys they see). Beside
+    `sums`, one block of logits of one KV group exists at a time: g * block * max(stored) numbers.
     """
     t, dtype = q.shape[2], sums.dtype
     h_kv = k.shape[1]
@@ -46,6 +48,9 @@ def add_column_sums(
             for start in range(t - count, t, block):
                 stop = min(start + block, t)
                 probs = _probabilities(q[row, heads, start:stop].to(dtype) * scaling, k[row, head, : length - t + stop])
+                if windows is not None and (m := probs.shape[2]) > windows[row]:
+                    far = torch.ones(probs.shape[1:], dtype=torch.bool, device=q.device)
+                    probs.masked_fill_(far.tril(m - probs.shape[1] - windows[row]), 0)
                 sums[row, heads, : probs.shape[2]] += probs.sum(1)
                 del probs  # or the next block would stand beside this one
 

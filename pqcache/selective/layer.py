@@ -139,6 +139,9 @@ class SelectiveLayer(CacheLayerMixin):
         """One new token per row: q (n, h, 1, d), k and v (n, h_kv, 1, d). Returns (n, 1, h, d)."""
         raise NotImplementedError
 
+    def check_step(self, step: Step) -> None:
+        """Called before any layer has seen a forward pass: raise ValueError if it cannot be served right."""
+
     def on_layer_input(self, ctx: LayerContext) -> None:
         """Called before this layer's projections run: the place to start a prefetch."""
 

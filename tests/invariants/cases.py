@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Glm4Config,
@@ -23,6 +24,7 @@ from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.infinigen import InfiniGen
+from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
@@ -66,6 +68,10 @@ class Case:
 
     cls: type[Method]
     hyper: dict[str, Any] = field(default_factory=dict)
+    sparse_prefill: bool = (
+        False  # the prompt itself is not attended to exactly, so its last logits are not the dense ones
+    )
+    whole_chunks: bool = False  # chunks of a prompt that cut what the method computes together are refused
 
     @property
     def id(self) -> str:
@@ -75,6 +81,14 @@ class Case:
         """Equal up to the rounding of float64; keys that are un-rotated and rotated again carry the fp32 tables' rounding."""
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if "rolling" in self.hyper.values() else {}
         torch.testing.assert_close(actual, expected, msg=lambda m: f"{message} {m}", **tolerance)
+
+    def same_in_chunks(self, run: Callable[[], torch.Tensor], expected: torch.Tensor, message: str = "") -> None:
+        """run() feeds a prompt in chunks of any size: the result is the same, or the method refuses aloud."""
+        if self.whole_chunks:
+            with pytest.raises(ValueError, match="allowed are multiples of"):
+                run()
+        else:
+            self.close(run(), expected, message)
 
     def make(self, **extra: Any) -> Method:
         return self.cls(**{"budget": Budget(ratio=0.25), **self.hyper, **extra})
@@ -141,6 +155,9 @@ CASES = [
     ),  # fmt: skip
     Case(InfiniGen, {"calibration_tokens": 64}),
     Case(InfiniGen, {"calibration_tokens": 32, "column_rule": "union", "store": "host", "alpha": 0.2}),
+    Case(InfLLM, {"n_init": 4, "block": 4, "exc_block": 4}, sparse_prefill=True, whole_chunks=True),
+    Case(InfLLM, {"n_init": 4, "block": 5, "exc_block": 1, "reps": 2, "store": "host"}, sparse_prefill=True),
+    Case(InfLLM, {"n_init": 8, "block": 4, "dense_prefill": True, "true_positions": True}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),

@@ -10,6 +10,7 @@ from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
+from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
@@ -52,6 +53,12 @@ def clusters(tokens: int, c: int) -> int:
     return H_KV * 4 * (c * D + c + tokens)
 
 
+def infllm() -> int:
+    """Six complete blocks lie behind the window of 121; before it 200 columns: K twice, V, a score per query head."""
+    near = capacity(200 + 128)
+    return kv(32) + kv(near) * 3 // 2 + 2 * H_KV * near * ITEM + 2 * H_KV * 6 * D * ITEM
+
+
 WINDOW = 484 // 4  # (1000 - 32) * 0.25 // 2, the local window at budget 0.25
 CASES: list[tuple[Method, dict[str, int]]] = [
     (Full(), {"device": kv(capacity(S + STEPS))}),
@@ -92,6 +99,11 @@ CASES: list[tuple[Method, dict[str, int]]] = [
             "device": kv(16) + kv(capacity(320 + 1 + 128)) + clusters(984, 12) + 2 * kv(246) + 2 * H_KV * 12,
             "host": kv(capacity(S + STEPS - 16)) + 2 * H_KV * 246 * 4,
         },
+    ),
+    (InfLLM(budget=Budget(ratio=0.25), exc_block=64), {"device": infllm() + kv(6 * 128)}),
+    (
+        InfLLM(budget=Budget(ratio=0.25), exc_block=64, store="host", max_cached_blocks=1),
+        {"device": infllm() + kv(128), "host": kv(6 * 128)},
     ),
     # kept K and V, and an int32 position per token and KV head
     (

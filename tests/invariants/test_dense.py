@@ -31,7 +31,10 @@ def test_tight_budget_changes_something(llama: PreTrainedModel, case: Case) -> N
         return
     prompt = [tokens(90, 1)]
     difference = (logits(llama, case.make(), prompt, STEPS) - logits(llama, None, prompt, STEPS)).abs().amax((0, 2))
-    assert difference[0] < 1e-6  # the first token comes from exact prefill attention
+    if case.sparse_prefill:
+        assert difference[0] > 1e-4
+    else:
+        assert difference[0] < 1e-6  # the first token comes from exact prefill attention
     assert difference[1:].min() > 1e-4
 
 
@@ -65,10 +68,13 @@ def test_generate_in_prefill_chunks(llama: PreTrainedModel, case: Case) -> None:
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
     with attach(llama):
         whole = llama.generate(ids, past_key_values=SelectiveCache(llama, case.make()), **options)
-        cache = SelectiveCache(llama, case.make())
-        cache.begin([70])
-        chunked = llama.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
-    assert torch.equal(whole, chunked)
+
+        def chunked() -> torch.Tensor:
+            cache = SelectiveCache(llama, case.make())
+            cache.begin([70])
+            return llama.generate(ids, past_key_values=cache, prefill_chunk_size=17, **options)
+
+        case.same_in_chunks(chunked, whole)
 
 
 def test_second_turn_of_noop_equals_stock(model: PreTrainedModel, case: Case) -> None:

@@ -15,24 +15,25 @@ STEPS = tokens(30, 20)  # more than the local window of most prompts here
 def test_chunked_prefill_equals_one_block(model: PreTrainedModel, case: Case) -> None:
     prompt, steps = [tokens(90, 21)], [[t] for t in STEPS]
     whole = logits(model, case.make(), prompt, steps)
-    case.close(logits(model, case.make(), prompt, steps, chunk=17), whole)
+    case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=17), whole)
 
 
 def test_prompt_token_by_token_equals_one_block(llama: PreTrainedModel, case: Case) -> None:
     """A block of one token is prefill as long as the prompt has not ended."""
     prompt, steps = [tokens(60, 22)], [[t] for t in STEPS[:6]]
-    case.close(logits(llama, case.make(), prompt, steps, chunk=1), logits(llama, case.make(), prompt, steps))
+    whole = logits(llama, case.make(), prompt, steps)
+    case.same_in_chunks(lambda: logits(llama, case.make(), prompt, steps, chunk=1), whole)
 
 
 def test_padded_rows_equal_single_rows(model: PreTrainedModel, case: Case) -> None:
     """Rows of very different length: shorter than the sinks, too short for an index, long."""
     rows = [tokens(n, 30 + n) for n in (90, 41, 6, 1)]
     steps = [[(t + r) % 100 + 5 for r in range(len(rows))] for t in STEPS]
-    for chunk in (None, 23):
-        batch = logits(model, case.make(), rows, steps, chunk=chunk)
-        for r, row in enumerate(rows):
-            single = logits(model, case.make(), [row], [[column[r]] for column in steps])
-            case.close(batch[r : r + 1], single, f"row {r}, chunk {chunk}:")
+    single = torch.cat(
+        [logits(model, case.make(), [row], [[column[r]] for column in steps]) for r, row in enumerate(rows)]
+    )
+    case.close(logits(model, case.make(), rows, steps), single, "one block:")
+    case.same_in_chunks(lambda: logits(model, case.make(), rows, steps, chunk=23), single, "chunks:")
 
 
 def test_token_budget_in_a_padded_batch(llama: PreTrainedModel, case: Case) -> None:
@@ -85,7 +86,7 @@ def test_second_turn_in_chunks_equals_one_block(llama: PreTrainedModel, case: Ca
             assert session.cache.get_seq_length() == 80 + 20 + 30 + 10
         return torch.stack(out, 1)
 
-    case.close(run(7), run(None))
+    case.same_in_chunks(lambda: run(7), run(None))
 
 
 def test_requests_in_a_row_equal_fresh_ones(llama: PreTrainedModel, case: Case) -> None:
