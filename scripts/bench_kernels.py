@@ -243,7 +243,7 @@ class Decoder:
         self.ledger.decoding = decode
         step = Step(decode, 1, [self.length - (not decode)], [1], [self.length], ends_prompt=not decode, first=False)
         nothing: Any = None
-        cache: Any = SimpleNamespace(ledger=self.ledger, observers=[])
+        cache: Any = SimpleNamespace(ledger=self.ledger, observers=[], watchers=[])
         ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
         ctx.scaling = SHAPE.d**-0.5
         return ctx

@@ -23,7 +23,9 @@ MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 
 def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module) -> LayerContext:
     """As much of a layer's context as a retrieval layer looks at."""
-    cache: Any = SimpleNamespace(ledger=ledger, observers=[1])  # an observer, so that the layer notes its selection
+    cache: Any = SimpleNamespace(
+        ledger=ledger, observers=[1], watchers=[]
+    )  # an observer, so that the layer notes its selection
     nothing: Any = None
     ctx = LayerContext(0, module, cache, nothing, nothing, nothing, None, [], nothing, step)
     ctx.scaling = shape.d**-0.5

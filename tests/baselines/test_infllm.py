@@ -43,7 +43,10 @@ class Driver:
         self.ledger = Ledger()
         kernel = attention_kernel("sdpa")[1]
         self.cache: Any = SimpleNamespace(
-            ledger=self.ledger, observers=[lambda layer, *_: self.seen.append(layer.selected)], kernel=kernel
+            ledger=self.ledger,
+            watchers=[],
+            observers=[lambda layer, *_: self.seen.append(layer.selected)],
+            kernel=kernel,
         )
         self.cache.note_resident = lambda: None
         self.seen: list[Any] = []
