@@ -34,6 +34,9 @@ class ClusterIndex(Index):
         self.centroids: torch.Tensor | None = None  # (n, h_kv, C, d), fp16 for 16-bit keys, else fp32
         self.sizes: torch.Tensor | None = None  # (n, h_kv, C) int32, 0 behind a row's last cluster
         self.order: torch.Tensor | None = None  # (n, h_kv, tokens) int32
+        self.chosen: list[
+            torch.Tensor
+        ] = []  # clusters of the last steps (n, H, C) bool, where a cache keeps their tokens
         self.counts: list[int] = []  # clusters per row
         self.ends: list[int] = []  # positions before this one are sinks or clustered
 
@@ -46,8 +49,6 @@ class ClusterIndex(Index):
             self.sizes = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
             self.order = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
             self.counts, self.ends = [0] * n, [method.n_sink] * n
-        if isinstance(self.layer.store, RecentStore):
-            self.layer.store.facts = ctx.cache.ledger.facts
         fresh = [max(0, length - end) for length, end in zip(lengths, self.ends, strict=True)]
         spans = [t + method.n_sink * (end == method.n_sink) for t, end in zip(fresh, self.ends, strict=True)]  # L
         clusters = [
@@ -121,10 +122,9 @@ class ClusterIndex(Index):
         weights = self.weights(q, h_kv, ctx.scaling)
         n, heads, _ = weights.shape
         rank = weights.argsort(dim=-1, descending=True, stable=True)
-        sizes = self.sizes.long().repeat_interleave(heads // h_kv, dim=1)
-        starts = (sizes.cumsum(-1) - sizes).gather(2, rank)  # in `order`, by rank
-        sizes = sizes.gather(2, rank)
+        starts, sizes = (x.repeat_interleave(heads // h_kv, dim=1).gather(2, rank) for x in self._spans(cand))
         filled = sizes.cumsum(-1)
+        self._note_clusters(rank, filled - sizes, sizes, cand, ctx)
         slot = torch.arange(max(cand.k), device=q.device).expand(n, heads, -1).contiguous()
         at = torch.searchsorted(filled, slot, right=True).clamp_max(filled.shape[2] - 1)
         place = starts.gather(2, at) + slot - (filled - sizes).gather(2, at)
@@ -139,6 +139,44 @@ class ClusterIndex(Index):
             indices = indices.masked_fill(slot >= torch.tensor(cand.k, device=q.device)[:, None, None], -1)
         return Selection(indices, padded)
 
+    def _spans(self, cand: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each cluster's candidates begin in `order`, and how many there are: (n, h_kv, C) int64."""
+        assert self.sizes is not None and self.order is not None
+        sizes = self.sizes.long()
+        starts = sizes.cumsum(-1) - sizes
+        all_of_them = all(hi == max(end, cand.lo) for hi, end in zip(cand.hi, self.ends, strict=True))
+        if cand.lo == self.method.n_sink and all_of_them:
+            return starts, sizes
+        top = torch.tensor(cand.hi, device=sizes.device)[:, None, None]  # a part of the clustered tokens: a shortlist's
+        below = F.pad((self.order < cand.lo).cumsum(-1), (1, 0))
+        inside = F.pad(((self.order >= cand.lo) & (self.order < top)).cumsum(-1), (1, 0))
+        ends = starts + sizes  # positions ascend inside a cluster, so its candidates stand together
+        return (
+            starts + below.gather(2, ends) - below.gather(2, starts),
+            inside.gather(2, ends) - inside.gather(2, starts),
+        )
+
+    def _note_clusters(
+        self, rank: torch.Tensor, before: torch.Tensor, sizes: torch.Tensor, cand: Candidates, ctx: LayerContext
+    ) -> None:
+        """Report the share of chosen clusters that the steps in the cache chose, too: mean over heads, rows and steps.
+
+        Whatever their sizes; every head counts as many clusters as the head that needs most, as the paper's simulator does.
+        rank, and by rank tokens before a cluster and in it (n, H, C).
+        """
+        if not isinstance(self.layer.store, RecentStore):
+            return
+        wanted = torch.tensor(cand.k, device=rank.device)[:, None, None]
+        count = ((before < wanted) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
+        column = torch.arange(rank.shape[2], device=rank.device)
+        now = torch.zeros_like(rank, dtype=torch.bool).scatter(2, rank, (column < count) & (sizes > 0))
+        known = torch.zeros_like(now)
+        for chosen in self.chosen:
+            known[..., : chosen.shape[2]] |= chosen
+        hits = (now & known).sum(-1) / now.sum(-1).clamp_min(1)
+        ctx.cache.ledger.mean("cluster_hit_rate", hits.mean())
+        self.chosen = [*self.chosen, now][-self.method.cache_steps :]
+
     def map_rows(self, index: torch.Tensor) -> None:
         if self.centroids is None or self.sizes is None or self.order is None:
             return
@@ -146,11 +184,12 @@ class ClusterIndex(Index):
         self.centroids, self.sizes, self.order = (
             x.index_select(0, at) for x in (self.centroids, self.sizes, self.order)
         )
+        self.chosen = [x.index_select(0, at) for x in self.chosen]
         rows = index.tolist()
         self.counts, self.ends = [self.counts[i] for i in rows], [self.ends[i] for i in rows]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [x for x in (self.centroids, self.sizes, self.order) if x is not None]}
+        return {"device": [x for x in (self.centroids, self.sizes, self.order, *self.chosen) if x is not None]}
 
 
 @dataclass(kw_only=True)

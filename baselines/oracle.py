@@ -20,7 +20,15 @@ class ExactIndex(Index):
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         assert self.layer.store is not None
-        keys = self.layer.store.view()[0][:, :, lo:hi]
+        return self._products(q, self.layer.store.keys(lo, hi), ctx)
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        assert self.layer.store is not None
+        return self._products(q, self.layer.store.keys_at(indices, self.layer.shape.group), ctx)
+
+    @staticmethod
+    def _products(q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """q (n, h, 1, d), keys (n, h_kv or h, m, d) -> (n, h, m) fp32."""
         n, h, _, d = q.shape
         grouped = q.view(n, keys.shape[1], -1, d).float()
         return (grouped @ keys.float().transpose(-1, -2)).view(n, h, -1) * ctx.scaling
@@ -31,15 +39,13 @@ class Oracle(RetrievalMethod):
     """Ranks the candidates by their exact attention weight, summed over a group's query heads, per KV head.
 
     scope: what the softmax is taken over before ranking: "all" past tokens (the published code) or the "candidates" only.
-    A reference, not a system: everything stays on the device.
+    A reference, not a system: with store=host or block_cache every key crosses at each step, to be scored.
 
     Deviations: the current token is attended on top of the local window, as for every other method here; the published code
     counts it inside and so attends to one token fewer.
     """
 
     name: ClassVar[str] = "oracle"
-    stores: ClassVar[tuple[str, ...]] = ("resident",)
-
     scope: str = "all"
 
     def validate(self) -> None:

@@ -63,17 +63,22 @@ class PageIndex(Index):
         """The page of the newest past token and the pages of highest bound, as token positions."""
         assert self.low is not None and self.high is not None
         size, ends, device = self.page, cand.hi, q.device
+        first, cut = divmod(cand.lo, size)  # the first page with a candidate; a cut one counts whole
         pages = [-(-end // size) for end in ends]
-        wanted = [-(-k // size) for k in cand.k]
-        column = torch.arange(max(pages), device=device)
+        wanted = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
+        column = torch.arange(first, max(pages), device=device)
         last = torch.tensor(pages, device=device)[:, None, None] - 1
-        bound = page_bound(q, self.low.view(max(pages)), self.high.view(max(pages))) * ctx.scaling
+        low, high = (buffer.view(max(pages))[:, :, first:] for buffer in (self.low, self.high))
+        bound = page_bound(q, low, high) * ctx.scaling
         weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
         chosen = top_tokens(weights.masked_fill(column == last, torch.inf), wanted)  # (n, H, max(wanted)), ascending
-        positions = (chosen[..., None] * size + torch.arange(size, device=device)).flatten(2)
-        if len(set(ends)) == 1 and len(set(wanted)) == 1:  # only the last page is cut, and it stands at the end
+        positions = ((chosen + first)[..., None] * size + torch.arange(size, device=device)).flatten(2)
+        if (
+            cut == 0 and len(set(ends)) == 1 and len(set(wanted)) == 1
+        ):  # only the last page is cut, and it stands at the end
             return Selection(positions[..., : positions.shape[2] - (pages[0] * size - ends[0])])
-        inside = (positions >= 0) & (positions < torch.tensor(ends, device=device)[:, None, None])
+        chosen = chosen[..., None].expand(-1, -1, -1, size).flatten(2)
+        inside = (chosen >= 0) & (positions >= cand.lo) & (positions < torch.tensor(ends, device=device)[:, None, None])
         return Selection(torch.where(inside, positions, -1), padded=True)
 
     def map_rows(self, index: torch.Tensor) -> None:

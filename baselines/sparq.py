@@ -46,13 +46,13 @@ class ComponentIndex(Index):
     def __init__(self, method: SparQ) -> None:
         self.method = method
         self.reduce = method.reduce
-        self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host with store=host
+        self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host unless store=resident
         self.written: list[int] = []  # columns of it, per row
         self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, if it is reallocated to
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         n, h_kv, _, d = k.shape
-        where = HOST if self.method.store == "host" else k.device
+        where = HOST if self.method.store != "resident" else k.device
         if self.components is None:
             self.components = Buffer(n, h_kv * d, (), k.dtype, where, pinned=True)
             self.written = [0] * n
@@ -81,7 +81,7 @@ class ComponentIndex(Index):
             self.mean = self.mean + (v[:, :, 0].detach().to(self.mean.dtype) - self.mean) / count
 
     def _moved(self, ctx: LayerContext, kind: str, x: torch.Tensor) -> None:
-        if self.method.store == "host":
+        if self.method.store != "resident":
             ctx.cache.ledger.move(kind, x.numel() * x.element_size())
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
@@ -95,6 +95,20 @@ class ComponentIndex(Index):
         self._moved(ctx, "selection_keys", rows)
         rows = rows.to(q.device).view(n, h_kv, -1, hi - lo)
         return partial_logits(q, chosen, rows, ctx.scaling)
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """The chosen components of the keys at these positions alone."""
+        assert self.components is not None
+        data = self.components.data
+        n, h_kv, d = q.shape[0], self.layer.shape.h_kv, q.shape[3]
+        heads = max(h_kv, indices.shape[1])
+        chosen = largest_components(q, h_kv, self.method.r)
+        line = (chosen + torch.arange(h_kv, device=q.device)[:, None] * d).repeat_interleave(heads // h_kv, dim=1)
+        at = line[..., None] * data.shape[2] + indices.clamp_min(0).expand(n, heads, -1)[:, :, None]  # (n, heads, r, m)
+        rows = data.flatten(1).gather(1, at.flatten(1).to(data.device))
+        self._moved(ctx, "selection_keys", rows)
+        rows = rows.to(q.device).view(at.shape)
+        return partial_logits(q, chosen.repeat_interleave(heads // h_kv, dim=1), rows, ctx.scaling)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Top-k of the approximate weights; with reallocation also their sum over what is attended, per query head."""
@@ -126,7 +140,7 @@ class ComponentIndex(Index):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         copy = [] if self.components is None else [self.components.data]
         mean = [] if self.mean is None else [self.mean]
-        return {"host": copy, "device": mean} if self.method.store == "host" else {"device": copy + mean}
+        return {"host": copy, "device": mean} if self.method.store != "resident" else {"device": copy + mean}
 
 
 @dataclass(kw_only=True)

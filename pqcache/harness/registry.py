@@ -29,6 +29,7 @@ METHODS: dict[str, str | None] = {
     "infllm": None,
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
+    "two_stage": "baselines.two_stage:TwoStage",
     "infinigen": None,
     "zipcache": None,
     "kivi": None,

@@ -100,6 +100,22 @@ class PQIndex(Index):
                 )
         return super().select(q, cand, h_kv, ctx)
 
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """By the codes of these positions alone."""
+        assert self.centroids is not None and self.codes is not None
+        n, h_kv, m = self.centroids.shape[:3]
+        heads = max(h_kv, indices.shape[1])
+        at = (
+            (indices - self.method.n_sink).clamp_min(0).expand(n, heads, -1).unflatten(1, (h_kv, -1))
+        )  # (n, h_kv, g, t)
+        codes = self.codes.data.view(n, h_kv, m, -1)
+        if heads == h_kv:
+            codes = codes.gather(3, at.expand(-1, -1, m, -1))
+            return codebook.score(q, codes, self.centroids) * ctx.scaling
+        at = at.flatten(2)[:, :, None].expand(-1, -1, m, -1)  # (n, h_kv, m, g * t)
+        codes = codes.gather(3, at).unflatten(3, (heads // h_kv, -1)).transpose(2, 3).flatten(1, 2)  # (n, h, m, t)
+        return codebook.score(q, codes, self.centroids.repeat_interleave(heads // h_kv, dim=1)) * ctx.scaling
+
     def map_rows(self, index: torch.Tensor) -> None:
         if self.centroids is None or self.codes is None:
             return

@@ -58,6 +58,7 @@ class Ledger:
         )  # layer -> sum over steps of distinct tokens per KV head
         self._selecting: set[int] = set()  # layers that choose tokens at decode
         self.peak: dict[str, int] = {}
+        self._means: dict[str, list[torch.Tensor]] = {}  # figures of which the mean is told: sum and count
         self.facts: dict[str, Any] = {}  # what a method wants to tell, e.g. the K-Means rounds it really ran
 
     def move(self, kind: str, nbytes: int) -> None:
@@ -78,6 +79,24 @@ class Ledger:
         self._union[layer] += tokens if union is None else union
         if selecting:
             self._selecting.add(layer)
+
+    def look_up(self, lookups: int, hits: int, by_chance: float) -> None:
+        """Record that a cache on the device was asked for tokens, how many it had, and how many it had had by chance."""
+        facts = self.facts
+        for name, count in (("cache_lookups", lookups), ("cache_hits", hits), ("cache_chance_hits", by_chance)):
+            facts[name] = facts.get(name, 0) + count
+        facts["cache_hit_rate"] = facts["cache_hits"] / max(1, facts["cache_lookups"])
+        facts["cache_chance_rate"] = facts["cache_chance_hits"] / max(1, facts["cache_lookups"])
+
+    def mean(self, name: str, value: torch.Tensor) -> None:
+        """Record one value (one element, added up on its device) of a figure whose mean `told` reports."""
+        total = self._means.setdefault(name, [torch.zeros_like(value), torch.zeros_like(value)])
+        total[0] += value
+        total[1] += 1
+
+    def told(self) -> dict[str, Any]:
+        """What method and stores reported of themselves."""
+        return {**self.facts, **{name: float(total / count) for name, (total, count) in self._means.items()}}
 
     def end_step(self) -> None:
         self.steps += 1

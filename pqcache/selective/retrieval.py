@@ -17,6 +17,8 @@ from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
 from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.store.block_cache import POLICIES, BlockCacheStore
+from pqcache.store.cached import CachedStore, Served
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
 
@@ -30,6 +32,8 @@ class RetrievalStore(Store, Protocol):
     def read(
         self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def keys(self, lo: int, hi: int) -> torch.Tensor: ...  # to be scored: (n, h_kv, hi - lo, d)
+    def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,17 @@ class Index:
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         """Scaled logits of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32."""
         raise NotImplementedError
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """Scaled logits of q (n, h, 1, d) for positions indices (n, H, m) after the sinks, -1 read as anything: (n, h, m) fp32.
+
+        H = 1, h_kv or h. An index that is to rank a shortlist writes its own, which looks at nothing else.
+        """
+        assert self.layer.store is not None
+        lo = self.layer.method.n_sink
+        logits = self.score(q, lo, self.layer.store.length, ctx)
+        per_head = indices.repeat_interleave(q.shape[1] // indices.shape[1], dim=1)
+        return logits.gather(2, (per_head - lo).clamp_min(0))
 
     def local(self, plan: Plan, past: int) -> int:
         """Tokens of the local window after `past` tokens; an index that lags behind (clusters) keeps more."""
@@ -216,6 +231,8 @@ class RetrievalLayer(StagedLayer):
             else:
                 keys, values = self.store.read(sinks, indices, recent, self.shape.group)
                 out = attend_one(q, keys, values, ctx.scaling, valid)
+            if selection is not None and isinstance(self.store, CachedStore):
+                self._note_hits(self.store.served, cand, ctx)
         if selection is not None and selection.share is not None and selection.mean is not None:
             share = selection.share[:, None, :, None].to(out.dtype)
             mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)
@@ -228,6 +245,14 @@ class RetrievalLayer(StagedLayer):
         if ctx.cache.observers:
             self.selected = Selected(lo, None if selection is None else selection.indices, cand, local)
         return out
+
+    @staticmethod
+    def _note_hits(served: Served | None, cand: Candidates, ctx: LayerContext) -> None:
+        """Tell the ledger what the cache served, and what as many tokens chosen at random would have."""
+        assert served is not None
+        rows = zip(served.lookups, served.held, cand.hi, strict=True)
+        by_chance = sum(lookups * min(1.0, held / max(1, hi - cand.lo)) for lookups, held, hi in rows)
+        ctx.cache.ledger.look_up(sum(served.lookups), sum(served.hits), by_chance)
 
     def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
         """Mean number of distinct positions per KV head in indices (n, h, k), where query heads chose apart."""
@@ -291,15 +316,21 @@ class RetrievalMethod(Method):
     """Base of retrieval methods: sinks + local window + top-k of an index, over a store. A subclass writes make_index.
 
     n_sink: first tokens always attended, outside a budget ratio. recent_ratio: share of the budget that is the local window.
-    store: resident (all on the device) or host (sinks and window on the device, the rest fetched). reduce: how the query
-    heads of a group agree, see selective.group.
+    store: resident (all on the device), host (sinks and window on the device, the rest fetched), or block_cache (host, with
+    blocks of tokens on the device). reduce: how the query heads of a group agree, see selective.group.
+    cache_block, cache_tokens: tokens per block, and of all blocks of a layer and row. cache_topk: blocks that go to the policy
+    per step. cache_policy: lru, lfu, or none, which caches nothing (PQCache, section 3.4).
     """
 
-    stores: ClassVar[tuple[str, ...]] = ("resident", "host")
+    stores: ClassVar[tuple[str, ...]] = STORES
     n_sink: int = 32
     recent_ratio: float = 0.5
     store: str = "resident"
     reduce: str = "sum_softmax"
+    cache_block: int = 128
+    cache_tokens: int = 4096
+    cache_topk: int = 32
+    cache_policy: str = "lru"
 
     def validate(self) -> None:
         self.require("n_sink", self.n_sink >= 0, "an int >= 0")
@@ -308,6 +339,10 @@ class RetrievalMethod(Method):
         if self.store not in self.stores:
             raise NotBuilt(f"store={self.store}: not built yet; built are {', '.join(self.stores)}")
         self.require_one_of("reduce", REDUCTIONS)
+        self.require("cache_block", self.cache_block >= 1, "an int >= 1")
+        self.require("cache_tokens", self.cache_tokens >= self.cache_block, f"an int >= cache_block={self.cache_block}")
+        self.require("cache_topk", self.cache_topk >= 1, "an int >= 1")
+        self.require_one_of("cache_policy", POLICIES)
 
     def check_budget(self) -> None:
         if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + 1:
@@ -324,9 +359,12 @@ class RetrievalMethod(Method):
 
     def make_store(self, window: int, moved: Callable[[str, int], None]) -> RetrievalStore:
         """Where one layer's K and V live; `window` tokens besides the sinks are attended at every step."""
-        if self.store == "host":
+        if self.store == "resident":
+            return ResidentStore()
+        if self.store == "host" or self.cache_policy == "none":
             return HostStore(self.n_sink, window, moved)
-        return ResidentStore()
+        slots = self.cache_tokens // self.cache_block
+        return BlockCacheStore(self.n_sink, window, moved, self.cache_block, slots, self.cache_topk, self.cache_policy)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> RetrievalLayer:
         return RetrievalLayer(layer_idx, shape, self)

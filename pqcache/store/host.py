@@ -129,6 +129,26 @@ class HostStore:
             out.append(rows.to(sink.device))
         return out[0], out[1]
 
+    def keys(self, lo: int, hi: int) -> torch.Tensor:
+        """K of positions lo .. hi-1, streamed to the device to be scored there: (n, h_kv, hi - lo, d)."""
+        rows = self.host[0].data[:, :, max(0, lo - self.n_sink) : max(0, hi - self.n_sink)]
+        self.moved("selection_keys", rows.numel() * rows.element_size())
+        sinks = self.sinks[0]
+        return torch.cat([sinks[:, :, lo : min(hi, self.n_sink)], rows.to(sinks.device)], dim=2)
+
+    def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """K of positions `indices` (n, H, m), to be scored on the device, -1 read as anything: (n, h_kv or h, m, d)."""
+        index = indices.to(HOST)
+        heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
+        rows = take_tokens(self.host[0].data, index - self.n_sink, group)
+        crossing = int((index >= self.n_sink).sum()) * heads
+        self.moved("selection_keys", crossing * rows.shape[-1] * rows.element_size())
+        rows = rows.to(self.sinks[0].device)
+        if self.n_sink == 0:
+            return rows
+        first = take_tokens(self.sinks[0], indices.clamp_max(self.n_sink - 1), group)
+        return torch.where((indices < self.n_sink)[..., None], first, rows)
+
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:
             return

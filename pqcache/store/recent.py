@@ -3,69 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from pqcache.store.buffer import take_tokens
-from pqcache.store.host import HOST, HostStore
+from pqcache.store.cached import CachedStore
 
 
-class RecentStore(HostStore):
+class RecentStore(CachedStore):
     """HostStore whose tokens fetched in the last `steps` steps are still on the device: only the others cross again.
 
-    Per head of the selection, so with a choice per query head a token of a group may be held several times. `facts` gets
-    cache_lookups, cache_hits (tokens per head) and cache_hit_rate over all layers that share it.
+    Per head of the selection, so with a choice per query head a token of a group may be held several times.
     """
 
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None], steps: int) -> None:
         super().__init__(n_sink, window, moved)
         self.steps = steps
-        self.fetched: list[tuple[torch.Tensor, ...]] = []  # per step: positions (n, H, k) int32; K and V (n, H, k, d)
-        self.facts: dict[str, Any] = {}
+        self.positions: list[torch.Tensor] = []  # per step (n, H, k) int32 on the host, -1 = padding
+        self.fetched: list[list[torch.Tensor]] = []  # per step K and V (n, H, k, d)
 
-    def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        h_kv = self.sinks[0].shape[1]
-        if indices.shape[1] == 1:
-            indices = indices.expand(-1, h_kv, -1)
-        n, heads, _ = indices.shape
-        known = [step for step in self.fetched if step[0].shape[1] == heads]
-        slot = torch.full_like(indices, -1)
-        if known:
-            positions = torch.cat([step[0] for step in known], 2).long()
-            table = torch.full((n, heads, self.length + 1), -1, dtype=torch.long, device=indices.device)
-            table.scatter_(
-                2, positions + 1, torch.arange(positions.shape[2], device=indices.device).expand_as(positions)
-            )
-            slot = table.gather(2, indices + 1)  # -1, padding, falls on column 0
-        miss = (indices >= 0) & (slot < 0)
-        row, head, column = (x.to(HOST) for x in miss.nonzero(as_tuple=True))
-        base = (row * h_kv + head // (heads // h_kv)) * self.host[0].capacity
-        flat = base + indices.to(HOST)[row, head, column] - self.n_sink
-        out = []
-        for i, (sink, host) in enumerate(zip(self.sinks, self.host, strict=True)):
-            rows = host.data.flatten(0, 2).index_select(0, flat)
-            self.moved("fetch", rows.numel() * rows.element_size())
-            if known:
-                whole = take_tokens(torch.cat([step[1 + i] for step in known], 2), slot)
-            else:
-                whole = sink.new_zeros((*indices.shape, sink.shape[3]))
-            whole[miss] = rows.to(sink.device)
-            out.append(whole)
-        self.fetched = [*known, (indices.to(torch.int32), *out)][-self.steps :]
-        self._note(int((indices >= 0).sum()), len(flat))
-        return out[0], out[1]
+    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        n, heads, _ = index.shape
+        if not self.positions or self.positions[-1].shape[1] != heads:
+            self.positions, self.fetched = [], []
+            return torch.full_like(index, -1), torch.zeros(n)
+        known = torch.cat(self.positions, 2).long()
+        table = torch.full((n, heads, self.length + 1), -1, dtype=torch.long)
+        table.scatter_(2, known + 1, torch.arange(known.shape[2]).expand_as(known))
+        table[..., 0] = -1  # where padding fell
+        return table.gather(2, index + 1), (table >= 0).sum(-1, dtype=torch.float32).mean(1)
 
-    def _note(self, lookups: int, misses: int) -> None:
-        facts = self.facts
-        facts["cache_lookups"] = facts.get("cache_lookups", 0) + lookups
-        facts["cache_hits"] = facts.get("cache_hits", 0) + lookups - misses
-        facts["cache_hit_rate"] = facts["cache_hits"] / max(1, facts["cache_lookups"])
+    def cached(self) -> list[torch.Tensor]:
+        if len(self.fetched) < 2:
+            return self.fetched[0] if self.fetched else []
+        return [torch.cat(parts, 2) for parts in zip(*self.fetched, strict=True)]
+
+    def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+        self.positions = [*self.positions, index.to(torch.int32)][-self.steps :]
+        self.fetched = [*self.fetched, fetched][-self.steps :]
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
-        self.fetched = [tuple(x.index_select(0, index.to(x.device)) for x in step) for step in self.fetched]
+        self.positions = [x.index_select(0, index.to(x.device)) for x in self.positions]
+        self.fetched = [[x.index_select(0, index.to(x.device)) for x in step] for step in self.fetched]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         tiers = super().tensors()
-        return {**tiers, "device": [*tiers["device"], *(x for step in self.fetched for x in step)]}
+        return {
+            "device": [*tiers["device"], *(x for step in self.fetched for x in step)],
+            "host": [*tiers["host"], *self.positions],
+        }

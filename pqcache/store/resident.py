@@ -95,6 +95,16 @@ class ResidentStore:
         assert self.k is not None and self.v is not None
         return attend_chosen(q, self.k.data, self.v.data, indices, sinks, recent, self.length, scaling)
 
+    def keys(self, lo: int, hi: int) -> torch.Tensor:
+        """K of positions lo .. hi-1, no copy: (n, h_kv, hi - lo, d)."""
+        assert self.k is not None
+        return self.k.data[:, :, lo:hi]
+
+    def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """K of positions `indices` (n, H, m), -1 read as anything: (n, h_kv or h, m, d)."""
+        assert self.k is not None
+        return take_tokens(self.k.data, indices, group)
+
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
 

@@ -30,18 +30,20 @@ def context(step: Step, shape: ModelShape, ledger: Ledger) -> LayerContext:
 class OneLayer:
     """One layer under a method, without a model: a prompt of given K and V, then decode steps of given q, k, v."""
 
-    def __init__(self, method: Method, k: torch.Tensor, v: torch.Tensor, h: int) -> None:
-        """k, v (n, h_kv, s, d)."""
+    def __init__(
+        self, method: Method, k: torch.Tensor, v: torch.Tensor, h: int, lengths: list[int] | None = None
+    ) -> None:
+        """k, v (n, h_kv, s, d); lengths: tokens of each row, if not all s."""
         n, h_kv, s, d = k.shape
         self.shape = ModelShape(n_layers=1, h=h, h_kv=h_kv, d=d)
         self.ledger = Ledger()
-        self.lengths = [s] * n
+        self.lengths = [s] * n if lengths is None else list(lengths)
         layer = method.make_layer(0, self.shape)
         assert isinstance(layer, RetrievalLayer)
         self.layer = layer
-        layer.settle(k, v, [s] * n, self._context(decode=False))
+        layer.settle(k, v, self.lengths, self.context(decode=False))
 
-    def _context(self, decode: bool) -> LayerContext:
+    def context(self, decode: bool) -> LayerContext:
         self.ledger.decoding = decode
         past = [length - (not decode) for length in self.lengths]
         step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
@@ -49,7 +51,7 @@ class OneLayer:
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (n, h, 1, d), k and v (n, h_kv, 1, d) -> (n, 1, h, d)."""
-        out = self.layer.decode(q, k, v, self._context(decode=True))
+        out = self.layer.decode(q, k, v, self.context(decode=True))
         self.ledger.end_step()
         self.lengths = [length + 1 for length in self.lengths]
         return out

@@ -261,12 +261,13 @@ def test_bytes_of_one_mistral_layer() -> None:
         assert moved["demand_fetch"] == heads * 1008 * 4096
         assert (moved["selection"], moved["write_back"]) == (0, 4096)
         assert one.ledger.attended(all_layers=True) == 1024 + 1
-        centroids, sizes, order = one.layer.index.tensors()["device"]
+        centroids, sizes, order, chosen = one.layer.index.tensors()["device"]
         assert centroids.numel() * 2 == 102 * 8 * 128 * 2  # 204 KiB
         assert centroids.dtype == torch.float16
         assert order.numel() * 4 == 8176 * 8 * 4  # 255.5 KiB
         assert sizes.numel() == 102 * 8
-        held = [x for step in one.layer.store.fetched for x in step[1:]]
+        assert chosen.numel() == 102 * 8 * heads and chosen.dtype == torch.bool
+        held = [x for step in one.layer.store.fetched for x in step]
         assert sum(x.numel() * x.element_size() for x in held) == heads * 1008 * 4096
     assert round(1008 * 4096 / 2**20, 2) == 3.94
 

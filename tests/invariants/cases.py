@@ -30,6 +30,7 @@ from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
+from baselines.two_stage import TwoStage
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 
@@ -89,6 +90,7 @@ CASES = [
     Case(PQCache, {"n_sink": 8, "b": 4}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host"}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none"}),
+    Case(PQCache, {"n_sink": 8, "b": 4, "store": "block_cache", "cache_block": 4, "cache_tokens": 24, "cache_topk": 5}),
     Case(Quest, {"page": 4}),
     Case(Quest, {"page": 4, "store": "host", "reduce": "sum_logit"}),
     Case(SparQ, {"n_sink": 8, "r": 2}),
@@ -96,6 +98,46 @@ CASES = [
     Case(ClusterKV, {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 9, "window": 4, "store": "host", "cache_steps": 2, "distance": "l2"}),
+    Case(
+        ClusterKV,
+        {
+            "n_sink": 8,
+            "clusters": 9,
+            "window": 4,
+            "store": "block_cache",
+            "cache_block": 3,
+            "cache_tokens": 10,
+            "cache_topk": 9,
+            "cache_policy": "lfu",
+        },
+    ),  # fmt: skip
+    Case(TwoStage, {"n_sink": 8, "first_options": {"page": 4}, "second_options": {"b": 4}, "shortlist": 2.0}),
+    Case(
+        TwoStage,
+        {
+            "first": "clusterkv",
+            "second": "oracle",
+            "shortlist": 1.5,
+            "n_sink": 10,
+            "store": "host",
+            "first_options": {"tokens_per_cluster": 6, "window": 9, "window_clusters": 2},
+        },
+    ),  # fmt: skip
+    Case(
+        TwoStage,
+        {
+            "first": "pqcache",
+            "second": "sparq",
+            "shortlist": 2.0,
+            "n_sink": 8,
+            "reduce": "none",
+            "store": "block_cache",
+            "cache_block": 4,
+            "cache_tokens": 24,
+            "first_options": {"b": 3},
+            "second_options": {"r": 4},
+        },
+    ),  # fmt: skip
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),

@@ -17,6 +17,7 @@ from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
+from baselines.two_stage import TwoStage
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes
@@ -60,6 +61,19 @@ CASES: list[tuple[Method, dict[str, int]]] = [
         PQCache(budget=Budget(ratio=0.25), store="host", m=4, b=5),
         {"device": kv(32) + kv(capacity(121 + 1 + 128)) + pq_index(32, 4, 5), "host": kv(capacity(S + STEPS - 32))},
     ),
+    (
+        # and 4 of the 7 complete blocks of 128 tokens; tables on the host, int64: the slot of each of 8 blocks, and block, uses
+        # and stamp of each slot
+        PQCache(budget=Budget(ratio=0.25), store="block_cache", cache_tokens=4 * 128),
+        {
+            "device": kv(32) + kv(capacity(121 + 1 + 128)) + pq_index(32, 2, 6) + kv(512),
+            "host": kv(capacity(S + STEPS - 32)) + 8 * (8 + 3 * 4),
+        },
+    ),
+    (
+        TwoStage(budget=Budget(ratio=0.25)),  # pages and codes
+        {"device": kv(capacity(S + STEPS)) + kv(256) + pq_index(32, 2, 6)},
+    ),
     # smallest and largest key of 64 pages, in buffers of 256
     (Quest(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + kv(256)}),
     (SparQ(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + components(capacity(S + STEPS))}),
@@ -72,11 +86,11 @@ CASES: list[tuple[Method, dict[str, int]]] = [
     ),
     (ClusterKV(budget=Budget(ratio=0.25)), {"device": kv(capacity(S + STEPS)) + clusters(984, 984 // 80)}),
     (
-        # the window holds the 320 tokens to be clustered next; the last step's 246 tokens stay, per query head
+        # the window holds the 320 tokens to be clustered next; the last step's 246 tokens stay, per query head, and its clusters
         ClusterKV(budget=Budget(ratio=0.25), store="host"),
         {
-            "device": kv(16) + kv(capacity(320 + 1 + 128)) + clusters(984, 12) + 2 * kv(246) + 2 * H_KV * 246 * 4,
-            "host": kv(capacity(S + STEPS - 16)),
+            "device": kv(16) + kv(capacity(320 + 1 + 128)) + clusters(984, 12) + 2 * kv(246) + 2 * H_KV * 12,
+            "host": kv(capacity(S + STEPS - 16)) + 2 * H_KV * 246 * 4,
         },
     ),
     # kept K and V, and an int32 position per token and KV head

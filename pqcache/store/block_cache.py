@@ -1,0 +1,151 @@
+"""A host store with a cache of whole blocks of tokens on the device (PQCache, arXiv 2407.12820, section 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from pqcache.store.buffer import Buffer
+from pqcache.store.cached import CachedStore
+from pqcache.store.host import HostStore
+
+POLICIES = ("lru", "lfu", "none")
+
+
+class BlockCacheStore(CachedStore):
+    """HostStore with `slots` blocks of `block` consecutive tokens on the device, each with K and V of all KV heads.
+
+    Block b of a row holds its host rows b*block .. b*block+block-1, so it begins after the sinks. A step reads with the cache the
+    step before left; then the `topk` blocks with most of its selected tokens, over all heads, go to the policy: those
+    already there are touched, then the others come in, both in order of descending count (ties: the earlier block). Only blocks
+    whose tokens are all there come in: what the cache holds never changes.
+
+    lru: the block touched least recently goes. lfu: the block touched in the fewest steps goes, of several the one that has
+    been at that number longest; a block that comes in counts 1, and what went is forgotten. A block may be driven out by one that
+    comes in later in the same step; only blocks that stay are copied (`refill`).
+
+    Deviations from the released code: blocks of a step that are there are touched before others come in, so none is driven
+    out and copied again in one step; the last, growing block is left out instead of being served stale.
+    """
+
+    def __init__(
+        self,
+        n_sink: int,
+        window: int,
+        moved: Callable[[str, int], None],
+        block: int,
+        slots: int,
+        topk: int,
+        policy: str,
+    ) -> None:
+        super().__init__(n_sink, window, moved)
+        self.block, self.slots, self.topk, self.policy = block, slots, topk, policy
+        self.cache: list[Buffer] = []  # K, V (n, h_kv, slots filled so far * block, d): slot i begins at entry i*block
+        self.slot = torch.zeros(0, 0, dtype=torch.long)  # (n, blocks) the slot of each block, -1 = not there
+        self.content = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) the block in each slot, -1 = free
+        self.uses = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) steps that touched it, 0 = free
+        self.stamp = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) when it was touched last, 0 = free
+        self.clock = 0
+
+    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
+        """As a HostStore; the blocks of earlier turns stay where they are."""
+        super().load(k, v, lengths, known)
+        if isinstance(known, BlockCacheStore):
+            self.cache, self.clock = known.cache, known.clock
+            self.slot, self.content, self.uses, self.stamp = known.slot, known.content, known.uses, known.stamp
+            return
+        n = len(lengths)
+        self.cache = [Buffer.like(k), Buffer.like(v)]
+        self.slot = torch.full((n, 0), -1)
+        self.content = torch.full((n, self.slots), -1)
+        self.uses, self.stamp = torch.zeros_like(self.content), torch.zeros_like(self.content)
+
+    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        longer = -(-max(1, self.length - self.n_sink) // self.block) - self.slot.shape[1]
+        if longer > 0:
+            self.slot = F.pad(self.slot, (0, longer), value=-1)
+        row = (index - self.n_sink).clamp_min(0)
+        slot = self.slot.gather(1, (row // self.block).flatten(1)).view_as(row)
+        entry = torch.where((index >= 0) & (slot >= 0), slot * self.block + row % self.block, -1)
+        return entry, (self.content >= 0).sum(1, dtype=torch.float32) * self.block
+
+    def cached(self) -> list[torch.Tensor]:
+        return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
+
+    def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+        n, blocks = self.slot.shape
+        block = torch.where(index >= 0, (index - self.n_sink) // self.block, blocks).flatten(1)
+        counts = torch.zeros((n, blocks + 1), dtype=torch.long).scatter_add_(1, block, torch.ones_like(block))[:, :-1]
+        complete = torch.tensor([max(0, length - self.n_sink) // self.block for length in self.lengths])
+        counts = counts.masked_fill(torch.arange(blocks) >= complete[:, None], 0)
+        counts, block = counts.sort(dim=1, descending=True, stable=True)
+        self._copy(*self.admit(block[:, : self.topk], counts[:, : self.topk] > 0))
+
+    def admit(self, blocks: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Let the policy see blocks (n, m) of one step, where wanted (n, m), in this order. Returns what came in to stay.
+
+        As three lists: row, block, slot. Blocks come in one after the other, each driving out the first in the policy's order if
+        there is no free slot. In closed form: with lfu, as soon as no older block of one use is left, each newcomer drives out
+        the first newcomer; so the last ones stay, as many as there were free slots and blocks of one use (one, if none).
+        """
+        slot = self.slot.gather(1, blocks)
+        there, new = wanted & (slot >= 0), wanted & (slot < 0)
+        stamp = self.clock + torch.where(there, there.cumsum(1), there.sum(1, keepdim=True) + new.cumsum(1))
+        self.clock += blocks.shape[1]
+        row, column = there.nonzero(as_tuple=True)
+        self.uses[row, slot[row, column]] += 1
+        self.stamp[row, slot[row, column]] = stamp[row, column]
+        room = torch.full((len(blocks), 1), self.slots)
+        order = self.stamp
+        if self.policy == "lfu":
+            room = (self.uses <= 1).sum(1, keepdim=True).clamp_min(1)
+            order = (self.uses << 40) + self.stamp
+        stays = new & (new.cumsum(1) > new.sum(1, keepdim=True) - room)
+        victims = order.argsort(dim=1, stable=True)  # free slots first
+        target = victims.gather(1, (stays.cumsum(1) - 1).clamp_min(0))
+        row, column = stays.nonzero(as_tuple=True)
+        into, block = target[row, column], blocks[row, column]
+        gone = self.content[row, into]
+        self.slot[row[gone >= 0], gone[gone >= 0]] = -1
+        self.slot[row, block] = into
+        self.content[row, into] = block
+        self.uses[row, into] = 1
+        self.stamp[row, into] = stamp[row, column]
+        return row, block, into
+
+    def _copy(self, row: torch.Tensor, block: torch.Tensor, slot: torch.Tensor) -> None:
+        """Fill slots from the host: one copy per K and V, of all blocks of all rows."""
+        if not len(row):
+            return
+        h_kv = self.sinks[0].shape[1]
+        head = (row[:, None] * h_kv + torch.arange(h_kv))[..., None]  # (blocks, h_kv, 1)
+        token = torch.arange(self.block)
+        for host, cache in zip(self.host, self.cache, strict=True):
+            cache.reserve((int(slot.max()) + 1) * self.block)
+            source = head * host.capacity + block[:, None, None] * self.block + token
+            target = head * cache.capacity + slot[:, None, None] * self.block + token
+            tokens = host.data.flatten(0, 2).index_select(0, source.flatten())
+            self.moved("refill", tokens.numel() * tokens.element_size())
+            cache.data.flatten(0, 2).index_copy_(
+                0, target.flatten().to(cache.data.device), tokens.to(cache.data.device)
+            )
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if not self.sinks:
+            return
+        super().map_rows(index)
+        for buffer in self.cache:
+            buffer.map_rows(index)
+        at = index.cpu()
+        self.slot, self.content, self.uses, self.stamp = (
+            x.index_select(0, at) for x in (self.slot, self.content, self.uses, self.stamp)
+        )
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        tiers = super().tensors()
+        return {
+            "device": [*tiers["device"], *(buffer.data for buffer in self.cache)],
+            "host": [*tiers["host"], self.slot, self.content, self.uses, self.stamp],
+        }

@@ -1,0 +1,67 @@
+"""A host store of which a part lies on the device as well: what is found there does not cross again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pqcache.store.buffer import take_tokens
+from pqcache.store.host import HOST, HostStore
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one fetch found in the cache. Lists have one entry per row; tokens count once per head of the selection."""
+
+    lookups: list[int]  # tokens asked for
+    hits: list[int]  # of them, served by the cache
+    held: list[float]  # tokens of one head that the cache held (mean over the heads)
+
+
+class CachedStore(HostStore):
+    """Base of host stores with a cache on the device. A cache writes find, cached, keep.
+
+    All tables lie on the host: a fetch waits for the device once, for the indices. Outputs are those of a HostStore, bit by bit.
+    """
+
+    def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
+        super().__init__(n_sink, window, moved)
+        self.served: Served | None = None  # of the last fetch
+
+    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entry of the cache with position index (n, H, k), -1 = not there; tokens per head it holds (n,)."""
+        raise NotImplementedError
+
+    def cached(self) -> list[torch.Tensor]:
+        """K and V of the cache, (n, H or h_kv, entries, d); empty while it has none."""
+        raise NotImplementedError
+
+    def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+        """Positions index (n, H, k) on the host were read: K and V of them (n, H, k, d). The cache changes now, not before."""
+        raise NotImplementedError
+
+    def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        h_kv, device = self.sinks[0].shape[1], self.sinks[0].device
+        index = indices.to(HOST)
+        if index.shape[1] == 1:
+            index = index.expand(-1, h_kv, -1)
+        n, heads, _ = index.shape
+        entry, held = self.find(index)
+        real, found = index >= 0, entry >= 0
+        head = torch.arange(heads) // (heads // h_kv)
+        base = (torch.arange(n)[:, None] * h_kv + head) * self.host[0].capacity
+        miss = (real & ~found).flatten().nonzero()[:, 0]
+        rows = (base[..., None] + index - self.n_sink).flatten()[miss]
+        cached, entry, miss = self.cached(), entry.to(device), miss.to(device)
+        out = []
+        for i, (sink, host) in enumerate(zip(self.sinks, self.host, strict=True)):
+            crossing = host.data.flatten(0, 2).index_select(0, rows)
+            self.moved("fetch", crossing.numel() * crossing.element_size())
+            whole = take_tokens(cached[i], entry, group) if cached else sink.new_zeros((*index.shape, sink.shape[3]))
+            whole.flatten(0, 2).index_copy_(0, miss, crossing.to(device))
+            out.append(whole)
+        self.served = Served(real.sum((1, 2)).tolist(), found.sum((1, 2)).tolist(), held.tolist())
+        self.keep(index, out)
+        return out[0], out[1]

@@ -1,0 +1,313 @@
+"""Two stages: the limits are the stages alone, only the shortlist is scored, positions and bytes are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.clusterkv import ClusterKV
+from baselines.oracle import Oracle
+from baselines.sparq import SparQ
+from baselines.two_stage import FIRST, SECOND, TwoStage, TwoStageIndex
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method
+from pqcache.selective.retrieval import Index
+from tests.baselines.common import OneLayer, random_layer, selections
+from tests.invariants.drive import logits, tokens
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "quest": {"page": 4},
+    "clusterkv": {"tokens_per_cluster": 9, "window": 6, "window_clusters": 2},
+    "pqcache": {"b": 3},
+    "sparq": {"r": 3},
+    "oracle": {},
+}
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def two(first: str, second: str, **extra: Any) -> TwoStage:
+    return TwoStage(
+        first=first,
+        second=second,
+        first_options=OPTIONS[first],
+        second_options=OPTIONS[second],
+        **{"n_sink": 6, "budget": Budget(ratio=0.2), **extra},
+    )
+
+
+def alone(second: str, **extra: Any) -> Method:
+    return SECOND[second](**{"n_sink": 6, "budget": Budget(ratio=0.2), **OPTIONS[second], **extra})
+
+
+def stepped(
+    method: Method, seed: int, lengths: list[int], group: int = 2, dtype: torch.dtype = torch.float32, steps: int = 1
+) -> tuple[OneLayer, torch.Tensor]:
+    """A layer after some steps, and the last query. Two KV heads of 8 dimensions."""
+    n, s = len(lengths), max(lengths)
+    one = OneLayer(
+        method, drawn(seed, n, 2, s, 8, dtype=dtype), drawn(seed + 1, n, 2, s, 8, dtype=dtype), 2 * group, lengths
+    )
+    for step in range(steps):
+        q = drawn(seed + 2 + step, n, 2 * group, 1, 8, dtype=dtype) * 3
+        new = drawn(seed + 50 + step, n, 2, 1, 8, dtype=dtype)
+        one.step(q, new, new)
+    return one, q
+
+
+LENGTHS = st.lists(st.integers(20, 90), min_size=1, max_size=3)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=LENGTHS,
+    first=st.sampled_from(sorted(FIRST)),
+    second=st.sampled_from(sorted(SECOND)),
+    group=st.sampled_from([1, 3]),
+    reduce=st.sampled_from(["sum_softmax", "none", "max_logit"]),
+    shortlist=st.floats(1, 4),
+    store=st.sampled_from(["resident", "host", "block_cache"]),
+    dtype=DTYPES,
+    steps=st.integers(1, 9),
+)
+def test_the_choice_is_the_second_stages_best_of_the_shortlist(
+    seed: int,
+    lengths: list[int],
+    first: str,
+    second: str,
+    group: int,
+    reduce: str,
+    shortlist: float,
+    store: str,
+    dtype: torch.dtype,
+    steps: int,
+) -> None:
+    """Every selected token is a candidate on its shortlist, and no token left on it scores higher; k of them, if it has k."""
+    one, q = stepped(
+        two(first, second, reduce=reduce, shortlist=shortlist, store=store), seed, lengths, group, dtype, steps
+    )
+    index, cand, h_kv = one.layer.index, one.layer.selected.candidates, 2
+    assert isinstance(index, TwoStageIndex)
+    chosen = one.selected
+    ctx = one.context(decode=True)
+    wanted = [min(hi - cand.lo, max(k, -int(-shortlist * k // 1))) for hi, k in zip(cand.hi, cand.k, strict=True)]
+    listed = index.shorten(q, cand, wanted, h_kv, ctx)
+    scores = index.score(q, cand.lo, max(cand.hi), ctx)
+    whole = all(w == hi - cand.lo for w, hi in zip(wanted, cand.hi, strict=True))
+    for row, hi in enumerate(cand.hi):
+        for head in range(chosen.shape[1]):
+            mine = [i for i in chosen[row, head].tolist() if i >= 0]
+            on_list = [i for i in listed[row, head * listed.shape[1] // chosen.shape[1]].tolist() if i >= 0]
+            assert mine == sorted(set(mine)) and on_list == sorted(set(on_list))
+            assert all(cand.lo <= i < hi for i in on_list)
+            assert set(mine) <= set(on_list)
+            if len(on_list) >= cand.k[row]:
+                assert len(mine) == cand.k[row]
+            else:  # pages that the window or the sinks cut
+                assert first == "quest" and mine == on_list
+            if reduce != "sum_softmax" and len(mine) < len(on_list):  # a ranking that no softmax blurs
+                group_of = slice(head, head + 1) if reduce == "none" else slice(head * group, head * group + group)
+                score = scores[row, group_of].amax(0)
+                left = sorted(set(on_list) - set(mine))
+                assert score[[i - cand.lo for i in mine]].min() >= score[[i - cand.lo for i in left]].max() - 1e-4
+            if wanted[row] == hi - cand.lo:
+                assert on_list == list(range(cand.lo, hi))
+    again = index.second.select(q, cand, h_kv, ctx) if whole else index.rank(q, listed, cand, h_kv, ctx)
+    assert torch.equal(again.indices, chosen)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=LENGTHS,
+    first=st.sampled_from(sorted(FIRST)),
+    second=st.sampled_from(sorted(SECOND)),
+    group=st.sampled_from([1, 3]),
+    reduce=st.sampled_from(["sum_softmax", "none", "max_logit"]),
+    dtype=DTYPES,
+)
+def test_everything_shortlisted_is_the_second_stage_alone(
+    seed: int, lengths: list[int], first: str, second: str, group: int, reduce: str, dtype: torch.dtype
+) -> None:
+    """By the short cut, and by ranking a list of all candidates."""
+    one, q = stepped(two(first, second, reduce=reduce, shortlist=1e6), seed, lengths, group, dtype)
+    other, _ = stepped(alone(second, reduce=reduce), seed, lengths, group, dtype)
+    if one.layer.selected.indices is None:  # rows that attend everything
+        assert other.layer.selected.indices is None
+        return
+    assert torch.equal(one.selected, other.selected)
+    index, cand = one.layer.index, one.layer.selected.candidates
+    everything = torch.tensor([[[i if i < hi else -1 for i in range(cand.lo, max(cand.hi))]] for hi in cand.hi])
+    listed = everything.expand(-1, 2 * group if reduce == "none" else 2, -1)
+    ranked = index.rank(q, listed, cand, 2, one.context(decode=True)).indices
+    width = max(ranked.shape[2], other.selected.shape[2])
+    same = torch.nn.functional.pad(ranked, (0, width - ranked.shape[2]), value=-1) == other.selected
+    assert same.float().mean() > 0.97  # a tie in the last bit of a sum may fall the other way
+
+
+@pytest.mark.parametrize("first", ["pqcache", "sparq", "oracle"])
+def test_a_shortlist_of_k_before_the_oracle_is_the_first_stage_alone(llama: PreTrainedModel, first: str) -> None:
+    options = {"n_sink": 8, "budget": Budget(ratio=0.2)}
+    ours = selections(
+        llama, TwoStage(first=first, second="oracle", shortlist=1, first_options=OPTIONS[first], **options), 120, 12
+    )
+    theirs = selections(llama, SECOND[first](**options, **OPTIONS[first]), 120, 12)
+    assert len(ours) == len(theirs) == 36
+    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+        assert torch.equal(a.indices, b.indices)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(60, 160),
+    group=st.sampled_from([1, 2]),
+    reduce=st.sampled_from(["sum_softmax", "none"]),
+)
+def test_a_shortlist_of_k_clusters_is_the_choice_of_clusters(seed: int, s: int, group: int, reduce: str) -> None:
+    """ClusterKV's own selection in the same candidates: clusters in rank order, sinks and window left out."""
+    one, q = stepped(two("clusterkv", "oracle", shortlist=1, reduce=reduce), seed, [s], group)
+    index, cand = one.layer.index, one.layer.selected.candidates
+    assert isinstance(index, TwoStageIndex)
+    clusters: Any = index.first
+    weights = clusters.weights(q, 2, 8**-0.5)
+    for head in range(weights.shape[1]):
+        kv = head * 2 // weights.shape[1]
+        sizes, want = clusters.sizes[0, kv].tolist(), []
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        for c in weights[0, head].argsort(descending=True, stable=True).tolist():
+            members = clusters.order[0, kv, starts[c] : starts[c] + sizes[c]].tolist()
+            want += [i for i in members if cand.lo <= i < cand.hi[0]]
+        assert one.selected[0, head].tolist() == sorted(want[: cand.k[0]])
+
+
+@pytest.mark.parametrize("second", sorted(SECOND))
+@pytest.mark.parametrize("store", ["resident", "host"])
+@pytest.mark.parametrize("heads", ["one", "kv", "query"])
+def test_scores_of_a_shortlist_are_those_of_the_whole(second: str, store: str, heads: str) -> None:
+    one, q = stepped(alone(second, store=store), 3, [80, 61], 3)
+    index, ctx = one.layer.index, one.context(decode=True)
+    wide = {"one": 1, "kv": 2, "query": 6}[heads]
+    generator = torch.Generator().manual_seed(1)
+    at = torch.randint(6, 61, (2, wide, 17), generator=generator)
+    whole = index.score(q, 6, 81, ctx)
+    want = whole.gather(2, at.repeat_interleave(6 // wide, 1) - 6)
+    torch.testing.assert_close(index.score_at(q, at, ctx), want)
+    torch.testing.assert_close(Index.score_at(index, q, at, ctx), want)
+    assert torch.isfinite(index.score_at(q, torch.full_like(at, -1), ctx)).all()
+
+
+@pytest.mark.parametrize("second", sorted(SECOND))
+def test_only_the_shortlist_is_scored(llama: PreTrainedModel, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("the second stage scored everything")
+
+    for cls in (PQCache, Oracle, SparQ):
+        monkeypatch.setattr(type(cls().make_index(0, None)), "score", never)  # type: ignore[arg-type]
+    method = TwoStage(
+        second=second, first_options={"page": 4}, second_options=OPTIONS[second], budget=Budget(ratio=0.2)
+    )
+    assert len(selections(llama, method, 200, 3)) == 9
+
+
+def test_the_union_of_stages_is_better_than_the_first_alone() -> None:
+    """Keys in pages of which one token each matters: pages alone catch a quarter, ranked pages all of them."""
+    s, page = 256, 4
+    k = drawn(0, 1, 2, s, 8) * 0.01
+    strong = torch.arange(16, 192, page)[::2]
+    k[:, :, strong, 0] += 5
+    q = torch.zeros(1, 4, 1, 8)
+    q[..., 0] = 1
+    new = drawn(1, 1, 2, 1, 8) * 0.01
+    options = {"n_sink": 8, "recent_ratio": 0.5, "budget": Budget(tokens=64)}  # 28 to select
+    ranked = OneLayer(TwoStage(second="oracle", first_options={"page": page}, shortlist=4, **options), k, k, 4)
+    ranked.step(q, new, new)
+    assert ranked.layer.selected.indices.shape[2] == 28
+    assert all(set(head.tolist()) >= set(strong.tolist()) for head in ranked.selected[0])
+
+
+def test_bytes_of_one_mistral_layer() -> None:
+    """8192 tokens at 0.2 and a shortlist of 4 k: what is scored crosses for the shortlist only, k tokens are fetched."""
+    k, m = 816, 4 * 816
+    for second, options, selection in (
+        ("pqcache", {"max_iter": 1}, 0),
+        ("oracle", {"scope": "candidates"}, m * 8 * 128 * 2),
+    ):
+        one = random_layer(
+            TwoStage(second=second, second_options=options, store="host", shortlist=4, budget=Budget(ratio=0.2))
+        )
+        moved = one.ledger.bytes_per_step()
+        assert moved["demand_fetch"] == k * 4096
+        assert abs(moved["selection"] - selection) <= 16 * 8 * 128 * 2  # the last page may be cut
+        assert moved["write_back"] == 4096
+        assert one.ledger.attended(all_layers=True) == 32 + 2 * k + 1
+    one = random_layer(
+        TwoStage(first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4,
+                 budget=Budget(ratio=0.2))
+    )  # fmt: skip
+    assert (
+        one.ledger.bytes_per_step()["selection"] == (m + 32 + k + 1) * 8 * 2
+    )  # one component of each, and of the rest of its softmax
+
+
+def test_stages_follow_a_long_generation(llama: PreTrainedModel) -> None:
+    """Tokens without a cluster are on the shortlist, until a window of them is clustered."""
+    method = TwoStage(
+        first="clusterkv",
+        second="oracle",
+        first_options={"window": 15, "tokens_per_cluster": 8},
+        n_sink=20,
+        recent_ratio=0.1,
+        budget=Budget(ratio=0.2),
+        shortlist=1,
+    )
+    seen = set()
+    for step, (_, selected) in enumerate(selections(llama, method, 120, 60)):
+        past = 120 + step // 3
+        assert selected.candidates.lo == 20 and selected.candidates.hi == [past - selected.local[0]]
+        assert selected.local == [2]
+        assert all(len(set(head)) == 18 for head in selected.indices[0].tolist())
+        seen |= set(selected.indices.flatten().tolist())
+    assert max(seen) > 150
+
+
+def test_noop_and_a_budget_beyond_the_prompt_are_dense(llama: PreTrainedModel) -> None:
+    prompt, steps = [tokens(80, 1)], [[t] for t in tokens(5, 2)]
+    dense = logits(llama, None, prompt, steps[:1])
+    for method in (TwoStage.noop(), TwoStage(budget=Budget(tokens=500), first="clusterkv")):
+        torch.testing.assert_close(logits(llama, method, prompt, steps[:1]), dense)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"first": "quests"}, "did you mean quest"),
+        ({"second": "quest"}, "second=quest: allowed is"),
+        ({"shortlist": 0.5}, "shortlist=0.5: allowed is a number >= 1"),
+        ({"first_options": {"pages": 4}}, "first_options=.*pages"),
+        ({"second_options": {"m": 3}}, "second_options=.*m=3: allowed is"),
+        ({"second_options": {"n_sink": 3}}, "method.n_sink hold for both"),
+        ({"second_options": {"cache_block": 3}}, "method.cache_block hold for both"),
+        ({"second": "sparq", "second_options": {"reallocate": True}}, "reallocate=false"),
+    ],
+)
+def test_bad_hyper_parameters(hyper: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TwoStage(**hyper)
+
+
+def test_defaults_and_protocols() -> None:
+    method = TwoStage(budget=Budget(ratio=0.2), first="clusterkv")
+    assert method.plan(8192, 0, 32).total == 32 + 2 * 816
+    assert isinstance(method.shortener, ClusterKV) and method.shortener.reduce == "sum_softmax"
+    assert TwoStage().shortener.reduce == "sum_logit" and TwoStage(reduce="none").shortener.reduce == "none"
+    assert TwoStage(protocol="paper").dense_layers == 0

@@ -1,0 +1,304 @@
+"""Block cache: policies against a naive model, content against the host, the same outputs as without, hits and bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.clusterkv import ClusterKV
+from baselines.oracle import Oracle
+from baselines.quest import Quest
+from baselines.sparq import SparQ
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
+from pqcache.store.block_cache import BlockCacheStore
+from pqcache.store.host import HostStore
+from tests.baselines.common import random_layer
+from tests.invariants.conftest import _one_thread, llama
+from tests.invariants.drive import Session, logits, tokens
+
+__all__ = ["_one_thread", "llama"]
+
+SMALL: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
+POLICIES: dict[str, tuple[type[Method], dict[str, Any]]] = {
+    "pqcache": (PQCache, {"n_sink": 8, "b": 4}),
+    "pqcache-per-query-head": (PQCache, {"n_sink": 8, "b": 4, "reduce": "none"}),
+    "quest": (Quest, {"page": 4}),
+    "sparq": (SparQ, {"n_sink": 8, "r": 2}),
+    "clusterkv": (ClusterKV, {"n_sink": 8, "tokens_per_cluster": 10, "window": 12, "window_clusters": 3}),
+    "oracle": (Oracle, {"n_sink": 8}),
+}
+
+
+class Naive:
+    """One row's cache, block by block. Buckets list their blocks from the one that is there longest."""
+
+    def __init__(self, capacity: int, policy: str) -> None:
+        self.capacity, self.policy = capacity, policy
+        self.recent: OrderedDict[int, None] = OrderedDict()
+        self.buckets: dict[int, list[int]] = {}
+
+    def blocks(self) -> set[int]:
+        return set(self.recent) if self.policy == "lru" else {b for bucket in self.buckets.values() for b in bucket}
+
+    def step(self, blocks: list[int]) -> None:
+        before = self.blocks()
+        for block in [b for b in blocks if b in before] + [b for b in blocks if b not in before]:
+            self.see(block)
+
+    def see(self, block: int) -> None:
+        if self.policy == "lru":
+            if block not in self.recent and len(self.recent) == self.capacity:
+                self.recent.popitem(last=False)
+            self.recent[block] = None
+            self.recent.move_to_end(block)
+            return
+        for uses, bucket in list(self.buckets.items()):
+            if block in bucket:
+                bucket.remove(block)
+                self.buckets.setdefault(uses + 1, []).append(block)
+                return
+        if len(self.blocks()) == self.capacity:
+            min((u, b) for u, b in self.buckets.items() if b)[1].pop(0)
+        self.buckets.setdefault(1, []).append(block)
+
+
+def cache_of(rows: int, slots: int, topk: int, policy: str, blocks: int = 40) -> BlockCacheStore:
+    """Tables only."""
+    store = BlockCacheStore(0, 1, lambda kind, nbytes: None, 1, slots, topk, policy)
+    store.load(torch.zeros(rows, 1, blocks, 1), torch.zeros(rows, 1, blocks, 1), [blocks] * rows)
+    store.find(torch.zeros(rows, 1, 1, dtype=torch.long))
+    return store
+
+
+def held(store: BlockCacheStore, row: int) -> set[int]:
+    """The blocks of a row, checked: slots are unique and both tables say the same."""
+    there = {b: s for b, s in enumerate(store.slot[row].tolist()) if s >= 0}
+    assert len(set(there.values())) == len(there) <= store.slots
+    assert {b: s for s, b in enumerate(store.content[row].tolist()) if b >= 0} == there
+    assert [u > 0 for u in store.uses[row].tolist()] == [b >= 0 for b in store.content[row].tolist()]
+    return set(there)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(["lru", "lfu"]),
+    slots=st.integers(1, 6),
+    width=st.integers(1, 9),
+    data=st.data(),
+    rows=st.integers(1, 3),
+)
+def test_policies_equal_the_naive_model(policy: str, slots: int, width: int, data: st.DataObject, rows: int) -> None:
+    """Random steps of up to 9 blocks, also more than there are slots; what came in and stayed is what was not there."""
+    store, naive = cache_of(rows, slots, width, policy), [Naive(slots, policy) for _ in range(rows)]
+    step = st.lists(st.integers(0, 11), unique=True, max_size=width)
+    for _ in range(data.draw(st.integers(1, 12))):
+        seen = [data.draw(step) for _ in range(rows)]
+        before = [held(store, row) for row in range(rows)]
+        spare = [[b for b in range(40) if b not in row] for row in seen]
+        blocks = torch.tensor([(row + rest)[:width] for row, rest in zip(seen, spare, strict=True)])
+        wanted = torch.tensor([[i < len(row) for i in range(width)] for row in seen])
+        row, block, slot = store.admit(blocks, wanted)
+        loaded = set(zip(row.tolist(), block.tolist(), strict=True))
+        for r in range(rows):
+            naive[r].step(seen[r])
+            assert held(store, r) == naive[r].blocks()
+            assert {b for s, b in loaded if s == r} == held(store, r) - before[r]
+        assert torch.equal(store.content[row, slot], block)
+
+
+def test_the_published_lfu_trace() -> None:
+    a, b, c, d, e, f = range(6)
+    store = cache_of(1, 2, 2, "lfu")
+
+    def step(*blocks: int) -> set[int]:
+        padded = [*blocks, *(39 - i for i in range(2 - len(blocks)))]
+        store.admit(torch.tensor([padded]), torch.tensor([[i < len(blocks) for i in range(2)]]))
+        return held(store, 0)
+
+    assert step(a) == {a} and step(b) == {a, b}
+    assert step(a) == {a, b}
+    assert step(c) == {a, c}
+    assert step(d) == {a, d}
+    assert step(e, f) == {a, f}  # one newcomer drives out the other
+    slot = {block: s for s, block in enumerate(store.content[0].tolist())}
+    assert [int(store.uses[0, slot[x]]) for x in (a, f)] == [2, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    policy=st.sampled_from(["lru", "lfu"]),
+    block=st.integers(1, 9),
+    slots=st.integers(1, 6),
+    topk=st.integers(1, 7),
+    group=st.sampled_from([1, 3]),
+    heads=st.sampled_from(["one", "kv", "query"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_fetch_equals_the_host_store_and_content_equals_host_rows(
+    seed: int,
+    lengths: list[int],
+    policy: str,
+    block: int,
+    slots: int,
+    topk: int,
+    group: int,
+    heads: str,
+    dtype: torch.dtype,
+) -> None:
+    """Random selections and appends over rows of different length, some shorter than the sinks; a reorder half-way."""
+    generator = torch.Generator().manual_seed(seed)
+    sink, h_kv, d = 4, 2, 3
+    n, moved = len(lengths), {"fetch": 0, "refill": 0, "write_back": 0}
+
+    def count(kind: str, nbytes: int) -> None:
+        moved[kind] += nbytes
+
+    def draw(t: int) -> torch.Tensor:
+        return torch.randn(n, h_kv, t, d, generator=generator).to(dtype)
+
+    store = BlockCacheStore(sink, 3, count, block, slots, topk, policy)
+    plain = HostStore(sink, 3, lambda kind, nbytes: None)
+    k, v = draw(max(lengths)), draw(max(lengths))
+    store.load(k, v, lengths)
+    plain.load(k, v, lengths)
+    token = 2 * d * k.element_size()  # K and V of one head
+    for step in range(12):
+        new = draw(1), draw(1)
+        store.append(*new)
+        plain.append(*new)
+        wide = {"one": 1, "kv": h_kv, "query": h_kv * group}[heads]
+        want = torch.full((n, wide, 5), -1)
+        for row, length in enumerate(store.lengths):
+            for head in range(wide):
+                pick = torch.randperm(max(0, length - sink), generator=generator)[:5].sort().values + sink
+                want[row, head, : len(pick)] = pick
+        blocks_before = (store.content >= 0).sum(1)
+        before = dict(moved)
+        got, expected = store.fetch(want, group), plain.fetch(want, group)
+        real = (want >= 0).expand(n, max(wide, h_kv), 5) if wide == 1 else want >= 0
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a[real], b[real])
+        served = store.served
+        assert served is not None
+        assert served.lookups == real.sum((1, 2)).tolist()
+        assert served.held == (blocks_before * block).tolist()
+        assert moved["fetch"] - before["fetch"] == (sum(served.lookups) - sum(served.hits)) * token
+        for row, length in enumerate(store.lengths):
+            for b in held(store, row):
+                assert (b + 1) * block <= length - sink  # complete
+                at = int(store.slot[row, b]) * block
+                for cache, host in zip(store.cache, store.host, strict=True):
+                    ours = cache.data[row, :, at : at + block]
+                    assert torch.equal(ours, host.data[row, :, b * block : (b + 1) * block])
+        assert (moved["refill"] - before["refill"]) % (block * h_kv * token) == 0
+        if step == 6:
+            index = torch.randperm(n, generator=generator)
+            store.map_rows(index)
+            plain.map_rows(index)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
+    """Bit by bit, over every retrieval method, in a padded batch; only demand bytes move over to hits."""
+    cls, hyper = POLICIES[name]
+    prompt, fed = [tokens(160, 1), tokens(70, 2), tokens(5, 3)], [[t, t, t] for t in tokens(30, 3)]
+    results, caches = [], []
+    for cache_policy in ("none", policy):
+        options = {**hyper, **SMALL, "cache_policy": cache_policy}
+        if name == "clusterkv":
+            options["cache_steps"] = 0
+        caches.append(SelectiveCache(llama, cls(budget=Budget(ratio=0.2), **options)))
+        results.append(logits(llama, caches[-1].method, prompt, fed, cache=caches[-1]))
+    assert torch.equal(*results)
+    assert type(caches[0].layers[0].store) is HostStore and not caches[0].ledger.moved["refill"]
+    plain, cached = (cache.ledger for cache in caches)
+    token = 2 * 16 * 8  # K and V of one head in float64
+    facts = cached.facts
+    assert plain.moved["fetch"] == facts["cache_lookups"] * token
+    assert cached.moved["fetch"] == (facts["cache_lookups"] - facts["cache_hits"]) * token
+    assert cached.moved["refill"] > 0 and cached.moved["refill"] % (8 * 2 * token) == 0
+    assert 0 < facts["cache_hit_rate"] < 1 and 0 < facts["cache_chance_rate"] < 1
+    assert cached.bytes_per_step()["refill"] == cached.moved["refill"] / cached.steps
+    assert cached.moved["selection_keys"] == plain.moved["selection_keys"]
+
+
+@torch.no_grad()
+def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel) -> None:
+    cache = SelectiveCache(llama, PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **SMALL))
+    with attach(llama):
+        session = Session(llama, cache, [tokens(120, 1), tokens(90, 2)])
+        for token in tokens(6, 3):
+            session.step([token] * 2)
+        store = cache.layers[1].store
+        assert isinstance(store, BlockCacheStore)
+        before = store.content.clone()
+        session.turn([tokens(20, 4)] * 2)
+        later = cache.layers[1].store
+        assert isinstance(later, BlockCacheStore) and later is not store and torch.equal(later.content, before)
+        session.reorder([1, 0])
+        for token in tokens(20, 5):
+            session.step([token] * 2)
+            for row in range(2):
+                for b in held(later, row):
+                    at = int(later.slot[row, b]) * 8
+                    for buffer, host in zip(later.cache, later.host, strict=True):
+                        assert torch.equal(buffer.data[row, :, at : at + 8], host.data[row, :, b * 8 : (b + 1) * 8])
+        Session(llama, cache, [tokens(120, 1)])
+        fresh = cache.layers[1].store
+        assert isinstance(fresh, BlockCacheStore) and not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0
+        assert "cache_hits" not in cache.ledger.facts
+
+
+def test_hits_bytes_and_chance_of_one_mistral_layer() -> None:
+    """8192 tokens at 0.2: nothing hits at first, the same query again hits all it selected, at 4096 / 7344 by chance."""
+    one = random_layer(PQCache(store="block_cache", max_iter=1, budget=Budget(ratio=0.2)))
+    store, ledger = one.layer.store, one.ledger
+    assert isinstance(store, BlockCacheStore)
+    assert ledger.moved["fetch"] == 816 * 4096
+    assert ledger.facts["cache_hits"] == ledger.facts["cache_chance_hits"] == 0
+    assert len(held(store, 0)) == 32
+    assert ledger.moved["refill"] == 32 * 512 * 1024
+    assert sum(buffer.data.numel() * 2 for buffer in store.cache) == 16 * 2**20
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(1, 32, 1, 128, generator=generator).half()
+    new = torch.randn(1, 8, 1, 128, generator=generator).half()
+    one.step(q, new, new)
+    hits = ledger.facts["cache_hits"]
+    assert ledger.moved["fetch"] == 2 * 816 * 4096 - hits * 512
+    assert ledger.facts["cache_lookups"] == 2 * 8 * 816
+    assert ledger.facts["cache_chance_hits"] == pytest.approx(8 * 816 * 4096 / 7345)
+    assert round(4096 / 7344, 2) == 0.56
+    assert hits / (8 * 816) == pytest.approx(0.56, abs=0.1)  # a query of its own: what chance gives
+
+
+def test_the_row_gets_hit_rate_and_chance(llama: PreTrainedModel) -> None:
+    method = PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **SMALL)
+    result = generate(llama, method, torch.tensor([tokens(200, 1)]), max_new_tokens=12)
+    assert 0 < result.extra["cache_hit_rate"] <= 1
+    assert 0 < result.extra["cache_chance_rate"] < 1
+    assert result.bytes_per_step["refill"] > 0
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"cache_block": 0}, "cache_block=0: allowed is"),
+        ({"cache_block": 64, "cache_tokens": 63}, "cache_tokens=63: allowed is an int >= cache_block=64"),
+        ({"cache_topk": 0}, "cache_topk=0: allowed is"),
+        ({"cache_policy": "lfru"}, "did you mean"),
+        ({"store": "block_cash"}, "did you mean block_cache"),
+    ],
+)
+def test_bad_hyper_parameters(hyper: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PQCache(**hyper)
