@@ -196,7 +196,8 @@ class ClusterIndex(Index):
 class ClusterKV(RetrievalMethod):
     """tokens_per_cluster: prompt tokens per cluster (C0 = L / 80, section V-B), or `clusters`: their number, whatever the
     length. window, window_clusters: generated tokens clustered at once, into how many. distance: cosine, l2 or ip. max_iter,
-    kmeans_seed: of the K-Means. cache_steps: with store=host, tokens fetched in this many last steps stay on the device (R).
+    kmeans_seed: of the K-Means. cache_steps: with store=host, tokens fetched in this many last steps stay on the device (R);
+    cache_hit_rate is of these tokens, cluster_hit_rate that of the clusters, as the paper counts (section V-C).
 
     reduce: "none" lets every query head choose, as published; "sum_softmax" chooses per KV head, by the softmax weight one
     token of a cluster would get, summed over the group. No local window: generated tokens without a cluster are attended,

@@ -85,33 +85,35 @@ def test_one_cluster_per_token_is_the_exact_top(seed: int, s: int, budget: int, 
 @settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    s=st.integers(120, 200),
+    lengths=st.lists(st.integers(120, 200), min_size=1, max_size=3),
     per=st.integers(3, 30),
-    n=st.sampled_from([1, 3]),
+    group=st.sampled_from([1, 2]),
     reduce=st.sampled_from(["none", "sum_softmax", "max_logit"]),
     distance=st.sampled_from(DISTANCES),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_exactly_the_budget_is_selected_cluster_by_cluster(
-    seed: int, s: int, per: int, n: int, reduce: str, distance: str, dtype: torch.dtype
+    seed: int, lengths: list[int], per: int, group: int, reduce: str, distance: str, dtype: torch.dtype
 ) -> None:
-    k, q = drawn(seed, n, 2, s, 8).to(dtype), drawn(seed + 1, n, 4, 1, 8).to(dtype)
+    """Rows of different length, MHA and GQA, every distance: budgets, permutations, prefixes, whole clusters in rank order."""
+    n = len(lengths)
+    k, q = drawn(seed, n, 2, max(lengths), 8).to(dtype), drawn(seed + 1, n, 2 * group, 1, 8).to(dtype)
     new = drawn(seed + 2, n, 2, 1, 8).to(dtype)
     before = None
     for budget in (64, 65, 66, 90):
         method = ClusterKV(
             n_sink=6, tokens_per_cluster=per, reduce=reduce, distance=distance, budget=Budget(tokens=budget)
         )
-        one = OneLayer(method, k, k, 4)
+        one = OneLayer(method, k, k, 2 * group, lengths)
         one.step(q, new, new)
         index = one.layer.index
-        c = s // per
-        assert index.counts == [c] * n and index.sizes.shape[2] == c
-        assert (index.sizes.sum(-1) == s - 6).all()
-        want = torch.arange(6, s, dtype=torch.int32).expand(n, 2, -1)
-        assert torch.equal(index.order.sort(-1).values, want)
+        assert index.counts == [s // per for s in lengths] and index.sizes.shape[2] == max(index.counts)
+        for row, s in enumerate(lengths):
+            assert (index.sizes[row].sum(-1) == s - 6).all() and not index.sizes[row, :, index.counts[row] :].any()
+            want = torch.arange(6, s, dtype=torch.int32).expand(2, -1)
+            assert torch.equal(index.order[row, :, : s - 6].sort(-1).values, want)
         chosen = one.selected
-        heads = 4 if reduce == "none" else 2
+        heads = 2 * group if reduce == "none" else 2
         assert chosen.shape == (n, heads, budget - 6)
         weights = index.weights(q, 2, 8**-0.5)
         for row in range(n):
@@ -230,6 +232,59 @@ def test_the_same_query_twice_moves_nothing_the_second_time() -> None:
     assert first.shape == (1, 1, 4, 16)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(100, 160), min_size=1, max_size=3),
+    group=st.sampled_from([1, 3]),
+    memory=st.integers(1, 3),
+    reduce=st.sampled_from(["none", "sum_softmax"]),
+)
+def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: int, memory: int, reduce: str) -> None:
+    """Against sets: clusters as the paper's simulator counts them, tokens as they really cross, and their chance level."""
+    n = len(lengths)
+    method = ClusterKV(
+        n_sink=6, tokens_per_cluster=7, window=5, window_clusters=2, store="host", cache_steps=memory, reduce=reduce,
+        budget=Budget(tokens=64),
+    )  # fmt: skip
+    k = drawn(seed, n, 2, max(lengths), 8)
+    one = OneLayer(method, k, k, 2 * group, lengths)
+    clusters: list[list[set[int]]] = []
+    chosen: list[list[set[int]]] = []
+    rates, hits, lookups, chance = [], 0, 0, 0.0
+    for step in range(7):
+        q, new = drawn(seed + 1 + step, n, 2 * group, 1, 8), drawn(seed + 20 + step, n, 2, 1, 8)
+        one.step(q, new, new)
+        index = one.layer.index
+        weights = index.weights(q, 2, 8**-0.5)
+        heads = weights.shape[1]
+        now, tokens_now = [], []
+        for row in range(n):
+            ranked, counts = [], []
+            for head in range(heads):
+                sizes = index.sizes[row, head * 2 // heads].tolist()
+                order = weights[row, head].argsort(descending=True, stable=True).tolist()
+                order = [c for c in order if sizes[c]]
+                filled = [sum(sizes[c] for c in order[: i + 1]) for i in range(len(order))]
+                counts.append(next(i for i, f in enumerate(filled) if f >= 58) + 1)
+                ranked.append(order)
+            now += [set(order[: max(counts)]) for order in ranked]
+            tokens_now += [set(head.tolist()) for head in one.selected[row]]
+        for i, mine in enumerate(now):
+            rates.append(len(mine & set().union(*(before[i] for before in clusters[-memory:]))) / len(mine))
+            known = set().union(*(before[i] for before in chosen[-memory:]))
+            hits += len(tokens_now[i] & known)
+            lookups += 58
+            hi = one.layer.selected.candidates.hi[i // heads]
+            chance += 58 * min(1.0, len(known) / (hi - 6))
+        clusters.append(now)
+        chosen.append(tokens_now)
+    told = one.ledger.told()
+    assert told["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
+    assert (told["cache_hits"], told["cache_lookups"]) == (hits, lookups)
+    assert told["cache_chance_hits"] == pytest.approx(chance)
+
+
 def test_longer_memory_hits_more() -> None:
     rates = []
     for steps in (1, 2, 4):
@@ -249,6 +304,8 @@ def test_hit_rate_and_union_are_reported(llama: PreTrainedModel) -> None:
     method = ClusterKV(n_sink=8, tokens_per_cluster=10, store="host", budget=Budget(ratio=0.2))
     result = generate(llama, method, torch.tensor([tokens(200, 1)]), max_new_tokens=6)
     assert 0 <= result.extra["cache_hit_rate"] <= 1
+    assert 0 <= result.extra["cluster_hit_rate"] <= 1
+    assert 0 <= result.extra["cache_chance_rate"] < 1
     assert result.extra["kmeans_iterations"] <= 20
     assert result.attended_tokens < result.extra["attended_union"] <= result.attended_tokens + 38
 

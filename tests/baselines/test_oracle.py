@@ -1,0 +1,170 @@
+"""Oracle: no shared selection catches more attention, larger budgets keep smaller ones, and what that bounds for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baselines.oracle import Oracle
+from baselines.sparq import SparQ
+from baselines.two_stage import TwoStage
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method
+from tests.baselines.common import OneLayer, random_layer
+
+SINKS = 5
+LENGTHS = st.lists(st.integers(30, 90), min_size=1, max_size=3)
+GROUPS = st.sampled_from([1, 3])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Drawn:
+    """Keys, values and one decode step, the same for every method: two KV heads of 8 dimensions."""
+
+    def __init__(self, seed: int, lengths: list[int], group: int, dtype: torch.dtype = torch.float32) -> None:
+        n, s = len(lengths), max(lengths)
+        self.lengths, self.h = lengths, 2 * group
+        self.k, self.v = drawn(seed, n, 2, s, 8, dtype=dtype), drawn(seed + 1, n, 2, s, 8, dtype=dtype)
+        self.q = drawn(seed + 2, n, self.h, 1, 8, dtype=dtype) * 2
+        self.new = drawn(seed + 3, n, 2, 1, 8, dtype=dtype)
+
+    def run(self, method: Method) -> tuple[OneLayer, torch.Tensor]:
+        one = OneLayer(method, self.k, self.v, self.h, self.lengths)
+        return one, one.step(self.q, self.new, self.new)[:, 0]
+
+    def weights(self, row: int, head: int) -> torch.Tensor:
+        """Attention of one query head over its row's tokens and the current one, the last."""
+        keys = torch.cat([self.k[row, head * 2 // self.h, : self.lengths[row]], self.new[row, head * 2 // self.h]])
+        return (keys.double() @ self.q[row, head, 0].double() * 8**-0.5).softmax(0)
+
+    def mass(self, one: OneLayer, row: int, head: int) -> float:
+        """How much of it the last step attended."""
+        selected = one.layer.selected
+        chosen = [] if selected.indices is None else selected.indices[row]
+        mine = (
+            chosen[head * len(chosen) // self.h].tolist() if len(chosen) else range(SINKS, selected.candidates.hi[row])
+        )
+        end = self.lengths[row]
+        attended = {*range(SINKS), *(i for i in mine if i >= 0), *range(end - selected.local[row], end + 1)}
+        return float(self.weights(row, head)[sorted(attended)].sum())
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), lengths=LENGTHS, group=GROUPS, dtype=DTYPES, ratio=st.sampled_from([0.1, 0.25, 0.6]))
+def test_no_shared_selection_catches_more_attention(
+    seed: int, lengths: list[int], group: int, dtype: torch.dtype, ratio: float
+) -> None:
+    """Summed over a group, per KV head; each query head for itself catches at least as much."""
+    drawing, options = Drawn(seed, lengths, group, dtype), {"n_sink": SINKS, "budget": Budget(ratio=ratio)}
+    best, _ = drawing.run(Oracle(**options))
+    apart, _ = drawing.run(Oracle(reduce="none", **options))
+    others: list[Method] = [
+        PQCache(b=3, **options),
+        SparQ(r=2, **options),
+        TwoStage(first_options={"page": 4}, second_options={"b": 3}, **options),
+        Oracle(scope="candidates", reduce="max_logit", **options),
+    ]
+    for other in [drawing.run(method)[0] for method in others]:
+        for row in range(len(lengths)):
+            for kv in range(2):
+                heads = range(kv * group, kv * group + group)
+                got = sum(drawing.mass(other, row, head) for head in heads)
+                most = sum(drawing.mass(best, row, head) for head in heads)
+                if not other.layer.dense[row]:  # a row without an index attends everything
+                    assert got <= most + 1e-5
+                assert most <= sum(drawing.mass(apart, row, head) for head in heads) + 1e-5
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=LENGTHS,
+    group=GROUPS,
+    make=st.sampled_from([Oracle, PQCache, SparQ]),
+    ratio=st.sampled_from([0.1, 0.3]),
+)
+def test_the_output_error_is_bounded_by_the_mass_left_out(
+    seed: int, lengths: list[int], group: int, make: Any, ratio: float
+) -> None:
+    """|out - dense| <= 2 (1 - mass) max |v|, per query head."""
+    drawing = Drawn(seed, lengths, group)
+    extra = {"b": 3} if make is PQCache else {}
+    one, out = drawing.run(make(n_sink=SINKS, budget=Budget(ratio=ratio), **extra))
+    for row, length in enumerate(lengths):
+        for head in range(drawing.h):
+            kv = head // group
+            values = torch.cat([drawing.v[row, kv, :length], drawing.new[row, kv]]).double()
+            exact = drawing.weights(row, head) @ values
+            bound = 2 * (1 - drawing.mass(one, row, head)) * values.norm(dim=-1).max()
+            assert (out[row, head].double() - exact).norm() <= bound + 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(110, 160),
+    group=GROUPS,
+    scope=st.sampled_from(["all", "candidates"]),
+    reduce=st.sampled_from(["sum_softmax", "none", "max_logit"]),
+)
+def test_a_larger_budget_keeps_what_a_smaller_one_chose(seed: int, s: int, group: int, scope: str, reduce: str) -> None:
+    drawing, before = Drawn(seed, [s], group), None
+    for tokens in (64, 65, 70, 100):
+        method = Oracle(n_sink=SINKS, recent_ratio=0, scope=scope, reduce=reduce, budget=Budget(tokens=tokens))
+        one, _ = drawing.run(method)
+        now = [set(head.tolist()) for head in one.selected[0]]
+        assert all(len(head) == tokens - SINKS - 1 for head in now)
+        assert before is None or all(a <= b for a, b in zip(before, now, strict=True))
+        before = now
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), lengths=LENGTHS, make=st.sampled_from([Oracle, PQCache]), group=st.integers(2, 4))
+def test_equal_query_heads_choose_as_one(seed: int, lengths: list[int], make: Any, group: int) -> None:
+    single, together = Drawn(seed, lengths, 1), Drawn(seed, lengths, group)
+    together.q = single.q.repeat_interleave(group, dim=1)
+    together.k, together.v, together.new = single.k, single.v, single.new
+    options = {"n_sink": SINKS, "budget": Budget(ratio=0.2), **({"b": 3} if make is PQCache else {})}
+    a, _ = single.run(make(**options))
+    b, _ = together.run(make(**options))
+    assert torch.equal(a.selected, b.selected)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), s=st.integers(80, 140), group=GROUPS, m=st.sampled_from([1, 2, 4]))
+def test_codes_without_error_choose_as_the_oracle(seed: int, s: int, group: int, m: int) -> None:
+    """Twelve different keys, all of them centroids: product quantization is exact, ties included."""
+    drawing, options = Drawn(seed, [s], group), {"n_sink": SINKS, "budget": Budget(ratio=0.25)}
+    pick = torch.randint(12, (s,), generator=torch.Generator().manual_seed(seed))
+    drawing.k = drawn(seed + 9, 1, 2, 12, 8)[:, :, pick]
+    one, _ = drawing.run(PQCache(m=m, b=4, max_iter=20, tol=0.0, **options))
+    assert one.layer.dense == [False]
+    exact, _ = drawing.run(Oracle(scope="candidates", **options))
+    assert torch.equal(one.selected, exact.selected)
+
+
+def test_bytes_of_one_mistral_layer() -> None:
+    """8192 tokens at 0.2: 816 tokens to fetch, 3.19 MiB; over a host store every key crosses first, 16 MiB."""
+    one = random_layer(Oracle(budget=Budget(ratio=0.2)))
+    assert not any(one.ledger.moved.values())
+    assert one.ledger.attended(all_layers=True) == 32 + 2 * 816 + 1
+    host = random_layer(Oracle(store="host", budget=Budget(ratio=0.2)))
+    assert torch.equal(one.selected, host.selected)
+    moved = host.ledger.bytes_per_step()
+    assert moved["demand_fetch"] == 816 * 4096 and round(816 * 4096 / 2**20, 2) == 3.19
+    assert moved["selection"] == (8193 - 32) * 2048
+    assert moved["write_back"] == 4096
+
+
+def test_refusals() -> None:
+    for hyper in ({"scope": "al"}, {"reduce": "sum"}, {"store": "hosts"}):
+        with pytest.raises(ValueError, match="allowed is"):
+            Oracle(**hyper)
