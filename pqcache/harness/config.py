@@ -285,7 +285,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     dense = run.dense_layers
     if method is not None:
         dense = method.dense_layers
-        dense_default = type(method).paper_dense_layers if run.protocol == "paper" else 0
+        dense_default = method.default_dense_layers(run.protocol)
     budget_value = 1.0 if ignores else budget.ratio if budget.ratio is not None else budget.tokens
     identity: dict[str, Any] = {
         "model": {"name": names["model"], **options["model"]},

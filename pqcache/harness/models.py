@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")  # where a prompt's last question starts
@@ -60,6 +62,14 @@ class LoadedModel:
     def count(self, prompt: str) -> int:
         """Tokens the model sees for a prompt: wrapping, system turn and opening tokens included."""
         return len(self.encode(self.wrap(prompt)))
+
+    def calibration_text(self) -> torch.Tensor:
+        """Token ids (1, t) of plain sentences, the same in every run, for methods that look at a model before they serve it."""
+        import torch
+
+        from pqcache.embedded.documents import filler_text
+
+        return torch.tensor([self.encode(filler_text(Random(0), 16_000))])
 
     def question_tokens(self, text: str) -> int:
         """How many tokens of a wrapped prompt hold its last question.

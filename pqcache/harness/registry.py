@@ -29,7 +29,7 @@ METHODS: dict[str, str | None] = {
     "infllm": None,
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
-    "infinigen": None,
+    "infinigen": "baselines.infinigen:InfiniGen",
     "zipcache": None,
     "kivi": None,
     "gear": None,

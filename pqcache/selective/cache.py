@@ -28,6 +28,8 @@ class SelectiveCache(Cache):
         config = config.get_text_config(decoder=True)
         check_architecture(config)
         method.check_model(config)
+        if isinstance(model, PreTrainedModel):
+            method.prepare(model, None, None)
         self.method = method
         self.shape = ModelShape.of(config)
         self.window = sliding_window(config)

@@ -35,21 +35,23 @@ def group_reduce(
     return weights if valid is None else weights.masked_fill(~valid, -torch.inf)
 
 
-def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
+def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: int | None = None) -> torch.Tensor:
     """The k[r] largest of weights (n, H, m) in row r, ties to the lower index: (n, H, max(k)), ascending, -1 = padding.
 
     torch.topk breaks ties as it likes, and product-quantized keys tie often (equal codes): a row would then depend on the
-    padding beside it. k[r] must not exceed the entries above -inf.
+    padding beside it. k[r] must not exceed the entries above -inf. Counts that only the device knows come as a tensor (n,)
+    together with `widest`, a number they do not exceed.
     """
     n, heads, m = weights.shape
-    widest = max(k)
+    alike = not isinstance(k, torch.Tensor) and len(set(k)) == 1
+    widest = max(k) if widest is None else widest
     out = torch.full((n, heads, widest + 1), -1, dtype=torch.long, device=weights.device)
-    best = weights.topk(widest, dim=-1, sorted=len(set(k)) > 1).values
+    best = weights.topk(widest, dim=-1, sorted=not alike).values
     count: torch.Tensor | int = widest
-    if len(set(k)) == 1:
+    if alike:
         threshold = best.amin(-1, keepdim=True)
     else:
-        count = torch.tensor(k, device=weights.device)[:, None, None]
+        count = torch.as_tensor(k, device=weights.device)[:, None, None]
         threshold = best.gather(-1, (count - 1).clamp_min(0).expand(n, heads, 1))
     above = weights > threshold
     equal = weights == threshold

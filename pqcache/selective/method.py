@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pqcache.selective.budget import Budget, Plan
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from pqcache.selective.layer import SelectiveLayer
@@ -55,6 +56,7 @@ class Method:
 
     name: ClassVar[str]
     ignores_budget: ClassVar[bool] = False
+    aligned_dense_layers: ClassVar[int] = 0
     paper_dense_layers: ClassVar[int] = 0
 
     budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
@@ -64,7 +66,7 @@ class Method:
     def __post_init__(self) -> None:
         self.require("protocol", self.protocol in PROTOCOLS, " or ".join(PROTOCOLS))
         if self.dense_layers is None:
-            self.dense_layers = self.paper_dense_layers if self.protocol == "paper" else 0
+            self.dense_layers = self.default_dense_layers(self.protocol)
         self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
         self.validate()
         self.check_budget()
@@ -80,8 +82,12 @@ class Method:
     def check_model(self, config: PreTrainedConfig) -> None:
         """Raise ValueError if this method cannot run on a model of this configuration."""
 
-    def prepare(self, model: PreTrainedModel, text: str | None, cache_dir: Path | None) -> None:
-        """Work done once per model (calibration, profiling), cached under `cache_dir`."""
+    def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
+        """Work done once per model (calibration, profiling), cached under `cache_dir`.
+
+        text: token ids (1, t) of some text in the model's own tokens. The harness gives text and folder; SelectiveCache calls
+        with neither, for use without the harness: whoever is prepared for this model then returns at once.
+        """
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
@@ -95,6 +101,11 @@ class Method:
     def noop(cls, **hyper: Any) -> Self:
         """The setting under which this method must equal dense attention."""
         return cls(**{"budget": Budget(ratio=1.0), **hyper})
+
+    @classmethod
+    def default_dense_layers(cls, protocol: str) -> int:
+        """How many first layers stay dense where nothing else is asked for."""
+        return cls.paper_dense_layers if protocol == "paper" else cls.aligned_dense_layers
 
     # -- shared -----------------------------------------------------------------------------------------------------
 

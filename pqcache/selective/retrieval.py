@@ -30,6 +30,7 @@ class RetrievalStore(Store, Protocol):
     def read(
         self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None: ...  # `read` of these very indices will follow
 
 
 @dataclass(frozen=True)
@@ -168,19 +169,17 @@ class RetrievalLayer(StagedLayer):
     def on_previous_input(self, ctx: LayerContext) -> None:
         self.index.on_previous_input(ctx)
 
-    def candidates(self) -> tuple[Candidates, list[int]]:
-        """This step's candidates and local windows; the current token is already stored."""
+    def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
+        """This step's candidates and local windows; the current token is already stored, or (`ahead`) not yet."""
         assert self.store is not None
-        lo = self.method.n_sink
-        local = [
-            self.index.local(plan, length - 1) for plan, length in zip(self.plans, self.store.lengths, strict=True)
-        ]
-        hi = [max(lo, length - 1 - window) for length, window in zip(self.store.lengths, local, strict=True)]
+        lo, lengths = self.method.n_sink, [length + ahead for length in self.store.lengths]
+        local = [self.index.local(plan, length - 1) for plan, length in zip(self.plans, lengths, strict=True)]
+        hi = [max(lo, length - 1 - window) for length, window in zip(lengths, local, strict=True)]
         k = [
             top - lo if dense else min(plan.k, top - lo)
             for top, plan, dense in zip(hi, self.plans, self.dense, strict=True)
         ]
-        return Candidates(lo, hi, k, self.store.lengths), local
+        return Candidates(lo, hi, k, lengths), local
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None

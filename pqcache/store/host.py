@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
 
@@ -31,6 +32,8 @@ class HostStore:
         self.recent: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
         self.columns = 0  # filled columns of `recent`
         self.host: list[Buffer] = []  # K, V
+        self.ahead: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None  # indices, their K and V
+        self.stream: torch.cuda.Stream | None = None  # of `prefetch`, on CUDA
 
     @property
     def length(self) -> int:
@@ -113,7 +116,7 @@ class HostStore:
             return k, v
         if indices.shape[1] not in (1, h_kv):  # one choice per query head: the shared parts follow
             always = [(a.repeat_interleave(group, dim=1), b.repeat_interleave(group, dim=1)) for a, b in always]
-        fetched = self.fetch(indices, group)
+        fetched = self._prefetched(indices) or self.fetch(indices, group)
         k, v = (torch.cat([a, x, b], dim=2) for (a, b), x in zip(always, fetched, strict=True))
         return k, v
 
@@ -122,12 +125,37 @@ class HostStore:
         index = indices.to(HOST) - self.n_sink
         heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
         real = int((index >= 0).sum()) * heads
+        columns = (index >= 0).flatten(0, 1).any(0).nonzero()
+        used = int(columns.max()) + 1 if len(columns) else 0  # padding at the end stays here
         out = []
         for sink, host in zip(self.sinks, self.host, strict=True):
-            rows = take_tokens(host.data, index, group)
+            rows = take_tokens(host.data, index[..., :used], group)
             self.moved("fetch", real * rows.shape[-1] * rows.element_size())
-            out.append(rows.to(sink.device))
+            rows = rows.pin_memory() if sink.is_cuda else rows  # so that the copy does not hold up the caller
+            rows = rows.to(sink.device, non_blocking=sink.is_cuda)
+            out.append(F.pad(rows, (0, 0, 0, index.shape[2] - used)) if used < index.shape[2] else rows)
         return out[0], out[1]
+
+    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
+        """Fetch before it is needed; `read` of these very indices takes it. On CUDA on a stream of its own."""
+        if not self.sinks[0].is_cuda:
+            self.ahead = indices, self.fetch(indices, group)
+            return
+        self.stream = self.stream or torch.cuda.Stream(self.sinks[0].device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.sinks[0].device))
+        with torch.cuda.stream(self.stream):
+            self.ahead = indices, self.fetch(indices, group)
+
+    def _prefetched(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        ahead, self.ahead = self.ahead, None
+        if ahead is None or ahead[0] is not indices:
+            return None
+        if self.stream is not None:
+            current = torch.cuda.current_stream(indices.device)
+            current.wait_stream(self.stream)
+            for x in ahead[1]:  # made on the other stream: its memory must not be given away while this one reads
+                x.record_stream(current)
+        return ahead[1]
 
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:

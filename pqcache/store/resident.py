@@ -95,6 +95,9 @@ class ResidentStore:
         assert self.k is not None and self.v is not None
         return attend_chosen(q, self.k.data, self.v.data, indices, sinks, recent, self.length, scaling)
 
+    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
+        """Nothing to do: everything is where `read` wants it."""
+
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from baselines.infinigen import InfiniGen, SpeculativeIndex, partial_basis, skew
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
@@ -18,11 +21,11 @@ from tests.invariants.drive import Session, tokens
 MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 
 
-def context(step: Step, shape: ModelShape, ledger: Ledger) -> LayerContext:
+def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module) -> LayerContext:
     """As much of a layer's context as a retrieval layer looks at."""
     cache: Any = SimpleNamespace(ledger=ledger, observers=[1])  # an observer, so that the layer notes its selection
     nothing: Any = None
-    ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
+    ctx = LayerContext(0, module, cache, nothing, nothing, nothing, None, [], nothing, step)
     ctx.scaling = shape.d**-0.5
     return ctx
 
@@ -30,25 +33,35 @@ def context(step: Step, shape: ModelShape, ledger: Ledger) -> LayerContext:
 class OneLayer:
     """One layer under a method, without a model: a prompt of given K and V, then decode steps of given q, k, v."""
 
-    def __init__(self, method: Method, k: torch.Tensor, v: torch.Tensor, h: int) -> None:
-        """k, v (n, h_kv, s, d)."""
+    def __init__(
+        self, method: Method, k: torch.Tensor, v: torch.Tensor, h: int, lengths: Sequence[int] | None = None
+    ) -> None:
+        """k, v (n, h_kv, s, d); row r holds its first lengths[r] tokens, all of them if not said."""
         n, h_kv, s, d = k.shape
         self.shape = ModelShape(n_layers=1, h=h, h_kv=h_kv, d=d)
         self.ledger = Ledger()
-        self.lengths = [s] * n
+        self.lengths = [s] * n if lengths is None else list(lengths)
+        self.module = nn.Module()  # stands for the attention module
+        if isinstance(method, InfiniGen):  # a rotation of the whole space
+            draw = torch.Generator().manual_seed(0)
+            found = skew(torch.randn(1, h, 4 * d, d, generator=draw), torch.randn(1, h_kv, 4 * d, d, generator=draw))
+            method.bases[self.module] = partial_basis(found, method.column_rule, method.partial_ratio)
         layer = method.make_layer(0, self.shape)
         assert isinstance(layer, RetrievalLayer)
         self.layer = layer
-        layer.settle(k, v, [s] * n, self._context(decode=False))
+        layer.settle(k, v, list(self.lengths), self._context(decode=False))
 
     def _context(self, decode: bool) -> LayerContext:
         self.ledger.decoding = decode
         past = [length - (not decode) for length in self.lengths]
         step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
-        return context(step, self.shape, self.ledger)
+        return context(step, self.shape, self.ledger, self.module)
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q (n, h, 1, d), k and v (n, h_kv, 1, d) -> (n, 1, h, d)."""
+        """q (n, h, 1, d), k and v (n, h_kv, 1, d) -> (n, 1, h, d). An index that speculates is told the true query."""
+        if isinstance(self.layer.index, SpeculativeIndex):
+            self.ledger.decoding = True
+            self.layer.index.speculate(q, self.shape.d**-0.5)
         out = self.layer.decode(q, k, v, self._context(decode=True))
         self.ledger.end_step()
         self.lengths = [length + 1 for length in self.lengths]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from baselines.quest import Quest, page_bound
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.group import top_tokens
-from tests.baselines.common import OneLayer, random_layer, selections
+from tests.baselines.common import OneLayer, selections
 from tests.invariants.drive import Session, logits, tokens
 
 
@@ -112,22 +112,6 @@ def test_every_selection_is_whole_pages_within_the_budget(llama: PreTrainedModel
             assert set(head) == {i for p in chosen for i in range(4 * p, min(4 * p + 4, past))}
             assert len(set(head)) == len(head)
             assert (past - 1) // 4 in chosen
-
-
-def test_bytes_of_one_mistral_layer() -> None:
-    """8192 tokens at 0.2: 102 pages of 16; extremes weigh a sixteenth of K + V; nothing moves while K and V are resident."""
-    for store, reduce, expected in (
-        ("host", "sum_logit", 102 * 16 * 4096),
-        ("host", "none", 4 * 102 * 16 * 4096),
-        ("resident", "none", 0),
-    ):
-        one = random_layer(Quest(store=store, reduce=reduce, budget=Budget(ratio=0.2)))
-        assert one.ledger.bytes_per_step()["demand_fetch"] == expected
-        assert one.ledger.bytes_per_step()["selection"] == 0
-        assert one.ledger.attended(all_layers=True) == 102 * 16 + 1
-    assert round(102 * 16 * 4096 / 2**20, 2) == 6.38
-    held = sum(t.numel() * t.element_size() for t in one.layer.index.tensors()["device"])
-    assert held == 2 * 768 * 8 * 128 * 2  # 513 pages, in buffers of 256
 
 
 def test_protocols_and_refusals() -> None:

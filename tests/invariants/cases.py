@@ -22,6 +22,7 @@ from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
+from baselines.infinigen import InfiniGen
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
@@ -96,6 +97,8 @@ CASES = [
     Case(ClusterKV, {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 9, "window": 4, "store": "host", "cache_steps": 2, "distance": "l2"}),
+    Case(InfiniGen, {"calibration_tokens": 64}),
+    Case(InfiniGen, {"calibration_tokens": 32, "column_rule": "union", "store": "host", "alpha": 0.2}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "static"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "dynamic"}),
     Case(StreamingLLM, {"n_sink": 4, "mode": "rolling"}),

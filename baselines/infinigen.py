@@ -1,0 +1,321 @@
+"""InfiniGen: retrieve tokens one layer ahead, by speculated queries (Lee et al., arXiv 2406.19707, section 4)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pqcache.selective.attach import attach, attention_modules
+from pqcache.selective.budget import Plan, floor_share
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.layer import DenseLayer, LayerContext, dense_prefill
+from pqcache.selective.method import Method, ModelShape, NotApplicable
+from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.rope import project_query, rotate
+from pqcache.selective.support import sliding_window
+from pqcache.store.buffer import Buffer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+COLUMN_RULES = ("q", "union", "abs_sum")
+SKEWS = ("svd", "none")
+_FORMAT = 1  # of the calibration files: raise it when what they hold changes
+
+
+def skew(q: torch.Tensor, k: torch.Tensor, how: str = "svd") -> dict[str, torch.Tensor]:
+    """How one layer is rotated, from calibration queries q (1, h, t, d) and keys k (1, h_kv, t, d), both after RoPE.
+
+    basis (h_kv, d, d): orthogonal A of right singular vectors of the group's queries, so that (q A)(k A)^T = q k^T while
+    few columns of q A are large. q_sum, k_sum (h_kv, d): sums of |q A| and |k A| over tokens, per query head of the group.
+    """
+    _, h, _, d = q.shape
+    h_kv = k.shape[1]
+    queries, keys = q[0].double().cpu().reshape(h_kv, -1, d), k[0].double().cpu()
+    basis = torch.eye(d, dtype=torch.float64).expand(h_kv, d, d)
+    if how == "svd":  # the eigenvectors of Q^T Q, largest first; their signs are fixed, so that a file can be compared
+        basis = torch.linalg.eigh(queries.mT @ queries).eigenvectors.flip(-1)
+        largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))
+        basis = basis * torch.where(largest < 0, -1.0, 1.0)
+    sums = (queries @ basis).abs().sum(1), h // h_kv * (keys @ basis).abs().sum(1)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    names = ("basis", "q_sum", "k_sum")
+    return {name: x.to(exact).contiguous() for name, x in zip(names, (basis, *sums), strict=True)}
+
+
+def partial_basis(found: dict[str, torch.Tensor], rule: str, ratio: float) -> torch.Tensor:
+    """The columns of A that are kept, in ascending order: (h_kv, d, r). With `union` a head may have fewer: zeros follow."""
+    basis, q_sum, k_sum = found["basis"], found["q_sum"], found["k_sum"]
+    h_kv, d, _ = basis.shape
+    r = max(1, floor_share(d, ratio))
+    if rule == "abs_sum":
+        q_sum = q_sum + k_sum
+    marks = torch.zeros((h_kv, d), dtype=torch.bool)
+    for sums in (q_sum, k_sum) if rule == "union" else (q_sum,):
+        marks.scatter_(1, top_tokens(sums[None], [r])[0], True)
+    kept = [head[:, mark] for head, mark in zip(basis, marks, strict=True)]
+    widest = max(x.shape[1] for x in kept)
+    return torch.stack([F.pad(x, (0, widest - x.shape[1])) for x in kept])
+
+
+class _ProbeLayer(DenseLayer):
+    """Attends as any dense layer, keeps nothing, and finds its rotation from the one block it sees."""
+
+    found: dict[str, torch.Tensor]
+    similarity = 1.0  # of this layer's attention input to that of the layer before: mean cosine
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        method = ctx.cache.method
+        assert isinstance(method, _Probe)
+        self.found = skew(q, k, method.skew)
+        if method.hidden is not None:
+            self.similarity = float(F.cosine_similarity(method.hidden.float(), ctx.hidden.float(), dim=-1).mean())
+        method.hidden = ctx.hidden
+        return dense_prefill(q, k, v, mask, None, ctx)
+
+
+@dataclass(kw_only=True)
+class _Probe(Method):
+    """Not a method to run: a dense pass that watches queries and keys."""
+
+    name: ClassVar[str] = "infinigen_probe"
+
+    skew: str = "svd"
+
+    def validate(self) -> None:
+        self.hidden: torch.Tensor | None = None  # attention input of the last layer that ran
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> _ProbeLayer:
+        return _ProbeLayer(layer_idx, shape)
+
+
+def random_text(model: PreTrainedModel, t: int) -> torch.Tensor:
+    """(1, t) token ids for a calibration without a text: BOS, then random ones."""
+    config = model.config.get_text_config(decoder=True)
+    ids = torch.randint(config.vocab_size, (1, t), generator=torch.Generator().manual_seed(0))
+    if isinstance(config.bos_token_id, int):
+        ids[0, 0] = config.bos_token_id
+    return ids
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> dict[str, torch.Tensor]:
+    """`skew` of every layer on token ids (1, t), stacked: basis (L, h_kv, d, d), q_sum and k_sum (L, h_kv, d); and
+    similarity (L,), of each layer's attention input to that of the layer before."""
+    cache = SelectiveCache(model, _Probe(skew=how))
+    cache.begin([ids.shape[1]])
+    with attach(model):
+        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    layers = [layer for layer in cache.layers if isinstance(layer, _ProbeLayer)]
+    found = {name: torch.stack([layer.found[name] for layer in layers]) for name in ("basis", "q_sum", "k_sum")}
+    return {**found, "similarity": torch.tensor([layer.similarity for layer in layers])}
+
+
+def fingerprint(model: PreTrainedModel, ids: torch.Tensor, how: str) -> str:
+    """What a calibration depends on: configuration, samples of every weight, the text, the way it is done."""
+    digest = hashlib.sha256(json.dumps([_FORMAT, how, model.config.to_dict()], sort_keys=True, default=str).encode())
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        some = flat[:: max(1, flat.numel() // 64)].double().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + some.numpy().tobytes())
+    digest.update(ids.cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _load(path: Path) -> dict[str, torch.Tensor] | None:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # missing, or cut short: made anew
+        return None
+
+
+def _save(found: dict[str, torch.Tensor], path: Path) -> None:
+    """Whole or not at all: several processes may calibrate the same model."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(found, file)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+class SpeculativeIndex(Index):
+    """Partial keys k A[:, columns] of one layer's tokens. The layer before chooses; `select` hands that choice out."""
+
+    def __init__(self, method: InfiniGen) -> None:
+        self.method, self.reduce = method, method.reduce
+        self.basis: torch.Tensor | None = None  # (h_kv, d, r), a constant of the model: it has no rows
+        self.partial: Buffer | None = None  # (n, h_kv, capacity, r), as the keys
+        self.choice: Selection | None = None  # of the step that is running
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        basis = self.method.bases.get(ctx.module)
+        if basis is None:
+            raise RuntimeError("InfiniGen was not prepared for this model: call prepare(model, None, None) first")
+        self.basis = basis.to(k.device)
+        self.partial = Buffer(k.shape[0], k.shape[1], (basis.shape[2],), k.dtype, k.device)
+        for row, length in enumerate(lengths):
+            self.partial.reserve(max(lengths) + 1)
+            self.partial.data[row, :, :length] = self._project(k[row : row + 1, :, :length])[0]
+        ctx.cache.ledger.facts["input_similarity"] = self.method.similarity
+        return [True] * len(lengths)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        assert self.partial is not None
+        self.partial.write(self._project(k), [length - 1 for length in lengths], [1] * len(lengths))
+
+    def _project(self, k: torch.Tensor) -> torch.Tensor:
+        """(n, h_kv, t, d) -> (n, h_kv, t, r), rounded as the keys are."""
+        assert self.basis is not None
+        return (k.detach().to(self.basis.dtype) @ self.basis).to(k.dtype)
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """What this layer's query would be if the layer before changed nothing: its input under this layer's weights."""
+        if ctx.step.decode and self.partial is not None:
+            module: Any = ctx.modules[self.layer.layer_idx]
+            q = rotate(module, project_query(module, ctx.hidden), ctx.cos, ctx.sin)
+            self.speculate(q, getattr(module, "scaling", q.shape[-1] ** -0.5))
+
+    def speculate(self, q: torch.Tensor, scaling: float) -> None:
+        """Choose by q (n, h, 1, d), before the current token is stored, and start to fetch."""
+        cand, _ = self.layer.candidates(ahead=True)
+        self.choice = None
+        if any(k < hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)):
+            self.choice = self.pick(self.speculated_logits(q, cand.lo, max(cand.hi), scaling), cand)
+            assert self.layer.store is not None
+            self.layer.store.prefetch(self.choice.indices, self.layer.shape.group)
+
+    def speculated_logits(self, q: torch.Tensor, lo: int, hi: int, scaling: float) -> torch.Tensor:
+        """q A . k A over the kept columns, for q (n, h, 1, d) and positions lo .. hi-1: (n, h, hi - lo)."""
+        assert self.basis is not None and self.partial is not None
+        n, h, _, d = q.shape
+        partial = q.to(self.basis.dtype).view(n, -1, h // self.basis.shape[0], d) @ self.basis
+        keys = self.partial.data[:, :, lo:hi].to(partial.dtype)
+        return (partial @ keys.mT).view(n, h, -1) * scaling
+
+    def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:
+        """The best tokens, at most cand.k[r]; with alpha as many as lie within alpha of a head's best, on average."""
+        h_kv, valid = self.layer.shape.h_kv, cand.valid(logits.device)
+        if self.method.alpha is None:
+            return self.choose(logits, cand, h_kv)
+        near = logits if valid is None else logits.masked_fill(~valid, -torch.inf)
+        near = near > near.amax(-1, keepdim=True) - self.method.alpha
+        count = near.sum(-1, dtype=torch.float32).mean(-1).long().clamp_min(1)  # (n,)
+        most = torch.tensor(cand.k, device=logits.device)
+        whole = torch.tensor([k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)], device=logits.device)
+        count = torch.where(whole, most, count.minimum(most))  # a row whose cap is everything attends everything
+        indices = top_tokens(group_reduce(logits, h_kv, self.reduce, valid), count, max(cand.k))
+        return Selection(torch.where(indices < 0, indices, indices + cand.lo), padded=True)
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        choice, self.choice = self.choice, None
+        if choice is None:
+            raise RuntimeError("InfiniGen chooses while the layer before runs, and nothing was chosen")
+        return choice
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.partial is not None:
+            self.partial.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        held = [] if self.partial is None else [self.partial.data]
+        return {"device": held if self.basis is None else [*held, self.basis]}
+
+
+@dataclass(kw_only=True)
+class InfiniGen(RetrievalMethod):
+    """partial_ratio: share of the columns that speculation looks at (0.2 in the released code). column_rule: the columns of
+    largest sum of |q A| over a group ("q"), those and the ones of |k A| ("union"), or of both sums added ("abs_sum"). skew:
+    "svd", or "none" for A = 1. calibration_tokens: how long a text may be that A and the columns are found from.
+    alpha: a token is wanted if its speculated logit lies within alpha of its head's largest; null: no such limit, in the
+    paper's protocol 5. cap: share of the prompt that may be chosen at most; null: 1, in the paper's protocol 0.2.
+    reduce: "sum_softmax" chooses per KV head, "none" per query head. Others: see RetrievalMethod.
+
+    Neither sinks nor local window (n_sink and recent_ratio are 0). The first layer has no layer before it and stays dense;
+    in the paper's protocol the first two. Aligned: the budget's number of tokens is chosen. Paper: what alpha wants, up to
+    the cap or the budget, whichever is less; budget=1.0 attends everything under either.
+
+    `prepare` runs the model once over a calibration text; the harness gives it one. Without a text (the library alone, where
+    SelectiveCache calls it) it takes random token ids. What it finds is kept under cache_dir, by model, weights and text.
+
+    Deviations: the published system has no grouped queries; here a group shares A, columns and choice. Queries are rotated by
+    position before the skew, as in the released Llama code, so the whole query projection of the next layer is computed and
+    its skewed columns taken, instead of partial query weights. The number of tokens is the mean over a row's heads, not over
+    the batch. The cap is of the prompt, not of the growing sequence. No host memory limit with victims.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    aligned_dense_layers: ClassVar[int] = 1
+    paper_dense_layers: ClassVar[int] = 2
+
+    n_sink: int = 0
+    recent_ratio: float = 0.0
+    partial_ratio: float = 0.2
+    column_rule: str = "q"
+    skew: str = "svd"
+    calibration_tokens: int = 2048
+    alpha: float | None = None
+    cap: float | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        if self.protocol == "paper":
+            self.alpha = 5.0 if self.alpha is None else self.alpha
+            self.cap = 0.2 if self.cap is None else self.cap
+        self.require("n_sink", self.n_sink == 0, "0, InfiniGen has no sinks")
+        self.require("recent_ratio", self.recent_ratio == 0, "0, InfiniGen has no local window")
+        self.require("partial_ratio", 0 < self.partial_ratio <= 1, "a float in (0, 1]")
+        self.require_one_of("column_rule", COLUMN_RULES)
+        self.require_one_of("skew", SKEWS)
+        self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
+        self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")
+        self.require("cap", self.cap is None or 0 < self.cap <= 1, "null or a float in (0, 1]")
+        if self.dense_layers == 0:
+            raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")
+        self.bases: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, d, r)
+        self.similarity = 0.0  # of consecutive layers' attention inputs, mean cosine on the calibration text
+
+    def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
+        modules = attention_modules(model)
+        if self.budget.is_everything or (text is None and all(module in self.bases for module in modules)):
+            return
+        config = model.config.get_text_config(decoder=True)
+        limits = (self.calibration_tokens, getattr(config, "max_position_embeddings", None), sliding_window(config))
+        t = min(limit for limit in limits if limit is not None)
+        ids = random_text(model, t) if text is None else text[:1, :t]
+        path = None if cache_dir is None else cache_dir / "infinigen" / f"{fingerprint(model, ids, self.skew)}.pt"
+        found = None if path is None else _load(path)
+        if found is None:
+            found = calibrate(model, ids, self.skew)
+            if path is not None:
+                _save(found, path)
+        self.similarity = float(found["similarity"][1:].mean()) if len(modules) > 1 else 1.0
+        for i, module in enumerate(modules):
+            layer = {name: found[name][i] for name in ("basis", "q_sum", "k_sum")}
+            self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(model.device)
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        if self.budget.is_everything:
+            return Plan(sinks=0, local=0, k=s)
+        most = s if self.cap is None else floor_share(s, self.cap)
+        return Plan(sinks=0, local=0, k=max(1, min(most, self.budget.total(s))))
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> SpeculativeIndex:
+        return SpeculativeIndex(self)

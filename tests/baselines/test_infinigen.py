@@ -1,0 +1,386 @@
+"""InfiniGen: the skew, partial columns, speculation one layer ahead, alpha and cap, the calibration file."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines import infinigen
+from baselines.infinigen import COLUMN_RULES, InfiniGen, partial_basis, skew
+from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
+from pqcache.selective.group import group_reduce, top_tokens
+from tests.baselines.common import OneLayer, selections
+from tests.invariants.cases import ARCHITECTURES
+from tests.invariants.conftest import build
+from tests.invariants.drive import Session, logits, tokens
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    t=st.integers(1, 60),
+    h_kv=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3]),
+    d=st.sampled_from([4, 16]),
+    dtype=st.sampled_from(DTYPES),
+    how=st.sampled_from(["svd", "none"]),
+)
+def test_the_skew_is_orthogonal_and_keeps_logits(
+    seed: int, t: int, h_kv: int, group: int, d: int, dtype: torch.dtype, how: str
+) -> None:
+    """Also where the text has fewer tokens than a head has dimensions."""
+    q, k = drawn(seed, 1, h_kv * group, t, d).to(dtype), drawn(seed + 1, 1, h_kv, t, d).to(dtype)
+    found = skew(q, k, how)
+    basis = found["basis"].double()
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(d).double().expand(h_kv, d, d), rtol=0, atol=1e-5)
+    grouped, keys = q[0].double().view(h_kv, group * t, d), k[0].double()
+    torch.testing.assert_close((grouped @ basis) @ (keys @ basis).mT, grouped @ keys.mT, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["q_sum"].double(), (grouped @ basis).abs().sum(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["k_sum"].double(), group * (keys @ basis).abs().sum(1), rtol=1e-4, atol=1e-4)
+    if how == "svd":  # as the right singular vectors: energy descends along the columns
+        energy = (grouped @ basis).square().sum(1)
+        assert (energy.diff(dim=1) <= 1e-4 * energy.amax()).all()
+        values = torch.linalg.svdvals(grouped).square()
+        torch.testing.assert_close(energy[:, : values.shape[1]], values, rtol=1e-3, atol=1e-3)
+
+
+def test_column_rules() -> None:
+    """|q A| sums to 1 5 3 2, |k A| to 9 1 2 8: two columns by q, by both, by their sum."""
+    found = {
+        "basis": torch.eye(4)[None],
+        "q_sum": torch.tensor([[1.0, 5, 3, 2]]),
+        "k_sum": torch.tensor([[9.0, 1, 2, 8]]),
+    }
+
+    def kept(rule: str, ratio: float = 0.5) -> list[int]:
+        return partial_basis(found, rule, ratio)[0].argmax(0).tolist()
+
+    assert kept("q") == [1, 2]
+    assert kept("union") == [0, 1, 2, 3]
+    assert kept("abs_sum") == [0, 3]
+    assert kept("q", 0.01) == [1]  # at least one
+    assert kept("q", 1.0) == [0, 1, 2, 3]
+
+
+def test_union_pads_heads_that_agree() -> None:
+    sums = torch.tensor([[3.0, 2, 1, 0], [3, 2, 1, 0]]), torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3]])
+    basis = partial_basis({"basis": torch.eye(4).expand(2, 4, 4), "q_sum": sums[0], "k_sum": sums[1]}, "union", 0.5)
+    assert basis.shape == (2, 4, 4)
+    assert basis[0].any(0).tolist() == [True, True, False, False]
+    assert basis[1].any(0).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(70, 130),
+    cut=st.integers(0, 60),
+    n=st.integers(1, 3),
+    group=st.sampled_from([1, 3]),
+    dtype=st.sampled_from(DTYPES),
+    rule=st.sampled_from(COLUMN_RULES),
+    store=st.sampled_from(["resident", "host"]),
+)
+def test_all_columns_and_the_true_query_are_exact(
+    seed: int, s: int, cut: int, n: int, group: int, dtype: torch.dtype, rule: str, store: str
+) -> None:
+    """The speculated logits are q . k, the choice is the exact one, for rows of different length."""
+    lengths = [s - cut * r // 2 for r in range(n)]
+    k, q = drawn(seed, n, 2, s, 16).to(dtype), drawn(seed + 1, n, 2 * group, 1, 16).to(dtype)
+    new = drawn(seed + 2, n, 2, 1, 16).to(dtype)
+    method = InfiniGen(partial_ratio=1.0, column_rule=rule, store=store, budget=Budget(ratio=0.2))
+    one = OneLayer(method, k, k, 2 * group, lengths)
+    got = one.layer.index.speculated_logits(q, 0, s, 0.25)
+    exact = (q.double() * k.double().repeat_interleave(group, 1)).sum(-1) * 0.25
+    near = {torch.float32: 1e-4, torch.bfloat16: 0.15}[dtype]
+    one.step(q, new, new)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(got[row, :, :length].double(), exact[row, :, :length], rtol=0, atol=near)
+        weights = group_reduce(exact[row : row + 1, :, :length], 2, "sum_softmax")
+        count = int(length * 0.2 + 1e-6)
+        chosen = one.selected[row]
+        assert ((chosen >= 0).sum(-1) == count).all() and chosen.amax() < length
+        if dtype is torch.float32:
+            assert torch.equal(chosen[:, :count], top_tokens(weights, [count])[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 3),
+    group=st.sampled_from([1, 2]),
+    cap=st.sampled_from([0.1, 0.4, 1.0]),
+    reduce=st.sampled_from(["sum_softmax", "none"]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_more_alpha_keeps_the_tokens_before(
+    seed: int, n: int, group: int, cap: float, reduce: str, dtype: torch.dtype
+) -> None:
+    """S(alpha) grows with alpha, is never empty and never beyond the cap; the budget stops it, too."""
+    s, lengths = 100, [100, 63, 80][:n]
+    k, q = drawn(seed, n, 2, s, 16).to(dtype), drawn(seed + 1, n, 2 * group, 1, 16).to(dtype)
+    new = drawn(seed + 2, n, 2, 1, 16).to(dtype)
+    before: list[list[set[int]]] | None = None
+    for alpha in (1e-3, 0.3, 1.0, 3.0, 100.0, float("inf"), None):
+        method = InfiniGen(alpha=alpha, cap=cap, reduce=reduce, budget=Budget(ratio=0.5))
+        one = OneLayer(method, k, k, 2 * group, lengths)
+        one.step(q, new, new)
+        chosen = [[set(head.tolist()) - {-1} for head in row] for row in one.selected]
+        for row, heads in enumerate(chosen):
+            most = max(1, int(lengths[row] * min(cap, 0.5) + 1e-6))
+            assert len({len(head) for head in heads}) == 1  # one number for all heads
+            assert 1 <= len(heads[0]) <= most
+            assert all(0 <= i < lengths[row] for head in heads for i in head)
+            assert before is None or all(a <= b for a, b in zip(before[row], heads, strict=True))
+            if alpha is None or alpha > 50:
+                assert len(heads[0]) == most
+        before = chosen
+
+
+def test_alpha_counts_as_published() -> None:
+    """One head, logits 0 1 2 3 4 over five tokens: within alpha = 2.5 of the largest are three; a mean over heads rounds down."""
+    method = InfiniGen(alpha=2.5, partial_ratio=1.0, skew="none", budget=Budget(ratio=0.9))
+    k = torch.zeros(1, 1, 5, 4)
+    k[0, 0, :, 0] = torch.arange(5)
+    q = torch.zeros(1, 2, 1, 4)
+    q[0, :, 0, 0] = 2.0  # times the scaling 1/2
+    one = OneLayer(method, k, k, 2)
+    one.step(q, k[:, :, :1], k[:, :, :1])
+    assert one.selected.tolist() == [[[2, 3, 4, -1]]]
+    q[0, 1] = 0.0  # the other head finds all five alike: (3 + 5) / 2
+    one = OneLayer(method, k, k, 2)
+    one.step(q, k[:, :, :1], k[:, :, :1])
+    assert one.selected.tolist() == [[[1, 2, 3, 4]]]
+    q[0, 1, 0, 0] = 4.0  # two of five: (3 + 2) / 2 = 2.5
+    one = OneLayer(method, k, k, 2)
+    one.step(q, k[:, :, :1], k[:, :, :1])
+    assert one.selected.tolist() == [[[3, 4, -1, -1]]]
+
+
+def transparent(architecture: str) -> PreTrainedModel:
+    """A model whose layers add nothing to the residual stream: the input of a layer is truly that of the layer before."""
+    model = copy.deepcopy(build(architecture))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
+    """Every architecture: fused projections, query norms, partial and interleaved rotary, left-padded rows."""
+    model = transparent(architecture)
+    method = InfiniGen(partial_ratio=1.0, calibration_tokens=48, budget=Budget(ratio=0.2))
+    cache = SelectiveCache(model, method)
+    seen = []
+
+    def observe(layer, q, selected) -> None:
+        if selected is None:  # the dense first layer
+            return
+        seen.append(layer.layer_idx)
+        keys, _ = layer.store.view()
+        n, h, _, d = q.shape
+        h_kv = keys.shape[1]
+        exact = (q.view(n, h_kv, -1, d) @ keys.mT).view(n, h, -1) * model.model.layers[0].self_attn.scaling
+        for row, (hi, k) in enumerate(zip(selected.candidates.hi, selected.candidates.k, strict=True)):
+            best = top_tokens(group_reduce(exact[row : row + 1, :, :hi], h_kv, "sum_softmax"), [k])[0]
+            assert torch.equal(selected.indices[row, :, :k], best)
+
+    cache.observers.append(observe)
+    with attach(model):
+        session = Session(model, cache, [tokens(70, 1), tokens(41, 2)])
+        for token in tokens(6, 3):
+            session.step([token, token + 1])
+    assert seen == [1, 2] * 6
+    assert cache.ledger.facts["input_similarity"] == pytest.approx(1.0)
+
+
+@torch.no_grad()
+def test_partial_keys_follow_the_store(llama: PreTrainedModel) -> None:
+    """Rows of different length, 30 steps, a second turn, rows exchanged."""
+    for store in ("resident", "host"):
+        method = InfiniGen(store=store, calibration_tokens=32, budget=Budget(ratio=0.25))
+        cache = SelectiveCache(llama, method)
+        with attach(llama):
+            session = Session(llama, cache, [tokens(n, n) for n in (90, 33, 5)])
+            for token in tokens(30, 2):
+                session.step([token] * 3)
+            session.turn([tokens(20, 7)] * 3)
+            session.reorder([1, 2, 0])
+            for token in tokens(5, 3):
+                session.step([token] * 3)
+        for layer in cache.layers[1:]:
+            keys = layer.store.view()[0]
+            assert layer.store.lengths == [88, 60, 145]
+            assert layer.index.basis.shape == (2, 16, 3)
+            for row, length in enumerate(layer.store.lengths):
+                got = layer.index.partial.data[row, :, :length]
+                torch.testing.assert_close(got, keys[row, :, :length] @ layer.index.basis)
+
+
+def test_stores_agree_and_the_ledger_counts_what_alpha_chose(llama: PreTrainedModel) -> None:
+    hyper = {"calibration_tokens": 32, "alpha": 0.1, "cap": 0.3, "budget": Budget(ratio=0.5)}
+    prompt, steps = [tokens(120, 1)], [[t] for t in tokens(12, 2)]
+    caches = [SelectiveCache(llama, InfiniGen(store=store, **hyper)) for store in ("resident", "host")]
+    chosen: list[int] = []
+    caches[1].observers.append(lambda layer, q, s: chosen.append(0 if s is None else int((s.indices[0, 0] >= 0).sum())))
+    results = [logits(llama, cache.method, prompt, steps, cache=cache) for cache in caches]
+    torch.testing.assert_close(*results)
+    assert 0 < sum(chosen) < 12 * 2 * 36  # fewer than the cap
+    assert caches[1].ledger.moved["fetch"] == sum(chosen) * 2 * 2 * 16 * 8  # two heads of 16, K and V in float64
+    assert caches[0].ledger.moved["fetch"] == 0
+    assert caches[1].ledger.attended(all_layers=False) == pytest.approx(sum(chosen) / 24 + 1)
+
+
+def test_budget_and_cap_are_the_plan() -> None:
+    assert InfiniGen(budget=Budget(ratio=0.2)).plan(8192, 1, 32).k == 1638
+    assert InfiniGen(budget=Budget(tokens=512)).plan(8192, 1, 32).k == 512
+    assert InfiniGen(budget=Budget(tokens=512)).plan(100, 1, 32).k == 100
+    assert InfiniGen(budget=Budget(ratio=0.5), protocol="paper").plan(8192, 1, 32).k == 1638
+    assert InfiniGen(budget=Budget(ratio=0.1), protocol="paper").plan(8192, 1, 32).k == 819
+    assert InfiniGen(budget=Budget(ratio=0.5), protocol="paper", cap=1.0).plan(8192, 1, 32).k == 4096
+    assert InfiniGen(protocol="paper").plan(8192, 1, 32).k == 8192  # budget 1.0: everything
+    assert InfiniGen(budget=Budget(ratio=0.1), protocol="paper").plan(3, 1, 32).k == 1
+
+
+def test_no_limit_is_dense(llama: PreTrainedModel) -> None:
+    prompt, steps = [tokens(80, 1)], [[t] for t in tokens(5, 2)]
+    for hyper in ({"alpha": float("inf"), "cap": 1.0}, {"protocol": "paper"}):
+        got = logits(llama, InfiniGen(**hyper), prompt, steps)
+        torch.testing.assert_close(got, logits(llama, None, prompt, steps))
+    almost = InfiniGen(alpha=float("inf"), cap=1.0, calibration_tokens=32, budget=Budget(tokens=80))
+    torch.testing.assert_close(logits(llama, almost, prompt, steps[:1]), logits(llama, None, prompt, steps[:1]))
+
+
+def test_the_first_layer_stays_dense(llama: PreTrainedModel) -> None:
+    method = InfiniGen(calibration_tokens=32, budget=Budget(ratio=0.2))
+    calls = selections(llama, method, 100, 4)
+    assert [layer for layer, selected in calls if selected is not None] == [1, 2] * 4
+    for step, (_, selected) in enumerate(c for c in calls if c[1] is not None):
+        assert selected.sinks == 0 and selected.local == [0] and selected.candidates.hi == [100 + step // 2]
+        assert selected.indices.shape == (1, 2, 20)
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+def prepared(method: InfiniGen, model: PreTrainedModel, text=None, folder: Path | None = None) -> list[torch.Tensor]:
+    method.prepare(model, text, folder)
+    return [method.bases[layer.self_attn] for layer in model.model.layers]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_calibration_is_kept_and_found_again(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hyper = {"calibration_tokens": 64, "budget": Budget(ratio=0.2)}
+    text = torch.tensor([tokens(80, 1)])
+    first = prepared(InfiniGen(**hyper), llama, text, tmp_path)
+    assert len(list(tmp_path.rglob("*.pt"))) == 1
+    assert same(first, prepared(InfiniGen(**hyper), llama, text, None))  # deterministic
+    with monkeypatch.context() as patch:
+        patch.setattr(infinigen, "calibrate", None)
+        assert same(first, prepared(InfiniGen(**hyper), llama, text, tmp_path))
+        # columns are chosen from the same file
+        wide = prepared(InfiniGen(**hyper, partial_ratio=0.5, column_rule="union"), llama, text, tmp_path)
+        assert wide[0].shape[2] > first[0].shape[2]
+        assert same(first, prepared(InfiniGen(**hyper), llama, text[:, :64], tmp_path))  # what it looks at is the same
+    (file,) = tmp_path.rglob("*.pt")
+    file.write_bytes(file.read_bytes()[:100])  # cut short: made anew
+    assert same(first, prepared(InfiniGen(**hyper), llama, text, tmp_path))
+    assert [p.suffix for p in tmp_path.rglob("*") if p.is_file()] == [".pt"]
+
+
+def test_another_model_text_or_setting_never_finds_it(llama: PreTrainedModel, tmp_path: Path) -> None:
+    hyper = {"calibration_tokens": 64, "budget": Budget(ratio=0.2)}
+    text = torch.tensor([tokens(80, 1)])
+    other = copy.deepcopy(llama)
+    with torch.no_grad():
+        other.model.layers[2].self_attn.k_proj.weight.mul_(1.5)
+    runs: list[tuple[PreTrainedModel, torch.Tensor | None, dict]] = [
+        (llama, text, {}),
+        (other, text, {}),
+        (copy.deepcopy(llama).float(), text, {}),
+        (build("mistral"), text, {}),
+        (llama, text.flip(1), {}),
+        (llama, None, {}),
+        (llama, text, {"skew": "none"}),
+        (llama, text, {"calibration_tokens": 63}),
+    ]
+    for done, (model, words, more) in enumerate(runs, 1):
+        prepared(InfiniGen(**{**hyper, **more}), model, words, tmp_path)
+        assert len(list(tmp_path.rglob("*.pt"))) == done
+
+
+def test_one_method_serves_two_models(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """A cache of one model made while the method is prepared for another has its own rotation."""
+    other = copy.deepcopy(llama)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.7)
+    hyper = {"calibration_tokens": 64, "budget": Budget(ratio=0.2)}
+    prompt, steps = [tokens(60, 1)], [[t] for t in tokens(4, 2)]
+    method = InfiniGen(**hyper)
+    mine = SelectiveCache(llama, method)
+    logits(other, method, prompt, steps)
+    together = logits(llama, method, prompt, steps, cache=mine)
+    assert torch.equal(together, logits(llama, InfiniGen(**hyper), prompt, steps))
+
+
+def test_a_given_text_is_not_replaced(llama: PreTrainedModel) -> None:
+    """SelectiveCache calls prepare, too; whoever prepared the method with a text keeps that."""
+    method = InfiniGen(calibration_tokens=64, budget=Budget(ratio=0.2))
+    given_text = prepared(method, llama, torch.tensor([tokens(64, 1)]))
+    generate(llama, method, torch.tensor([tokens(50, 2)]), max_new_tokens=2)
+    assert same(given_text, [method.bases[layer.self_attn] for layer in llama.model.layers])
+    fresh = InfiniGen(calibration_tokens=64, budget=Budget(ratio=0.2))
+    result = generate(llama, fresh, torch.tensor([tokens(50, 2)]), max_new_tokens=3)
+    assert not same(given_text, [fresh.bases[layer.self_attn] for layer in llama.model.layers])
+    assert -1 <= result.extra["input_similarity"] <= 1
+
+
+def test_nothing_speculated_or_prepared_is_an_error(llama: PreTrainedModel) -> None:
+    method = InfiniGen(calibration_tokens=32, budget=Budget(ratio=0.2))
+    with attach(llama), pytest.raises(RuntimeError, match="was not prepared"):
+        Session(llama, SelectiveCache(llama.config, method), [tokens(20, 1)])
+    cache = SelectiveCache(llama, method)
+    with pytest.raises(RuntimeError, match="nothing was chosen"):
+        cache.layers[1].index.select(torch.zeros(1, 4, 1, 16), None, 2, None)
+
+
+def test_protocols_and_refusals() -> None:
+    aligned, paper = InfiniGen(), InfiniGen(protocol="paper")
+    assert (aligned.dense_layers, aligned.alpha, aligned.cap) == (1, None, None)
+    assert (paper.dense_layers, paper.alpha, paper.cap) == (2, 5.0, 0.2)
+    assert InfiniGen(dense_layers=3).dense_layers == 3
+    with pytest.raises(NotApplicable, match="dense_layers=0"):
+        InfiniGen(dense_layers=0)
+    for hyper in (
+        {"n_sink": 4},
+        {"recent_ratio": 0.5},
+        {"partial_ratio": 0.0},
+        {"column_rule": "k"},
+        {"skew": "pca"},
+        {"alpha": 0.0},
+        {"cap": 1.5},
+        {"calibration_tokens": 0},
+    ):
+        with pytest.raises(ValueError, match="allowed is"):
+            InfiniGen(**hyper)
