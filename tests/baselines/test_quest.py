@@ -79,6 +79,42 @@ def test_more_pages_keep_the_ones_before(seed: int, s: int, reduce: str) -> None
         before = chosen
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(60, 140),
+    cut=st.integers(0, 50),
+    n=st.integers(1, 3),
+    page=st.integers(1, 20),
+    group=st.sampled_from([1, 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    reduce=st.sampled_from(["none", "sum_logit"]),
+    store=st.sampled_from(["resident", "host"]),
+)
+def test_every_row_has_its_last_page_and_the_best_others(
+    seed: int, s: int, cut: int, n: int, page: int, group: int, dtype: torch.dtype, reduce: str, store: str
+) -> None:
+    """Grouped or not, in 16 bits or 32, rows of different length, two steps; the last page counts inside the budget."""
+    lengths = [s - cut * r // 2 for r in range(n)]
+    k = drawn(seed, n, 2, s, 8).to(dtype)
+    past = [k[row : row + 1, :, :length] for row, length in enumerate(lengths)]
+    one = OneLayer(Quest(page=page, reduce=reduce, store=store, budget=Budget(ratio=0.4)), k, k, 2 * group, lengths)
+    for step in range(2):
+        q, new = drawn(seed + 1 + step, n, 2 * group, 1, 8).to(dtype), drawn(seed + 5 + step, n, 2, 1, 8).to(dtype)
+        one.step(q, new, new)
+        for row, length in enumerate(lengths):
+            bound = page_bound(q[row : row + 1], *extremes(past[row], page)) * 8**-0.5
+            bound = bound if reduce == "none" else bound.view(1, 2, group, -1).sum(2)
+            wanted = max(1, int(length * 0.4 + 1e-6) // page)
+            for head, chosen in enumerate(pages_of(one.selected[row : row + 1], page)[0]):
+                assert len(chosen) == wanted and bound.shape[2] - 1 in chosen
+                others = sorted(chosen - {bound.shape[2] - 1})
+                left = bound[0, head].clone()
+                left[[*others, -1]] = -torch.inf
+                assert not others or left.max() <= bound[0, head][others].min() + 1e-4
+        past = [torch.cat([keys, new[row : row + 1]], 2) for row, keys in enumerate(past)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("page", [4, 16])
 def test_incremental_pages_equal_recomputed_ones(llama: PreTrainedModel, page: int) -> None:
