@@ -125,7 +125,7 @@ def test_constant_values_survive_reallocation(
         torch.testing.assert_close(out[:, 0], value[:, :, 0].repeat_interleave(group, 1), **near)
         cand = one.layer.selected.candidates
         if max(cand.k):
-            share = one.layer.index.select(q, cand, 2, one._context(decode=True)).share
+            share = one.layer.index.select(q, cand, 2, one.context(decode=True)).share
             assert share is not None and (share > 0).all() and (share <= 1 + 1e-6).all()
 
 

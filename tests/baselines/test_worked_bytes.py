@@ -43,7 +43,9 @@ def capacity(n: int) -> int:
 
 COMPONENT = (S + 1) * 8 * 2  # one component of every key, the current token's too: 128 KiB
 SECOND_K = capacity(S + 1) * 8 * 128 * 2
-CLUSTERS = 102 * 8 * 128 * 2 + (S - 16) * 8 * 4 + 102 * 8 * 4  # fp16 centroids, positions, sizes: 204 + 255.5 + 3 KiB
+CLUSTERS = (
+    102 * 8 * 128 * 2 + (S - 16) * 8 * 4 + 102 * 8 * 4
+)  # fp16 centroids, positions, sizes: 204 + 255.5 + 3 KiB; and a byte per cluster and head: chosen last
 EXTREMES = 2 * 768 * 8 * 128 * 2  # of 513 pages, in buffers of 256
 CODES = 8 * 2 * capacity(S + 1 - 32) + 8 * 2 * 64 * 64 * 2  # a byte per code and sub-space; 64 fp16 centroids: 128 KiB
 PARTIAL = capacity(S + 1) * 8 * 25 * 2 + 8 * 128 * 25 * 4  # 25 of 128 columns of every key: 3.1 MiB; the basis in fp32
@@ -68,11 +70,11 @@ WORKED = {
     ),
     "clusterkv-per-kv-head": Worked(
         ClusterKV(store="host", max_iter=1, reduce="sum_softmax", budget=Budget(tokens=1024)), 1008, 3.94, 1025,
-        prefill=8176 * TOKEN, index={"device": CLUSTERS},
+        prefill=8176 * TOKEN, index={"device": CLUSTERS + 102 * 8},
     ),
     "clusterkv": Worked(
         ClusterKV(store="host", max_iter=1, budget=Budget(tokens=1024)), 4 * 1008, 15.75, 1025,
-        prefill=8176 * TOKEN, index={"device": CLUSTERS},
+        prefill=8176 * TOKEN, index={"device": CLUSTERS + 102 * 32},
     ),
     # 1638 tokens are 102 pages of 16
     "quest-per-kv-head": Worked(

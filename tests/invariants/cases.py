@@ -113,19 +113,6 @@ CASES = [
     Case(ClusterKV, {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"}),
     Case(ClusterKV, {"n_sink": 8, "clusters": 9, "window": 4, "store": "host", "cache_steps": 2, "distance": "l2"}),
-    Case(
-        ClusterKV,
-        {
-            "n_sink": 8,
-            "clusters": 9,
-            "window": 4,
-            "store": "block_cache",
-            "cache_block": 3,
-            "cache_tokens": 10,
-            "cache_topk": 9,
-            "cache_policy": "lfu",
-        },
-    ),  # fmt: skip
     Case(TwoStage, {"n_sink": 8, "first_options": {"page": 4}, "second_options": {"b": 4}, "shortlist": 2.0}),
     Case(
         TwoStage,
@@ -136,21 +123,6 @@ CASES = [
             "n_sink": 10,
             "store": "host",
             "first_options": {"tokens_per_cluster": 6, "window": 9, "window_clusters": 2},
-        },
-    ),  # fmt: skip
-    Case(
-        TwoStage,
-        {
-            "first": "pqcache",
-            "second": "sparq",
-            "shortlist": 2.0,
-            "n_sink": 8,
-            "reduce": "none",
-            "store": "block_cache",
-            "cache_block": 4,
-            "cache_tokens": 24,
-            "first_options": {"b": 3},
-            "second_options": {"r": 4},
         },
     ),  # fmt: skip
     Case(InfiniGen, {"calibration_tokens": 64}),
