@@ -141,5 +141,9 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         resident_bytes=resident,
         peak_bytes=dict(ledger.peak),
         bytes_per_step=ledger.bytes_per_step(),
-        extra={**ledger.facts, "attended_union": ledger.attended(all_layers=False, union=True)},
+        extra={
+            **ledger.facts,
+            "attended_union": ledger.attended(all_layers=False, union=True),
+            "content_bytes": cache.content_bytes(),
+        },
     )
