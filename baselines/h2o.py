@@ -58,7 +58,7 @@ class HeavyHitterScorer(Scorer):
         for row, length in enumerate(lengths):  # the place may still hold what was dropped from it
             self.sums.data[row, :, self.counts[row] : length] = 0
         self.sums.data[:, :, : probs.shape[2]] += probs.unflatten(1, (self.h_kv, self.group)).mean(2)
-        self.counts = list(lengths)
+        self.counts, self.sums.filled = list(lengths), probs.shape[2]
 
     def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
         assert self.sums is not None

@@ -98,7 +98,8 @@ class KVCrush(EvictionMethod):
 
     Deviations: buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1
     distances. "random" is the paper's pick, "even" that of the released ports. With tokens of their own (page=1) "mean" is
-    "zeros": each head has exactly half its bits set. In a new turn, what H2O's sums hold of earlier tokens is the group's mean.
+    "zeros": each head has exactly half its bits set. With fewer candidates than a page, the newest stay, within the budget.
+    In a new turn, what H2O's sums hold of earlier tokens is the group's mean.
     """
 
     name: ClassVar[str] = "kvcrush"

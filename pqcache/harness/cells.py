@@ -70,6 +70,7 @@ class Plan:
     cells: list[Cell]
     sweep: bool
     experiment: str | None
+    best_of: dict[str, list[str]] = field(default_factory=dict)  # see compose.Request
 
     @property
     def budgets(self) -> list[float | int]:
@@ -105,7 +106,7 @@ def make_plan(request: Request) -> Plan:
             errors += [line for line in [foreign_folder(cell)] if line]
     if errors:
         raise Refused(errors)
-    return Plan(list(cells.values()), request.sweep, request.experiment)
+    return Plan(list(cells.values()), request.sweep, request.experiment, request.best_of)
 
 
 def _origin(named: list[str | None], every: set[str | None]) -> str:

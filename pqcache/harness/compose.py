@@ -50,6 +50,7 @@ class Request:
     sweep: bool  # -m, or an experiment with hydra.mode MULTIRUN
     experiment: str | None
     show_config: bool = False
+    best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells whose best it is
     errors: list[str] = field(default_factory=list)  # found so far; the wrong overrides were left out
 
 
@@ -85,7 +86,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
         composed = []
         for choice in _product([*from_file, *overrides], config_dir):
             composed += _cells(choice, head, config_dir, sweep, compose_once)
-    return Request(composed, sweep, experiment, show_config=arguments.cfg is not None, errors=errors)
+    best_of = _best_of(head, {c.cell for c in composed}, errors)
+    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, errors)
 
 
 # -- checking what was typed -------------------------------------------------------------------------------------------
@@ -219,6 +221,17 @@ def _cells(
         for point in _product(own, config_dir):
             composed.append(_composed([*point, *rest], name, config_dir, compose_once))
     return composed
+
+
+def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) -> dict[str, list[str]]:
+    """An experiment's `best_of:`, name -> cells, as far as those cells are part of this command."""
+    value, cells = head.get("best_of") or {}, head.get("cells") or {}
+    if not isinstance(value, dict) or not all(isinstance(names, list) for names in value.values()):
+        errors.append(f"best_of={show(value)}: expected name: [cell, cell] pairs, in an experiment file")
+        return {}
+    for name, names in value.items():
+        errors += [f"best_of.{name}={n}: unknown cell; {suggestion(str(n), cells)}" for n in names if n not in cells]
+    return {str(name): names for name, names in value.items() if set(names) <= present}
 
 
 def _cell_overrides(value: Any, name: str) -> list[str]:

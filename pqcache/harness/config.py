@@ -244,7 +244,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     elsewhere = {key: f"{group}.{key}" for group in ("task", "method", "model") for key in allowed[group]}
     elsewhere |= {key: key for key in top_fields}
 
-    rest = {k: v for k, v in config.items() if k not in (*names, "cells", "cell")}
+    rest = {k: v for k, v in config.items() if k not in (*names, "cells", "cell", "best_of")}
     top = check_options("", rest, top_fields, errors, elsewhere)
     options = {
         group: check_options(f"{group}.", given[group], allowed[group], errors, elsewhere)

@@ -99,8 +99,22 @@ class Outcome:
 def run_plan(plan: Plan) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code."""
     out = Path(plan.cells[0].run.out).expanduser()
+    try:
+        outcomes = run_cells(plan, Session())
+    except Interrupted as interrupted:
+        print(f"\ninterrupted in {interrupted}; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return _report(plan, outcomes, out)
+
+
+class Interrupted(Exception):
+    """Ctrl-C in the cell that the message names."""
+
+
+def run_cells(plan: Plan, session: Session) -> dict[str, Outcome]:
+    """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
+    out = Path(plan.cells[0].run.out).expanduser()
     _check_out(out)
-    session = Session()
     _check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     environment.quiet()
@@ -112,11 +126,10 @@ def run_plan(plan: Plan) -> int:
         try:
             outcomes[cell.name] = _run_or_record(session, cell)
         except KeyboardInterrupt:
-            print(f"\ninterrupted in {cell.label}; the same command goes on where it stopped", file=sys.stderr)
-            return 130
+            raise Interrupted(cell.label) from None
         if plan.sweep:
             print(f"      {_line(outcomes[cell.name])}", flush=True)
-    return _report(plan, outcomes, out)
+    return outcomes
 
 
 def _model_order(plan: Plan) -> Any:
@@ -342,6 +355,8 @@ def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
     if plan.sweep:
         shown = {name: tables.MISSING if o.status != "failed" else "failed" for name, o in outcomes.items()}
         print(f"\n{tables.sweep_table(plan, rows, shown)}\n\n{_caption(plan, rows)}rows: {out}")
+        if best := tables.best_of_table(plan, rows):
+            print(f"\n{best}")
         if pooled := pooling.pooled_table(rows.values()):
             print(f"\n{pooled}")
     else:

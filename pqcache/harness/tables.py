@@ -142,6 +142,29 @@ def sweep_table(plan: Plan, rows: Mapping[str, Row], outcomes: Mapping[str, str]
     return "\n\n".join(_grid(pd.concat({f"budget {_budget(b)}": frame}, axis=1)) for b, frame in blocks)
 
 
+def best_of_table(plan: Plan, rows: Mapping[str, Row]) -> str:
+    """The lines an experiment declares as the best of several cells, each with its candidates; empty if it declares none.
+
+    Cells are compared where all else is alike (budget, model, task, seed). The choice looks at the scores it then reports.
+    """
+    found: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for line, names in plan.best_of.items():
+        for cell in plan.cells:
+            row = rows.get(cell.name)
+            if row is None or row["score"] is None:
+                continue
+            where = f"{row['model']}, {row['task']}, budget {budget_text(row)}, seed {row['seed']}"
+            for name in set(cell.names) & set(names):
+                found.setdefault((line, where), []).append((name, row["score"]))
+    lines = []
+    for (line, where), scores in found.items():
+        scores.sort(key=lambda entry: plan.best_of[line].index(entry[0]))
+        best = max(scores, key=lambda entry: entry[1])
+        of = ", ".join(f"{name} {number(score)}" for name, score in scores)
+        lines.append(f"{line}: {number(best[1])} ({where}; best of {len(scores)}, chosen on these samples: {of})")
+    return "\n".join(lines)
+
+
 def _grid(frame: pd.DataFrame) -> str:
     """A frame with (block, column) headers as aligned text."""
     names = [str(n) for n in frame.index.names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from pqcache.selective.layer import SelectiveLayer, Step, Watcher
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method, ModelShape, NotApplicable
 from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
+from pqcache.store.buffer import Buffer
 
 
 class SelectiveCache(Cache):
@@ -247,3 +248,25 @@ class SelectiveCache(Cache):
             for tier, tensors in layer.tensors().items():
                 tiers.setdefault(tier, []).extend(tensors)
         return {tier: unique_bytes(tensors) for tier, tensors in tiers.items()}
+
+    def content_bytes(self) -> int:
+        """Resident bytes of all tiers without the slack of buffers, which grow in steps of many tokens.
+
+        What a method needs, where `resident_bytes` is what was allocated for it; at short prompts the step decides the latter.
+        """
+        buffers = {id(buffer): buffer for layer in self.layers for buffer in _buffers(layer)}
+        return sum(self.resident_bytes().values()) - sum(buffer.slack for buffer in buffers.values())
+
+
+def _buffers(thing: object, seen: set[int] | None = None) -> Iterator[Buffer]:
+    """Every buffer reachable from a layer's attributes; cache, method and the model's modules are not the layer's."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or isinstance(thing, torch.Tensor | torch.nn.Module | Method | Cache) or callable(thing):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Buffer):
+        yield thing
+        return
+    parts = thing if isinstance(thing, list | tuple) else thing.values() if isinstance(thing, dict) else ()
+    for part in parts or getattr(thing, "__dict__", {}).values():
+        yield from _buffers(part, seen)

@@ -1,8 +1,13 @@
 """How much attention each key received: column sums of the softmax, without ever holding an s x s matrix.
 
-Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Exact, in one pass: a block of queries sees whole
-rows of logits, so its softmax needs no correction later. Rows of the batch are computed one by one: their lengths differ,
-and a row's sums are then the same bits whatever stands beside it.
+Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Exact, in either of two forms. One pass: a block of
+queries sees whole rows of logits, so its softmax needs no correction later. Two passes: whoever computed the attention
+hands over each row's log-sum-exp, and the probabilities are remade tile by tile, keys as well as queries. Rows of the batch
+are computed one by one: their lengths differ, and a row's sums are then the same bits whatever stands beside it.
+
+The layers take the one-pass form: transformers' sdpa keeps its log-sum-exp to itself, and on a CPU having it would save a
+tenth to a fifth of the time that the sums take (`scripts/bench_column_sums.py` measures both). The other form is for a
+kernel that returns it, as flash-attn's can.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import torch
 
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
+LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
 
 
 def accumulator_dtype(x: torch.Tensor) -> torch.dtype:
@@ -30,36 +36,47 @@ def add_column_sums(
     scaling: float,
     block: int = BLOCK,
     windows: Sequence[int] | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """sums (n, h, >= max(stored)) += the probability each key gets from the queries q (n, h, t, d), per query head.
 
     k: (n, h_kv, >= max(stored), d). Row r holds stored[r] keys; its last counts[r] query columns are real (the others are
     padding and add nothing) and belong to its last counts[r] keys: query i sees the keys up to its own. Keys before those,
     whether of an earlier chunk or of what an eviction left, are seen by all. windows: in row r a key counts only what the
-    query at its own position and the windows[r] - 1 after it give (their softmax is still over all keys they see). Beside
-    `sums`, one block of logits of one KV group exists at a time: g * block * max(stored) numbers.
+    query at its own position and the windows[r] - 1 after it give (their softmax is still over all keys they see). lse
+    (n, h, t), not with windows: log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form; what
+    it says of padding is not read. Beside `sums`, one block of logits of one KV group exists at a time:
+    g * block * max(stored) numbers, or g * block * LSE_TILE with `lse`.
     """
     t, dtype = q.shape[2], sums.dtype
     h_kv = k.shape[1]
     g = q.shape[1] // h_kv
+    # one buffer for all blocks: freed ones, each a little smaller than the next, would pile up in the allocator
+    scratch = torch.empty(
+        g * min(block, t) * (LSE_TILE if lse is not None else max(stored)), dtype=dtype, device=q.device
+    )
     for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
         for head in range(h_kv):
             heads = slice(head * g, (head + 1) * g)
             for start in range(t - count, t, block):
                 stop = min(start + block, t)
-                probs = _probabilities(q[row, heads, start:stop].to(dtype) * scaling, k[row, head, : length - t + stop])
-                if windows is not None and (m := probs.shape[2]) > windows[row]:
-                    far = torch.ones(probs.shape[1:], dtype=torch.bool, device=q.device)
-                    probs.masked_fill_(far.tril(m - probs.shape[1] - windows[row]), 0)
-                sums[row, heads, : probs.shape[2]] += probs.sum(1)
-                del probs  # or the next block would stand beside this one
+                block_q = q[row, heads, start:stop].to(dtype) * scaling
+                keys = k[row, head, : length - t + stop]
+                if lse is None:
+                    probs = _probabilities(block_q, keys, scratch)
+                    if windows is not None and (m := len(keys)) > windows[row]:
+                        far = torch.ones(probs.shape[1:], dtype=torch.bool, device=q.device)
+                        probs.masked_fill_(far.tril(m - probs.shape[1] - windows[row]), 0)
+                    sums[row, heads, : len(keys)] += probs.sum(1)
+                else:
+                    _add_tiles(sums[row, heads], block_q, keys, lse[row, heads, start:stop].to(dtype), scratch)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Softmax of scaled q (g, b, d) over keys k (m, d), the last b of them the queries' own: (g, b, m), made in place."""
+def _probabilities(q: torch.Tensor, k: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Softmax of scaled q (g, b, d) over keys k (m, d), the last b of them the queries' own: (g, b, m), made in `scratch`."""
     g, b, d = q.shape
     m = k.shape[0]
-    logits = torch.empty((g * b, m), dtype=q.dtype, device=q.device)
+    logits = scratch[: g * b * m].view(g * b, m)
     for start in range(0, m, TILE):
         tile = k[start : start + TILE].to(q.dtype)
         torch.mm(q.reshape(g * b, d), tile.T, out=logits[:, start : start + TILE])
@@ -68,6 +85,23 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     logits[:, :, m - b :].masked_fill_(future, -torch.inf)
     logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     return logits.div_(logits.sum(-1, keepdim=True))
+
+
+def _add_tiles(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scratch: torch.Tensor) -> None:
+    """sums (g, >= m) += the same probabilities, each row's lse (g, b) known: one tile of keys at a time."""
+    g, b, d = q.shape
+    m = k.shape[0]
+    rows = torch.cat([q, -lse[..., None]], -1).view(g * b, d + 1)  # the product itself subtracts: one pass less
+    future = torch.ones((b, b), dtype=torch.bool, device=q.device).triu(1)  # of the last b keys
+    for start in range(0, m, LSE_TILE):
+        stop = min(start + LSE_TILE, m)
+        tile = torch.nn.functional.pad(k[start:stop].to(q.dtype), (0, 1), value=1.0)
+        logits = torch.mm(rows, tile.T, out=scratch[: g * b * (stop - start)].view(g * b, stop - start))
+        probs = logits.exp_().view(g, b, stop - start)
+        own = max(start, m - b)
+        if own < stop:
+            probs[:, :, own - start :].masked_fill_(future[:, own - (m - b) : stop - (m - b)], 0)
+        sums[:, start:stop] += probs.sum(1)
 
 
 class QueryWindow:

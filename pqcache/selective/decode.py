@@ -144,5 +144,9 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         resident_bytes=resident,
         peak_bytes=dict(ledger.peak),
         bytes_per_step=ledger.bytes_per_step(),
-        extra={**ledger.told(), "attended_union": ledger.attended(all_layers=False, union=True)},
+        extra={
+            **ledger.told(),
+            "attended_union": ledger.attended(all_layers=False, union=True),
+            "content_bytes": cache.content_bytes(),
+        },
     )

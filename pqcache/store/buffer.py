@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,7 @@ class Buffer:
         self.step = step
         self.pinned = pinned and device.type == "cpu" and torch.cuda.is_available()
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
+        self.filled = 0  # entries that the fullest row holds; the rest of `capacity` is slack
 
     def _allocate(
         self, n: int, heads: int, capacity: int, rest: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -50,6 +52,12 @@ class Buffer:
     def capacity(self) -> int:
         return self.data.shape[2]
 
+    @property
+    def slack(self) -> int:
+        """Bytes reserved for entries that have not come yet."""
+        n, heads, capacity, *rest = self.data.shape
+        return n * heads * max(0, capacity - self.filled) * math.prod(rest) * self.data.element_size()
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` entries per row."""
         if tokens <= self.capacity:
@@ -61,7 +69,9 @@ class Buffer:
 
     def write(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Row r takes the last counts[r] entries of x (n, heads, t, *rest) at positions starts[r], starts[r]+1, ..."""
-        self.reserve(max(a + b for a, b in zip(starts, counts, strict=True)))
+        end = max(a + b for a, b in zip(starts, counts, strict=True))
+        self.reserve(end)
+        self.filled = max(self.filled, end)
         t = x.shape[2]
         x = x.detach()  # a cache never keeps a graph alive
         if len(set(starts)) == 1 and set(counts) == {t}:
@@ -80,6 +90,7 @@ class Buffer:
             if flag:
                 head = torch.arange(self.data.shape[1], device=self.data.device)
                 self.data[row, head, slots[row]] = self.data[row, :, length - 1].clone()
+        self.filled = max(length - flag for length, flag in zip(lengths, rows, strict=True))
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was."""

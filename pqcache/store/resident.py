@@ -118,7 +118,7 @@ class ResidentStore:
             kept = take_tokens(buffer.data, indices)
             fresh = Buffer.like(kept)
             fresh.write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
-            buffer.data = fresh.data
+            buffer.data, buffer.filled = fresh.data, fresh.filled
         self.lengths = list(counts)
 
     def drop(self, slots: torch.Tensor, rows: Sequence[bool]) -> None:

@@ -119,7 +119,29 @@ def test_the_split(data: st.DataObject) -> None:
 def test_without_representatives_it_is_its_base(base: str, seed: int, k: int) -> None:
     method = KVCrush(base=base, rep_ratio=0, base_options={"n_sink": 2})
     scores, plan = random_scores(4, 40, seed), Plan(2, 4, k)
+    state = torch.get_rng_state()
     assert choose(method, scores, plan) == choose(method.evictor, scores, plan)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("pick", ["even", "random"])
+def test_nothing_but_representatives(pick: str) -> None:
+    """hh = 0: sinks and window, and one of each bucket of everything else; the global generator is left alone."""
+    scores, plan = random_scores(4, 60, 5), Plan(2, 4, 20)
+    method = crush(rep_ratio=1.0, pick=pick, anchor="random")
+    assert method.representatives(plan) == 20
+    state = torch.get_rng_state()
+    first, second = choose(method, scores, plan)
+    assert (
+        first == second and len(first) == 26
+    )  # signatures are the heads' in common, and nobody's important tokens differ
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_few_candidates_for_a_page() -> None:
+    """Fewer candidates than a page: the newest stay, up to the budget."""
+    (slots,) = choose(crush(page=32), random_scores(2, 30, 5), Plan(2, 4, 10), h_kv=1)
+    assert slots == [0, 1, *range(16, 30)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,3 +283,20 @@ def test_what_a_model_holds(llama: PreTrainedModel, base: str, page: int) -> Non
     if page == 1:
         alone = run(llama, method.evictor, 164, steps=5)
         assert any(held(a) != held(b) for a, b in zip(alone.layers, cache.layers, strict=True))
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import bench_kvcrush
+
+    tiny = "--prompt 300 --heads 4 --kv-heads 2 --dim 8 --budget 100 --rounds 1"
+    for base in ("snapkv", "h2o"):
+        monkeypatch.setattr("sys.argv", ["bench_kvcrush.py", "--base", base, *tiny.split()])
+        bench_kvcrush.main()
+        lines = capsys.readouterr().out.splitlines()
+        assert [line[:24].strip() for line in lines[3:]] == [
+            "full",
+            base,
+            f"kvcrush over {base}",
+            f"k-means over {base}",
+        ]
+        assert all(line.endswith("%") for line in lines[5:])

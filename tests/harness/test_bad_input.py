@@ -12,6 +12,8 @@ import yaml
 
 import run
 from pqcache.harness import config, models, registry
+from pqcache.harness.cells import make_plan
+from pqcache.harness.compose import compose_all
 from pqcache.harness.config import RunOptions, option_fields
 from pqcache.selective import NotBuilt
 
@@ -218,6 +220,9 @@ def test_experiment_files_start_with_their_command_and_sweep() -> None:
     for path in files:
         assert path.read_text().splitlines()[0] == f"# python run.py experiment={path.stem}"
         assert yaml.safe_load(path.read_text())["hydra"]["mode"] == "MULTIRUN"
+        plan = make_plan(compose_all([f"experiment={path.stem}"], REPO / "configs"))  # every cell is a valid one
+        assert all(cell.skip is None or cell.skip[0] == "not built" for cell in plan.cells), path.stem
+        assert {name for names in plan.best_of.values() for name in names} <= {n for c in plan.cells for n in c.names}
 
 
 @pytest.mark.parametrize(

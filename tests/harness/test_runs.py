@@ -545,6 +545,29 @@ def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, caps
     assert "did you mean few?" in capsys.readouterr().err
 
 
+def test_the_best_of_several_cells_names_them(
+    command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "# python run.py experiment=best\n"
+        "cells:\n  few: [method=oracle, budget=0.1]\n  many: [method=oracle, budget=0.1, method.n_sink=4]\n"
+        "best_of:\n  either: [few, many]\n"
+        "hydra:\n  mode: MULTIRUN\n"
+    )
+    (experiments / "best.yaml").write_text(text)
+    assert command("experiment=best", "limit=1") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("either: ")]
+    found = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
+    scores = {row["hyper_parameters"]["n_sink"]: row["score"] for row in found if row is not None}
+    assert line.startswith(f"either: {max(scores.values()):.1f} (")
+    assert f"best of 2, chosen on these samples: few {scores[32]:.1f}, many {scores[4]:.1f})" in line
+    assert command("experiment=best", "cell=few", "-m", "limit=1") == 0
+    assert "either" not in capsys.readouterr().out
+    (experiments / "best.yaml").write_text(text.replace("[few, many]", "[few, mny]"))
+    assert command("experiment=best", "limit=1") == 2
+    assert "best_of.either=mny: unknown cell; did you mean many?" in capsys.readouterr().err
+
+
 def test_a_wrong_value_in_an_experiment_refuses_it_whole(
     command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

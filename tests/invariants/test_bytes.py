@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -22,8 +27,10 @@ from baselines.two_stage import TwoStage
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes
+from tests.invariants.conftest import build
 from tests.invariants.drive import Session, tokens
 
+REPO = Path(__file__).resolve().parents[2]
 S, STEPS = 1000, 10
 LAYERS, H_KV, D, ITEM = 3, 2, 16, 8  # the small llama in float64
 
@@ -176,6 +183,94 @@ def _walk(thing: object, seen: set[int]) -> list[torch.Tensor]:
     else:
         children = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
     return [tensor for child in children for tensor in _walk(child, seen)]
+
+
+CONTENT: list[tuple[Method, int]] = [
+    (Full(), kv(S + STEPS)),
+    (SnapKV(budget=Budget(ratio=0.25)), (kv(1) + H_KV * 4) * (32 + 242 + STEPS)),
+    (H2O(budget=Budget(ratio=0.2), n_sink=4), (kv(1) + H_KV * (4 + ITEM)) * (4 + 199)),  # drops one a step
+    (PQCache(budget=Budget(ratio=0.25)), kv(S + STEPS) + H_KV * (2**6 * D * 4 + 2 * (S + STEPS - 32))),
+    (Int8(residual=7), 2 * H_KV * (S + STEPS - 7) * (D + 2 * 2) + kv(7)),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("method", "expected"), CONTENT, ids=lambda x: x.name if isinstance(x, Method) else "")
+def test_content_is_what_is_resident_without_slack(llama: PreTrainedModel, method: Method, expected: int) -> None:
+    cache = SelectiveCache(llama, method)
+    with attach(llama):
+        session = Session(llama, cache, [tokens(S, 1)])
+        for token in tokens(STEPS, 2):
+            session.step([token])
+    assert cache.content_bytes() == LAYERS * expected
+    assert cache.content_bytes() < sum(cache.resident_bytes().values())
+
+
+_PROCESS = """
+import ctypes, gc, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from baselines.full import Full
+from baselines.h2o import H2O
+from baselines.kvcrush import KVCrush
+from pqcache.selective import Budget, SelectiveCache, attach
+from scripts.bench_column_sums import resident
+torch.set_num_threads(1)
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=8,
+                     num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
+model = AutoModelForCausalLM.from_config(config).eval()
+ids = torch.randint(0, 64, (1, 1000))
+trim = ctypes.CDLL(None).malloc_trim
+methods = H2O(budget=Budget(ratio=0.1)), KVCrush(budget=Budget(ratio=0.1)), Full()
+with torch.no_grad(), attach(model):
+    for method in (methods[0], *methods):  # the first warms up
+        cache = None
+        gc.collect()  # cache and layers name each other
+        trim(0)
+        before = resident()
+        cache = SelectiveCache(model, method)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        trim(0)
+        print(method.name, resident() - before, sum(cache.resident_bytes().values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
+def test_evicted_tokens_free_the_process() -> None:
+    """After a prompt of 1000 tokens the process has grown by Full's 64 MiB, but by no more than an evictor says it holds."""
+    command = [sys.executable, "-c", _PROCESS]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
+    lines = [line.split() for line in out.splitlines()[1:]]
+    grown = {name: int(bytes_) for name, bytes_, _ in lines}
+    said = {name: int(bytes_) for name, _, bytes_ in lines}
+    assert said["full"] == 8 * 2 * 8 * 1024 * 128 * 4
+    assert 0.9 * said["full"] < grown["full"] < 1.1 * said["full"]
+    for name in ("h2o", "kvcrush"):
+        assert said[name] < 0.27 * said["full"]  # one buffer step of four
+        assert grown[name] < 1.1 * said[name]
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "method", [H2O(budget=Budget(ratio=0.1)), KVCrush(budget=Budget(ratio=0.1)), SnapKV(budget=Budget(ratio=0.1))]
+)
+def test_evicted_tokens_free_the_device(method: Method) -> None:
+    model = copy.deepcopy(build("llama")).to("cuda")
+    ids = torch.tensor([tokens(2000, 1)], device="cuda")
+    held = {}
+    for chosen in (Full(), method):
+        with attach(model):
+            model(input_ids=ids[:, :300], past_key_values=SelectiveCache(model, chosen), use_cache=True)  # warm up
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            cache = SelectiveCache(model, chosen)
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        torch.cuda.synchronize()
+        held[chosen.name] = torch.cuda.memory_allocated() - before
+        said = sum(cache.resident_bytes().values())
+        assert abs(held[chosen.name] - said) < 0.1 * said + 2**16
+        del cache
+    assert held[method.name] < 0.25 * held["full"]
 
 
 @torch.no_grad()

@@ -1,0 +1,197 @@
+"""A table at equal measured bytes: each method's token budget is solved until it holds what a reference method holds.
+
+    python scripts/equal_bytes.py reference=int8 method=snapkv,h2o,kvcrush model.dtype=bfloat16 limit=20
+    python scripts/equal_bytes.py reference=zipcache budget=0.2 method=snapkv,pyramidkv,kvcrush kvcrush.base=h2o task.length=4096
+
+reference, budget: the method whose bytes are the measure, and its budget (default 0.2). method: those to be fitted to it.
+<method>.<key>=<value>: a hyper-parameter of that method. Everything else is as for run.py and holds for all cells; the rows
+land in `out`. Run a 16-bit model (model.dtype=bfloat16): codes are compared with 16-bit K and V.
+
+Bytes are "content": all that stays resident after the last step, codes, parameters, positions and sums included, but not
+the slack of buffers, which grow by 256 tokens at a time and would, at short prompts, differ by more than the methods do.
+What was allocated is printed beside it. Content is fitted to one per cent (tolerance=0.01); a method that keeps every token
+whatever the budget (retrieval) cannot be fitted, and the table says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from pqcache.harness import runner, statistics, tables
+from pqcache.harness.cells import make_plan
+from pqcache.harness.compose import compose_all
+from pqcache.harness.config import Refused
+from pqcache.harness.results import Row
+from pqcache.selective.budget import MIN_TOKENS
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ROUNDS = 8  # runs of a cell before giving up
+
+
+class Unreachable(Exception):
+    """No token budget gives these bytes."""
+
+
+@dataclass
+class Fit:
+    """A method fitted to the reference, or why it is not."""
+
+    method: str
+    row: Row | None = None
+    reason: str = ""
+
+
+def content(row: Row) -> float:
+    """Mean bytes of all tiers without buffer slack."""
+    return float(row["extra"]["content_bytes"])
+
+
+def solve(measure: Callable[[int, bool], float], target: float, prompt: float, tolerance: float) -> int:
+    """The token budget at which measure(budget, quick) is `target` bytes within `tolerance`.
+
+    Bytes grow linearly with the budget while the prompt is longer: two quick measurements give the line, a full one corrects
+    it (a quick one sees other answers, hence other numbers of generated tokens).
+    """
+    low, high = (max(MIN_TOKENS + 1, int(prompt * share)) for share in (0.4, 0.6))
+    first, second = measure(low, True), measure(high, True)
+    per_token = (second - first) / max(1, high - low)
+    if per_token * prompt < 0.01 * target:
+        raise Unreachable(f"keeps {first / 2**20:.2f} MiB whatever its budget")
+    tokens = round(low + (target - first) / per_token)
+    tried: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        if not MIN_TOKENS <= tokens <= prompt:
+            raise Unreachable(f"would need {tokens} tokens of a prompt of {prompt:.0f}")
+        tried[tokens] = measure(tokens, False)
+        if abs(tried[tokens] / target - 1) <= tolerance:
+            return tokens
+        below = max((t for t, found in tried.items() if found < target), default=None)
+        above = min((t for t, found in tried.items() if found > target), default=None)
+        tokens = round(tokens + (target - tried[tokens]) / per_token)
+        if below is not None and above is not None and not below < tokens < above:
+            tokens = (below + above) // 2  # answers of other lengths moved the line
+        if tokens in tried:
+            break
+    near = min(tried, key=lambda t: abs(tried[t] - target))
+    raise Unreachable(f"closest is {near} tokens, {100 * (tried[near] / target - 1):+.2f} %, in {len(tried)} runs")
+
+
+class Bench:
+    """Runs single cells, all with the same options, and remembers the loaded model."""
+
+    def __init__(self, common: list[str], options: dict[str, list[str]]) -> None:
+        self.common, self.options = common, options
+        self.session = runner.Session()
+
+    def run(self, method: str, budget: str, *more: str) -> Row:
+        """One cell's row. Raises Refused or Unreachable if there is none."""
+        own = [f"method={method}", f"budget={budget}", *self.options.get(method, [])]
+        plan = make_plan(compose_all([*self.common, *own, *more], CONFIGS))
+        with contextlib.redirect_stdout(StringIO()):
+            (outcome,) = runner.run_cells(plan, self.session).values()
+        if outcome.row is None:
+            raise Unreachable(outcome.reason)
+        return outcome.row
+
+    def fit(self, method: str, reference: Row, tolerance: float) -> Fit:
+        """The method at the reference's bytes."""
+        rows: dict[int, Row] = {}
+
+        def measure(tokens: int, quick: bool) -> float:
+            if not quick:
+                rows[tokens] = self.run(method, str(tokens))
+                return content(rows[tokens])
+            with tempfile.TemporaryDirectory() as scratch:  # a trial is no result
+                return content(self.run(method, str(tokens), "limit=1", f"out={scratch}", "wandb=disabled"))
+
+        try:
+            return Fit(method, rows[solve(measure, content(reference), reference["prompt_tokens"], tolerance)])
+        except Unreachable as error:
+            return Fit(method, reason=str(error))
+
+
+def table(reference: Row, fits: list[Fit]) -> str:
+    """One line per method; differences are to the reference, of the same samples."""
+    name = reference["method"]
+    head = f"{'method':12}{'tokens':>8}{'score':>7}{'95 % interval':>16}{f'to {name}':>12}{'95 % interval':>16}"
+    lines = [head + f"{'content MiB':>13}{'error':>9}{'allocated MiB':>15}{'error':>9}"]
+    for fit in [Fit(name, reference), *fits]:
+        if fit.row is None:
+            lines.append(f"{fit.method:12}{'':8}not fitted: {fit.reason}")
+            continue
+        row = fit.row
+        tokens = tables.MISSING if row["budget_ratio"] is not None else tables.number(row["budget_tokens"], 0)
+        line = f"{fit.method:12}{tokens:>8}{tables.number(row['score']):>7}{tables.span(row['score_interval']):>16}"
+        if row is reference:
+            line += f"{'':12}{'':16}"
+        else:
+            paired = statistics.paired(row["sample_scores"], reference["sample_scores"])
+            interval = tables.span(statistics.interval(paired), tables.signed)
+            line += f"{tables.signed(statistics.mean(paired)):>12}{interval:>16}"
+        for ours, theirs in ((content(row), content(reference)), (_allocated(row), _allocated(reference))):
+            width = 13 if ours == content(row) else 15
+            line += f"{ours / 2**20:{width}.3f}{100 * (ours / theirs - 1):+8.2f}%"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _allocated(row: Row) -> float:
+    return sum(row["resident_bytes"].values())
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    values = dict(text.partition("=")[::2] for text in argv)
+    names = [name for name in values.pop("method", "").split(",") if name]
+    reference = values.pop("reference", "")
+    try:
+        if not names or not reference:
+            raise Refused(["reference=<method> and method=<method>,<method> must be named"])
+        try:
+            tolerance = float(values.pop("tolerance", "0.01"))
+        except ValueError:
+            raise Refused(["tolerance: expected a number such as 0.01"]) from None
+        budget = values.pop("budget", "0.2")
+        known = [*names, reference]
+        options = {
+            n: [f"method.{k.partition('.')[2]}={v}" for k, v in values.items() if k.split(".")[0] == n] for n in known
+        }
+        common = [f"{k}={v}" for k, v in values.items() if k.split(".")[0] not in known]
+        bench = Bench(common, options)
+        for name in names:  # say what is wrong before anything runs
+            make_plan(compose_all([*common, f"method={name}", "budget=4096", *options[name]], CONFIGS))
+        measure = bench.run(reference, budget)
+        print(
+            f"{reference}: {content(measure) / 2**20:.3f} MiB content, score {tables.number(measure['score'])}",
+            flush=True,
+        )
+        fits = []
+        for name in names:
+            fits.append(bench.fit(name, measure, tolerance))
+            found = fits[-1].row
+            print(f"{name}: {fits[-1].reason if found is None else tables.summary_line(found)}", flush=True)
+    except Refused as refused:
+        for line in refused.lines:
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except Unreachable as error:
+        print(f"error: {reference}: {error}", file=sys.stderr)
+        return 1
+    prompt = f"{measure['prompt_tokens']:.0f} prompt tokens on average"
+    print(f"\n{table(measure, fits)}\n")
+    run = f"{measure['model']}, {measure['kv_dtype']}, {measure['task']}: {measure['n_samples']} samples a cell"
+    print(f"{run}, {prompt}, batch 1.")
+    print(f"error: of bytes against {reference}'s. content: without buffer slack; allocated: with it.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

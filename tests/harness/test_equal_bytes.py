@@ -1,0 +1,66 @@
+"""The table at equal bytes: the solver on made-up lines, and a run on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scripts import equal_bytes
+from scripts.equal_bytes import Unreachable, solve
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(200, 8000), st.floats(50, 5000), st.floats(0, 1e6), st.floats(0.1, 0.95), st.floats(0, 0.004))
+def test_a_line_is_solved(prompt: int, per_token: float, fixed: float, share: float, wobble: float) -> None:
+    """Bytes that grow with the tokens, quick measurements a little off."""
+    tokens = max(64, int(share * prompt))
+    target = fixed + per_token * tokens
+    calls: list[tuple[int, bool]] = []
+
+    def measure(budget: int, quick: bool) -> float:
+        calls.append((budget, quick))
+        return fixed + per_token * budget * (1 + wobble * quick)
+
+    if per_token * prompt < 0.02 * target:  # hardly a line
+        return
+    found = solve(measure, target, prompt, 0.01)
+    assert abs(measure(found, False) / target - 1) <= 0.01
+    assert all(64 <= budget <= prompt for budget, _ in calls)
+
+
+def test_what_has_no_solution_says_so() -> None:
+    with pytest.raises(Unreachable, match="whatever its budget"):
+        solve(lambda tokens, quick: 1e6, 2e5, 2000, 0.01)
+    with pytest.raises(Unreachable, match="would need"):
+        solve(lambda tokens, quick: 100.0 * tokens, 5e5, 2000, 0.01)
+    with pytest.raises(Unreachable, match="closest is"):  # a step where the target lies
+        solve(lambda tokens, quick: 100.0 * tokens + (5e4 if tokens > 1000 else 0), 1.25e5, 2000, 0.01)
+
+
+def test_a_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [
+        "model=hf",
+        f"model.path={tiny}",
+        "task.length=400",
+        "limit=1",
+        f"out={tmp_path / 'out'}",
+        "wandb=disabled",
+    ]
+    common += ["attn=sdpa", "model.dtype=bfloat16"]
+    assert equal_bytes.main(["reference=int8", "method=snapkv,oracle", "snapkv.w=8", *common]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("snapkv ")]
+    error = float(row.split("%")[0].split()[-1])
+    assert abs(error) <= 1.0
+    assert any(line.startswith("oracle") and "whatever its budget" in line for line in lines)
+    assert len(list((tmp_path / "out").glob("*/row.json"))) >= 2  # trials leave nothing there
+    assert not list((tmp_path / "out").glob("*oracle*"))
+
+
+def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert equal_bytes.main(["method=snapkv"]) == 2
+    assert equal_bytes.main(["reference=int8", "method=snapkv", "snapkv.windw=3"]) == 2
+    assert "windw" in capsys.readouterr().err
