@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class SelectiveCache(Cache):
         self.watchers: list[Watcher] = []  # see every attention, prompt blocks included
         super().__init__(layers=method.layers(self.shape))
         for layer in self.layers:
-            layer.cache = self
+            layer.owner = weakref.ref(self)
         self._forget()
 
     # -- one request ------------------------------------------------------------------------------------------------

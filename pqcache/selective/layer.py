@@ -6,6 +6,7 @@ calls `attend` with the queries. Everything happens in `attend`; `update` only r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -114,7 +115,9 @@ class SelectiveLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.shape = shape
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
-        self.cache: SelectiveCache | None = None  # set by the cache that owns this layer
+        self.owner: weakref.ref[SelectiveCache] | None = (
+            None  # set by the cache; weak, so that a dropped cache is freed at once
+        )
         self.selected: Any = None  # what the current decode step chose, for observers; retrieval.Selected, or None
 
     # -- what a family writes ---------------------------------------------------------------------------------------
@@ -192,8 +195,9 @@ class SelectiveLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.cache is not None
-        self.cache.check_bound(self.layer_idx)
+        cache = None if self.owner is None else self.owner()
+        assert cache is not None
+        cache.check_bound(self.layer_idx)
         self.is_initialized = True
         self.columns += key_states.shape[-2]
         return key_states, value_states

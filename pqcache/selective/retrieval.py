@@ -6,6 +6,7 @@ gathers, attends and counts. Positions are those of the row: its first real toke
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -160,7 +161,7 @@ class RetrievalLayer(StagedLayer):
         super().clear()
         self.store: RetrievalStore | None = None
         self.index = self.method.make_index(self.layer_idx, self.shape)
-        self.index.layer = self
+        self.index.layer = weakref.proxy(self)  # weak, so that a dropped cache is freed at once
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
