@@ -30,10 +30,10 @@ METHODS: dict[str, str | None] = {
     "clusterkv": "baselines.clusterkv:ClusterKV",
     "quest": "baselines.quest:Quest",
     "infinigen": None,
-    "zipcache": None,
+    "zipcache": "baselines.zipcache:ZipCache",
     "kivi": None,
     "gear": None,
-    "mikv": None,
+    "mikv": "baselines.mikv:MiKV",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy, row_mask
 from pqcache.selective.method import Method, ModelShape
-from pqcache.store.coded import Codec, CodedStore, CodedStream, pack_all_but
+from pqcache.store.coded import Codec, CodedStore, CodedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache
@@ -81,23 +81,22 @@ class QuantizationLayer(StagedLayer):
 
 @dataclass(kw_only=True)
 class QuantizationMethod(Method):
-    """Base of quantization methods. A subclass writes make_codec.
-
-    residual: how many of the newest tokens stay exact.
-    """
+    """Base of quantization methods. A subclass writes make_codec, or make_store."""
 
     ignores_budget: ClassVar[bool] = True
     packs_prompt: ClassVar[bool] = False  # whether the end of a prompt packs everything, whatever the schedule says
-
-    residual: int = 0
 
     def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:
         """A fresh codec; one each for K and V."""
         raise NotImplementedError
 
+    def schedule(self) -> Schedule:
+        """When exact tokens are packed: at once, by default."""
+        return pack_all_but(0)
+
     def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
         """K and V streams; override where they differ in schedule or codec."""
-        k, v = (CodedStream(self.make_codec(layer_idx, shape), pack_all_but(self.residual)) for _ in "kv")
+        k, v = (CodedStream(self.make_codec(layer_idx, shape), self.schedule()) for _ in "kv")
         return CodedStore(k, v)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> QuantizationLayer:

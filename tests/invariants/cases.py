@@ -24,12 +24,14 @@ from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
+from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.pyramidkv import PyramidKV
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
+from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 
@@ -111,4 +113,14 @@ CASES = [
     Case(KVCrush, {"base": "pyramidkv", "anchor": "random", "pick": "random", "base_options": {"n_sink": 4}}),
     Case(Int8),
     Case(Int8, {"residual": 5}),
+    # a third of the tokens in 8 bits, the others in 2; packed several times within the steps of these tests
+    Case(ZipCache, {"bits_high": 8, "gap": 9}),
+    Case(
+        ZipCache, {"bits_high": 7, "bits_low": 3, "gap": 10, "recompress": "segment", "probes": "all", "norm": "full"}
+    ),
+    Case(
+        ZipCache, {"bits_high": 8, "gap": 4, "granularity": "group", "group": 8, "scope": "layer", "probes": "recent"}
+    ),
+    Case(MiKV, {"bits_high": 8, "gap": 7}),
+    Case(MiKV, {"bits_high": 8, "gap": 5, "granularity": "token", "balancer": True}),
 ]
