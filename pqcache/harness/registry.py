@@ -34,6 +34,7 @@ METHODS: dict[str, str | None] = {
     "kivi": None,
     "gear": None,
     "mikv": "baselines.mikv:MiKV",
+    "coded": "baselines.coded:Coded",
 }
 
 

@@ -151,7 +151,7 @@ class RetrievalLayer(StagedLayer):
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.plans = [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
-        known, self.store = self.store, self.method.make_store(window, ctx.cache.ledger.move)
+        known, self.store = self.store, self.new_store(window, ctx)
         if self.store.whole and self.staged is not None:
             self.store = self.staged
         else:
@@ -160,6 +160,16 @@ class RetrievalLayer(StagedLayer):
         if not self.method.budget.is_everything:
             built = self.index.build(k, v, lengths, ctx)
         self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+
+    def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
+        """The store to load a prompt, or everything after a new turn, into; by default the method's."""
+        return self.method.make_store(window, ctx.cache.ledger.move)
+
+    def attend_chosen(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        """Attention of q (n, h, 1, d) over the tokens read, keys and values (n, h_kv or h, m, d): (n, 1, h, d)."""
+        return attend_one(q, keys, values, ctx.scaling, valid)
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
@@ -215,7 +225,7 @@ class RetrievalLayer(StagedLayer):
                 out = self.store.attend(q, sinks, indices, recent, ctx.scaling)
             else:
                 keys, values = self.store.read(sinks, indices, recent, self.shape.group)
-                out = attend_one(q, keys, values, ctx.scaling, valid)
+                out = self.attend_chosen(q, keys, values, valid, ctx)
         if selection is not None and selection.share is not None and selection.mean is not None:
             share = selection.share[:, None, :, None].to(out.dtype)
             mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)

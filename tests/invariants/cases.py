@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from baselines.clusterkv import ClusterKV
+from baselines.coded import Coded
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
@@ -121,6 +122,8 @@ CASES = [
     Case(
         ZipCache, {"bits_high": 8, "gap": 4, "granularity": "group", "group": 8, "scope": "layer", "probes": "recent"}
     ),
-    Case(MiKV, {"bits_high": 8, "gap": 7}),
     Case(MiKV, {"bits_high": 8, "gap": 5, "granularity": "token", "balancer": True}),
+    Case(Coded, {"policy_options": {"n_sink": 8, "b": 4}, "codec_options": {"gap": 6}}),
+    Case(Coded, {"policy": "snapkv", "policy_options": {"n_sink": 4, "w": 8}, "codec_options": {"gap": 6}}),
+    Case(Coded, {"policy": "oracle", "policy_options": {"n_sink": 8, "reduce": "none"}, "codec": "int8"}),
 ]
