@@ -295,8 +295,12 @@ class SalientMethod(QuantizationMethod):
             )
         if self.saliency_ratio is not None:
             bits = self.saliency_ratio * self.bits_high + (1 - self.saliency_ratio) * self.bits_low
-            agrees = 0 <= self.saliency_ratio <= 1 and abs(bits / 16 - ratio) < 1e-6
-            self.require("saliency_ratio", agrees, f"{self.salient_share:g} at budget={self.budget}, or null")
+            self.require("saliency_ratio", 0 <= self.saliency_ratio <= 1, "a number in [0, 1], or null")
+            self.require(
+                "saliency_ratio",
+                abs(bits / 16 - ratio) < 1e-6,
+                f"{self.salient_share:g} at budget={self.budget}, or null; this ratio is budget={bits / 16:g}",
+            )
 
     def check_model(self, config: Any) -> None:
         d = ModelShape.of(config).d
