@@ -52,7 +52,10 @@ def test_other_budgets_are_not_applicable(cls: Any, budget: Budget) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"saliency_ratio": 0.7}, "saliency_ratio=0.7: allowed is 0.6 at budget=0.2, or null; this ratio is budget=0.2125"),
+        (
+            {"saliency_ratio": 0.7},
+            "saliency_ratio=0.7: allowed is 0.6 at budget=0.2, or null; this ratio is budget=0.2125",
+        ),
         ({"probes": "recnt"}, "did you mean recent"),
         ({"probes": "special"}, "special_ids"),
         ({"granularity": "channel"}, "granularity=channel"),

@@ -7,16 +7,19 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
+from baselines.coded import Coded
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.int8 import Int8
 from baselines.kvcrush import KVCrush
+from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
+from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes
@@ -49,6 +52,15 @@ def components(n: int) -> int:
 def clusters(tokens: int, c: int) -> int:
     """fp32 centroids, int32 sizes and one int32 position per token."""
     return H_KV * 4 * (c * D + c + tokens)
+
+
+def mixed(salient: int, tail: int) -> int:
+    """Of S prompt tokens: 4- and 2-bit codes of K and V, fp16 parameters, a bit per token with a count per 64; exact tail."""
+    codes = 2 * H_KV * (salient * D // 2 + (S - salient) * D // 4)
+    keys, values = 2 * 2 * H_KV * D * 2, (H_KV * D + 2 * S) * 2
+    return (
+        codes + keys + values + H_KV * 16 * (8 + 4) + kv(tail) + H_KV * tail * (ITEM + 4)
+    )  # what probes said of the tail
 
 
 WINDOW = 484 // 4  # (1000 - 32) * 0.25 // 2, the local window at budget 0.25
@@ -106,6 +118,16 @@ CASES: list[tuple[Method, dict[str, int]]] = [
         {"device": kv(capacity(4 + 256 + 1)) + H_KV * (4 + ITEM) * capacity(4 + 256 + 1)},
     ),
     (Int8(), {"device": 2 * H_KV * capacity(S + STEPS) * (D + 2 * 2)}),
+    (ZipCache(budget=Budget(ratio=0.2)), {"device": mixed(600, STEPS)}),
+    (MiKV(budget=Budget(ratio=0.2)), {"device": mixed(600, STEPS)}),
+    (
+        Coded(budget=Budget(ratio=0.25), codec_budget=0.1875),
+        {"device": mixed(500, STEPS) + pq_index(32, 2, 6)},
+    ),
+    (
+        Coded(budget=Budget(ratio=0.25), policy="snapkv", codec="int8"),
+        {"device": (2 * H_KV * (D + 2 * 2) + H_KV * 4) * capacity(32 + 242 + STEPS)},
+    ),
     (Int8(residual=7), {"device": 2 * H_KV * capacity(S + STEPS - 7) * (D + 2 * 2) + kv(7)}),
 ]
 
