@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 from baselines.mikv import MiKV
 from baselines.zipcache import ZipCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
-from pqcache.selective.ledger import unique_bytes
+from pqcache.selective.layer import Step
+from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import ModelShape
 from pqcache.selective.saliency import ProbeRule, SalientStore, add_probe_sums
 from pqcache.store.accounting import mean_bits, published_ratio
 from pqcache.store.mixed import MixedCodec, Widths
 from pqcache.store.quantizer import dequantize, quantize
+from tests.baselines.common import context
 from tests.baselines.drive import run
 from tests.invariants.cases import ARCHITECTURES
-from tests.invariants.drive import Session, tokens
+from tests.invariants.drive import Session, pad_left, tokens
 
 LLAMA = ARCHITECTURES["llama"]()
 FIFTH = {"budget": Budget(ratio=0.2)}
@@ -317,6 +319,66 @@ def test_extreme_values_never_become_nan(dtype: torch.dtype, granularity: str) -
             assert k.isfinite().all() and v.isfinite().all()
             if kind in ("zero",):
                 assert not k.any() and not v.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=LENGTHS,
+    h_kv=st.sampled_from([1, 2, 4]),
+    g=st.sampled_from([1, 2]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    cls=st.sampled_from([ZipCache, MiKV]),
+    options=st.sampled_from([{}, {"recompress": "segment"}, {"granularity": "group", "group": 4}, {"scope": "layer"}]),
+    seed=st.integers(0, 10**6),
+)
+def test_decode_attention_equals_a_reference_that_decodes_everything(
+    lengths: list[int], h_kv: int, g: int, dtype: torch.dtype, cls: Any, options: dict, seed: int
+) -> None:
+    """A padded prompt and steps over two packings, against softmax in fp32 over all of K and V, row by row."""
+    n, h, t, d = len(lengths), h_kv * g, max(lengths), 8
+    layer = cls(**FIFTH, gap=4, **options).make_layer(0, ModelShape(1, h, h_kv, d))
+    q, k, v = (randn(n, heads, t, d, seed=seed + i).to(dtype) for i, heads in enumerate((h, h_kv, h_kv)))
+    aligned = [torch.stack([x[r].roll(length - t, 1) for r, length in enumerate(lengths)]) for x in (k, v)]
+    step = Step(False, t, [0] * n, lengths, lengths, ends_prompt=True, first=True)
+    ctx = context(step, layer.shape, Ledger())
+    layer.observe(q, aligned[0], lengths, ctx)  # queries are right-aligned, staged keys left-aligned
+    layer.settle(*aligned, lengths, ctx)
+    for i in range(9):
+        q, k, v = (
+            randn(n, heads, 1, d, seed=seed + 10 * i + j).to(dtype) for j, heads in enumerate((h, h_kv, h_kv), 7)
+        )
+        before = [x.clone() for x in layer.store.view()]
+        out = layer.decode(q, k, v, context(step, layer.shape, Ledger()))
+        for r, length in enumerate(lengths):
+            keys, values = (
+                torch.cat([old[r, :, : length + i], new[r]], 1).float().repeat_interleave(g, 0)
+                for old, new in zip(before, (k, v), strict=True)
+            )
+            weights = (q[r].float() @ keys.transpose(-1, -2) * d**-0.5).softmax(-1)
+            want = (weights @ values).transpose(0, 1)
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(out[r].float(), want, **tolerance)
+
+
+@torch.no_grad()
+def test_special_tokens_come_from_the_prompt(llama: PreTrainedModel) -> None:
+    rows = [tokens(90, 1), tokens(40, 2)]
+    method = ZipCache(**FIFTH, probes="special", special_ids=list(range(5, 60)))
+
+    def salient(prompts: list[list[int]]) -> list[torch.Tensor]:
+        ids, mask = pad_left(prompts)
+        cache = SelectiveCache(llama, method)
+        with attach(llama):
+            cache.begin([len(row) for row in prompts], token_ids=ids)
+            llama(ids, attention_mask=mask, past_key_values=cache)
+        bits = cache.layers[2].store.widths.bits()
+        return [bits[r, :, : len(row)] for r, row in enumerate(prompts)]
+
+    both = salient(rows)
+    for row, bits in zip(rows, both, strict=True):
+        assert torch.equal(salient([row])[0], bits)
+    with attach(llama), pytest.raises(ValueError, match="probes=special"):
+        Session(llama, SelectiveCache(llama, method), rows)
 
 
 # -- streaming ------------------------------------------------------------------------------------------------------------
