@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from pqcache.selective.attention import Part, merge, partial
-from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy, row_mask
+from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy
 from pqcache.selective.method import Method, ModelShape
 from pqcache.store.coded import Codec, CodedStore, CodedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
@@ -23,19 +23,14 @@ TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow w
 def attend_coded(q: torch.Tensor, store: CodedStore, scaling: float, tile: int | None = None) -> Part:
     """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
 
-    `tile` tokens (default TILE) are decoded, attended and joined to what came before, then forgotten. A tile holds packed and
-    exact tokens as they come, so K and V may be packed up to different tokens.
+    `tile` tokens (default TILE) are decoded, attended and joined to what came before, then forgotten.
     """
-    tile = tile or TILE
-    lengths, length = store.lengths, store.length
     joined: Part | None = None
-    for lo in range(0, length, tile):
-        hi = min(lo + tile, length)
+    for keys, values, inside in store.tiles(tile or TILE):
         mask = None
-        if min(lengths) < hi:
-            inside = row_mask([max(0, total - lo) for total in lengths], hi - lo, q.device)
-            mask = None if inside is None else inside[:, :, None]
-        part = partial(q, *store.tile(lo, hi), scaling, mask)
+        if inside is not None:
+            mask = inside.repeat_interleave(1 if inside.shape[1] == 1 else q.shape[1] // inside.shape[1], 1)[:, :, None]
+        part = partial(q, keys, values, scaling, mask)
         joined = part if joined is None else merge([joined, part])
     assert joined is not None
     return joined

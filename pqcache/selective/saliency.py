@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -215,6 +215,29 @@ class SalientStore(CodedStore):
         for row, (count, left) in enumerate(zip(move, self.k.tails, strict=True)):
             self.sums[row, :, :left] = sums[row, :, count : count + left]
             self.asked[row, :, :left] = asked[row, :, count : count + left]
+
+    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Width after width as the codes lie, then the exact tail: K and V are in the same order, and nothing is looked up."""
+        k, v, tail = self.k.codec, self.v.codec, self.k.tail
+        assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec) and tail is not None and self.v.tail is not None
+        for which, subset in enumerate(k.subsets):
+            slots = 0 if subset.codes is None else subset.codes.shape[2]
+            shortest = min((min(filled) for filled in subset.filled), default=0)
+            for lo in range(0, slots, size):
+                hi = min(lo + size, slots)
+                inside = None
+                if shortest < hi:
+                    filled = torch.tensor(subset.filled, device=tail.device)[..., None]
+                    inside = torch.arange(lo, hi, device=tail.device) < filled
+                yield k.slots(which, lo, hi), v.slots(which, lo, hi), inside
+        width = tail.shape[2]
+        for lo in range(0, width, size):
+            hi = min(lo + size, width)
+            column = torch.arange(lo, hi, device=tail.device)
+            inside = None
+            if min(self.k.tails) < width:
+                inside = column >= width - torch.tensor(self.k.tails, device=tail.device)[:, None, None]
+            yield tail[:, :, lo:hi], self.v.tail[:, :, lo:hi], inside
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

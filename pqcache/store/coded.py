@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -323,8 +323,21 @@ class CodedStore:
         """A decode step attended, its token in the tail: q (n, h, 1, d), lse (n, h, 1) fp32 over all that it attended to."""
 
     def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of tokens lo .. hi-1: (n, h_kv, hi - lo, d); nothing else is decoded."""
+        """K and V of tokens lo .. hi-1, packed or exact as they come: (n, h_kv, hi - lo, d); nothing else is decoded."""
         return self.k.tile(lo, hi), self.v.tile(lo, hi)
+
+    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Every token once, at most `size` at a time and in any order: K and V (n, h_kv, m, d), and which entries are tokens.
+
+        The latter is (n, 1 or h_kv, m) bool, or None for all. Only one piece is decoded at a time.
+        """
+        shortest = min(self.lengths)
+        for lo in range(0, self.length, size):
+            hi = min(lo + size, self.length)
+            inside = None
+            if shortest < hi:
+                inside = torch.arange(lo, hi, device=self.k.device) < _rows(self.lengths, self.k.device)
+            yield *self.tile(lo, hi), inside
 
     def read(
         self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1

@@ -349,14 +349,32 @@ class MixedCodec(Codec):
         assert only is not None
         return only
 
+    def slots(self, which: int, lo: int, hi: int) -> torch.Tensor:
+        """Slots lo .. hi-1 of one width (0 regular, 1 salient), decoded as they lie: (n, h_kv, hi - lo, d)."""
+        subset = self.subsets[which]
+        assert subset.codes is not None and subset.step is not None and subset.low is not None
+        n, h_kv = subset.codes.shape[:2]
+        span = slice(lo, hi) if self.by != "channel" else slice(None)
+        step, low = subset.step[:, :, span], subset.low[:, :, span]
+        slot = torch.arange(lo, hi, device=step.device).expand(n, h_kv, -1)
+        if self.by == "channel":
+            step, low = self._of_segment(step, subset, slot), self._of_segment(low, subset, slot)
+        return self._values(subset, subset.codes[:, :, lo:hi], step, low, slot)
+
     def _decode(self, subset: Subset, slot: torch.Tensor) -> torch.Tensor | None:
         """The tokens in slots (n, H, k) of one width: (n, H, k, d); None if there are none of this width."""
         if subset.codes is None or subset.step is None or subset.low is None or not subset.codes.shape[2]:
             return None
         slot = slot.clamp(0, subset.codes.shape[2] - 1)
-        codes = unpack_codes(pick(subset.codes, slot), subset.bits, self.d)
         by_slot = self.by != "channel"
         step, low = (pick(x, slot) if by_slot else self._of_segment(x, subset, slot) for x in (subset.step, subset.low))
+        return self._values(subset, pick(subset.codes, slot), step, low, slot)
+
+    def _values(
+        self, subset: Subset, packed: torch.Tensor, step: torch.Tensor, low: torch.Tensor, slot: torch.Tensor
+    ) -> torch.Tensor:
+        """Packed codes (n, H, k, bytes) of slots (n, H, k) under their parameters: (n, H, k, d)."""
+        codes = unpack_codes(packed, subset.bits, self.d)
         if self.by == "group":
             codes = codes.unflatten(-1, (-1, self.group))
             x = dequantize(Quantized(codes, step[..., None], low[..., None]), torch.float32).flatten(-2)
@@ -369,9 +387,9 @@ class MixedCodec(Codec):
     def _of_segment(self, x: torch.Tensor, subset: Subset, slot: torch.Tensor) -> torch.Tensor:
         """x (n, h_kv, segments, d) of each slot (n, H, k): (n, H, 1 or k, d)."""
         if x.shape[2] == 1 or subset.first is None:
-            return x.repeat_interleave(slot.shape[1] // x.shape[1], 1)
+            return x if slot.shape[1] == x.shape[1] else x.repeat_interleave(slot.shape[1] // x.shape[1], 1)
         first = subset.first.long().repeat_interleave(slot.shape[1] // x.shape[1], 1)
-        return pick(x, torch.searchsorted(first, slot, right=True) - 1)
+        return pick(x, torch.searchsorted(first, slot.contiguous(), right=True) - 1)
 
     # -- rows and bytes ---------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from tests.baselines.common import context
 from tests.baselines.drive import run
 from tests.invariants.cases import ARCHITECTURES
 from tests.invariants.drive import Session, pad_left, tokens
+from tests.store.test_coded import Largest
 
 LLAMA = ARCHITECTURES["llama"]()
 FIFTH = {"budget": Budget(ratio=0.2)}
@@ -379,6 +380,25 @@ def test_special_tokens_come_from_the_prompt(llama: PreTrainedModel) -> None:
         assert torch.equal(salient([row])[0], bits)
     with attach(llama), pytest.raises(ValueError, match="probes=special"):
         Session(llama, SelectiveCache(llama, method), rows)
+
+
+@pytest.mark.parametrize("recompress", ["whole", "segment"])
+def test_scratch_of_a_step_does_not_grow_with_the_length(recompress: str) -> None:
+    """Attending, and packing with all old codes coded again: no tensor of decoded numbers beyond a tile."""
+    sizes = []
+    for length in (3000, 6000):
+        layer = ZipCache(**FIFTH, gap=2, recompress=recompress).make_layer(0, ModelShape(1, 4, 2, 16))
+        x = randn(1, 2, length, 16, seed=0)
+        layer.store.load(x, x, [length])
+        layer.store.pack(everything=True)
+        ctx = context(Step(True, 1, [0], [1], [0], ends_prompt=False, first=False), layer.shape, Ledger())
+        with Largest() as seen:
+            for i in range(2):
+                new = 9 * randn(1, 2, 1, 16, seed=i)
+                layer.decode(randn(1, 4, 1, 16, seed=i), new, new, ctx)
+        assert layer.store.k.body == [length + 2]
+        sizes.append(seen.numel)
+    assert sizes[0] == sizes[1] == 2 * 1024 * 16
 
 
 # -- streaming ------------------------------------------------------------------------------------------------------------
