@@ -14,14 +14,24 @@ def round_up(tokens: int, step: int = STEP) -> int:
 
 
 class Buffer:
-    """`data`: (n, heads, capacity, *rest), filled per row from position 0; capacity is a multiple of 256 tokens.
+    """`data`: (n, heads, capacity, *rest), filled per row from position 0; capacity is a multiple of `step` (256 tokens).
 
-    Rows may hold different numbers of entries; their owner knows how many.
+    Rows may hold different numbers of entries; their owner knows how many. Entries that stand for many tokens each
+    (parameters of a group) want a smaller step.
     """
 
     def __init__(
-        self, n: int, heads: int, rest: Sequence[int], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+        self,
+        n: int,
+        heads: int,
+        rest: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        step: int = STEP,
     ) -> None:
+        self.step = step
         self.pinned = pinned and device.type == "cpu" and torch.cuda.is_available()
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
 
@@ -32,9 +42,11 @@ class Buffer:
         return torch.zeros((n, heads, capacity, *rest), dtype=dtype, device=device, pin_memory=self.pinned)
 
     @classmethod
-    def like(cls, x: torch.Tensor, *, device: torch.device | None = None, pinned: bool = False) -> Buffer:
+    def like(
+        cls, x: torch.Tensor, *, device: torch.device | None = None, pinned: bool = False, step: int = STEP
+    ) -> Buffer:
         """An empty buffer for rows, heads and entries shaped like x: (n, heads, t, *rest)."""
-        return cls(x.shape[0], x.shape[1], x.shape[3:], x.dtype, device or x.device, pinned=pinned)
+        return cls(x.shape[0], x.shape[1], x.shape[3:], x.dtype, device or x.device, pinned=pinned, step=step)
 
     @property
     def capacity(self) -> int:
@@ -46,7 +58,7 @@ class Buffer:
             return
         old = self.data
         n, heads, filled, *rest = old.shape
-        self.data = self._allocate(n, heads, round_up(tokens), tuple(rest), old.dtype, old.device)
+        self.data = self._allocate(n, heads, round_up(tokens, self.step), tuple(rest), old.dtype, old.device)
         self.data[:, :, :filled] = old
 
     def write(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:

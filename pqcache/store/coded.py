@@ -17,6 +17,10 @@ class Codec:
     A codec writes append, tile, take, clear, map_rows, tensors; keep, if it can drop tokens without coding the others again.
     """
 
+    unit = (
+        1  # tokens are packed in multiples of it: schedules answer in them, `keep` leaves the rest of a row in the tail
+    )
+
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Pack tokens: row r's last counts[r] of x (n, h_kv, t, d) become its tokens starts[r], starts[r]+1, ..."""
         raise NotImplementedError
@@ -248,13 +252,15 @@ class CodedStream:
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop the others: row r keeps indices[r, :, :counts[r]] of indices (n, h_kv, m), ascending in every head.
 
-        What was packed stays packed and what was exact stays exact, up to as many packed tokens as every head of the row
-        keeps: a head's further packed ones become exact copies of what they decode to. Reads counts from the device.
+        What was packed stays packed and what was exact stays exact, up to as many packed tokens (whole units of the codec) as
+        every head of the row keeps: further packed ones become exact copies of what they decode to. Reads counts from the
+        device.
         """
         assert self.tail is not None
         column = torch.arange(indices.shape[2], device=indices.device)
         inside = (indices < _rows(self.body, indices.device)) & (column < _rows(counts, indices.device))
-        body = inside.sum(-1).amin(-1).tolist()
+        unit = self.codec.unit
+        body = [packed // unit * unit for packed in inside.sum(-1).amin(-1).tolist()]
         tails = [count - packed for count, packed in zip(counts, body, strict=True)]
         tail = self.tail[:, :, :0].clone()
         if any(tails):
@@ -275,9 +281,12 @@ class CodedStream:
         if self.tail is None:
             return
         self.codec.map_rows(index)
-        self.tail = self.tail.index_select(0, index.to(self.tail.device))
         rows = index.tolist()
         self.body, self.tails = [self.body[i] for i in rows], [self.tails[i] for i in rows]
+        start = self.tail.shape[2] - max(
+            self.tails
+        )  # the longest tail may have gone: equal rows are not searched for gaps
+        self.tail = self.tail[:, :, start:].index_select(0, index.to(self.tail.device))
 
     def tensors(self) -> list[torch.Tensor]:
         return self.codec.tensors() + ([] if self.tail is None else [self.tail])
