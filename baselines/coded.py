@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.int8 import Int8
+from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
 from baselines.mikv import MiKV
 from baselines.oracle import Oracle
@@ -41,7 +43,13 @@ EVICTION: dict[str, type[EvictionMethod]] = {
     "kvcrush": KVCrush,
     "streaming": StreamingLLM,
 }
-CODECS: dict[str, type[QuantizationMethod]] = {"zipcache": ZipCache, "mikv": MiKV, "int8": Int8}
+CODECS: dict[str, type[QuantizationMethod]] = {
+    "zipcache": ZipCache,
+    "mikv": MiKV,
+    "int8": Int8,
+    "kivi": KIVI,
+    "gear": GEAR,
+}
 
 
 class CodedRetrievalLayer(RetrievalLayer):

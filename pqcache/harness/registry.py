@@ -31,8 +31,8 @@ METHODS: dict[str, str | None] = {
     "quest": "baselines.quest:Quest",
     "infinigen": None,
     "zipcache": "baselines.zipcache:ZipCache",
-    "kivi": None,
-    "gear": None,
+    "kivi": "baselines.kivi:KIVI",
+    "gear": "baselines.gear:GEAR",
     "mikv": "baselines.mikv:MiKV",
     "coded": "baselines.coded:Coded",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.coded import Coded
+from baselines.coded import CODECS, Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
@@ -17,6 +17,7 @@ from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes
 from pqcache.selective.retrieval import Selected
 from tests.baselines.drive import held, run
+from tests.baselines.fed import Fed
 from tests.invariants.drive import Session, logits, tokens
 
 QUARTER = {"budget": Budget(ratio=0.25)}
@@ -57,6 +58,22 @@ def test_the_codec_stores_what_it_stores_alone(llama: PreTrainedModel) -> None:
         assert torch.equal(a.store.widths.bits(), b.coded.widths.bits())
         for x, y in zip(a.store.view(), b.coded.view(), strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("codec", ["kivi", "gear"])
+def test_an_evictor_drops_first_and_what_stays_is_packed(llama: PreTrainedModel, codec: str) -> None:
+    """The same tokens stay, and decode to what the codec makes of them alone; a turn evicts among them again."""
+    snapkv = {"n_sink": 4, "w": 8}
+    options = {"kivi": {"group": 4, "residual": 8}, "gear": {"residual": 8}}[codec]
+    method = Coded(**QUARTER, policy="snapkv", policy_options=snapkv, codec=codec, codec_options=options)
+    first, alone = run(llama, method, 150).layers[0], run(llama, SnapKV(**QUARTER, **snapkv), 150).layers[0]
+    assert held(first) == held(alone)
+    packed = Fed(CODECS[codec](**options), *alone.store.view())
+    for x, y in zip(first.coded.view(), packed.store.view(), strict=True):
+        assert torch.equal(x, y)
+    turned = run(llama, method, 150, steps=20, turn=30).layers[0]
+    assert turned.coded.lengths == [len(head) for head in held(turned)][:1]
+    assert all(x.isfinite().all() for x in turned.coded.view())
 
 
 @torch.no_grad()

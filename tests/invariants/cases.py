@@ -21,9 +21,11 @@ from transformers import (
 from baselines.clusterkv import ClusterKV
 from baselines.coded import Coded
 from baselines.full import Full
+from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.int8 import Int8
+from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
 from baselines.mikv import MiKV
 from baselines.oracle import Oracle
@@ -126,4 +128,16 @@ CASES = [
     Case(Coded, {"policy_options": {"n_sink": 8, "b": 4}, "codec_options": {"gap": 6}}),
     Case(Coded, {"policy": "snapkv", "policy_options": {"n_sink": 4, "w": 8}, "codec_options": {"gap": 6}}),
     Case(Coded, {"policy": "oracle", "policy_options": {"n_sink": 8, "reduce": "none"}, "codec": "int8"}),
+    Case(
+        Coded,
+        {
+            "policy": "snapkv",
+            "policy_options": {"n_sink": 4, "w": 8},
+            "codec": "kivi",
+            "codec_options": {"group": 4, "residual": 8},
+        },
+    ),
+    Case(KIVI, {"group": 8, "residual": 16}),
+    Case(GEAR, {"outliers": 0.1, "residual": 8}),
+    Case(GEAR, {"bits": 2, "backbone": "kivi", "group": 8, "residual": 16}),
 ]

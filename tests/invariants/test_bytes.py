@@ -9,9 +9,11 @@ from transformers import PreTrainedModel
 from baselines.clusterkv import ClusterKV
 from baselines.coded import Coded
 from baselines.full import Full
+from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.int8 import Int8
+from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
 from baselines.mikv import MiKV
 from baselines.oracle import Oracle
@@ -129,6 +131,21 @@ CASES: list[tuple[Method, dict[str, int]]] = [
         {"device": (2 * H_KV * (D + 2 * 2) + H_KV * 4) * capacity(32 + 242 + STEPS)},
     ),
     (Int8(residual=7), {"device": 2 * H_KV * capacity(S + STEPS - 7) * (D + 2 * 2) + kv(7)}),
+    # two bits; 1010 tokens are 7 * 128 keys in 56 groups and 114 exact ones, 882 values and 128 exact ones
+    (
+        KIVI(group=16),
+        {"device": H_KV * (1024 * D // 4 + 56 * D * 4 + 1024 * (D // 4 + 4) + (114 + 128) * D * ITEM)},
+    ),
+    # four bits; 1000 tokens are one block: 10 + 10 outliers per channel of keys, parameters per token (both heads), rank 4
+    (
+        GEAR(),
+        {
+            "device": 2 * H_KV * (1024 * D // 2 + 4096 * 2 + 8 * D * 2)
+            + H_KV * D * (8 * 4 + 24 * (ITEM + 2))
+            + 1024 * 4
+            + kv(10)
+        },
+    ),
 ]
 
 
