@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
-from pqcache.store.coded import Codec, ExactCodec, TokenCodec
+from pqcache.store.coded import Codec, ExactCodec, Schedule, TokenCodec, pack_all_but
 
 
 @dataclass(kw_only=True)
@@ -21,6 +21,7 @@ class Int8(QuantizationMethod):
     name: ClassVar[str] = "int8"
 
     bits: int = 8
+    residual: int = 0
 
     def validate(self) -> None:
         self.require("bits", self.bits in (8, 16), "8 or 16")
@@ -28,6 +29,9 @@ class Int8(QuantizationMethod):
 
     def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:
         return ExactCodec() if self.bits == 16 else TokenCodec(self.bits)
+
+    def schedule(self) -> Schedule:
+        return pack_all_but(self.residual)
 
     @classmethod
     def noop(cls, **hyper: Any) -> Self:

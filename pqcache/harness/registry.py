@@ -32,10 +32,11 @@ METHODS: dict[str, str | None] = {
     "quest": "baselines.quest:Quest",
     "two_stage": "baselines.two_stage:TwoStage",
     "infinigen": "baselines.infinigen:InfiniGen",
-    "zipcache": None,
-    "kivi": None,
-    "gear": None,
-    "mikv": None,
+    "zipcache": "baselines.zipcache:ZipCache",
+    "kivi": "baselines.kivi:KIVI",
+    "gear": "baselines.gear:GEAR",
+    "mikv": "baselines.mikv:MiKV",
+    "coded": "baselines.coded:Coded",
 }
 
 

@@ -101,14 +101,18 @@ class EvictionLayer(StagedLayer):
         self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
         scores = self.scorer.head_scores(k, lengths, ctx)
         slots, counts = self.method.keep(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
-        kept = ResidentStore()
-        kept.append(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots))
-        kept.lengths = counts
-        self.store = kept
+        self.take_over(k, v, lengths, slots, counts)
         where = take_tokens(positions, slots)
         self.positions = Buffer.like(where)
         self.positions.write(where, [0] * n, [where.shape[2]] * n)
         self.scorer.keep(slots, counts)
+
+    def take_over(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        """Store entries `slots` (n, h_kv, m), row r's first counts[r], of all staged ones k, v (n, h_kv, max(lengths), d)."""
+        self.store = ResidentStore()
+        self.store.load(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots), counts)
 
     def _extended_positions(self, n: int, h_kv: int, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         """Row positions of all staged entries: those kept before, then the new block's. (n, h_kv, max(lengths)) int32."""

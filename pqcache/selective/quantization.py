@@ -1,7 +1,7 @@
 """Family: keep every token in fewer bits.
 
-A method writes a codec (and, if its bit widths depend on attention, the layer's `observe`). Prompt attention is exact; decode
-attends to the decoded body and an exact tail of recent tokens.
+A method writes a codec (and, if its bit widths depend on attention, a store that observes it). Prompt attention is exact;
+decode attends to the body, decoded tile by tile, and an exact tail of recent tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,29 @@ from typing import ClassVar
 
 import torch
 
-from pqcache.selective.attention import attend_one
-from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy, row_mask
+from pqcache.selective.attention import Part, merge, partial
+from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy
 from pqcache.selective.method import Method, ModelShape
-from pqcache.store.coded import Codec, CodedStore, CodedStream, pack_all_but
+from pqcache.store.coded import Codec, CodedStore, CodedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
+
+TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache
+
+
+def attend_coded(q: torch.Tensor, store: CodedStore, scaling: float, tile: int | None = None) -> Part:
+    """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
+
+    `tile` tokens (default TILE) are decoded, attended and joined to what came before, then forgotten.
+    """
+    joined: Part | None = None
+    for keys, values, inside in store.tiles(tile or TILE):
+        mask = None
+        if inside is not None:
+            mask = inside.repeat_interleave(1 if inside.shape[1] == 1 else q.shape[1] // inside.shape[1], 1)[:, :, None]
+        part = partial(q, keys, values, scaling, mask)
+        joined = part if joined is None else merge([joined, part])
+    assert joined is not None
+    return joined
 
 
 class QuantizationLayer(StagedLayer):
@@ -29,62 +47,53 @@ class QuantizationLayer(StagedLayer):
 
     def clear(self) -> None:
         super().clear()
-        self.store: CodedStore | None = None
+        self.store = self.method.make_store(self.layer_idx, self.shape)
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        self.store.observe(q, keys, stored, ctx)
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        if self.store is None:
-            self.store = self.method.make_store(self.layer_idx, self.shape)
         self.store.load(k, v, lengths)
-        self.store.pack()
+        self.store.pack(everything=self.method.packs_prompt)
 
     def unpack(self) -> ResidentStore:
-        assert self.store is not None
         return exact_copy(self.store)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        assert self.store is not None
         self.store.append(k, v)  # attended exactly once, packed afterwards
-        keys, values = self.store.view()
+        part = attend_coded(q, self.store, ctx.scaling)
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
-        out = attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
-        self.observe_step(q, keys, ctx)
+        self.store.observe_step(q, part.lse, ctx)
         self.store.pack()
-        return out
-
-    def observe_step(self, q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> None:
-        """Called per decode step before packing: q (n, h, 1, d), keys (n, h_kv, length, d); for saliency probes."""
+        return part.out.transpose(1, 2).to(q.dtype)
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
-        if self.store is not None:
-            self.store.map_rows(index)
+        self.store.map_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = {"device": list(super().tensors()["device"])}
-        if self.store is not None:
-            tiers["device"] += self.store.tensors()["device"]
-        return tiers
+        return {"device": super().tensors()["device"] + self.store.tensors()["device"]}
 
 
 @dataclass(kw_only=True)
 class QuantizationMethod(Method):
-    """Base of quantization methods. A subclass writes make_codec.
-
-    residual: how many of the newest tokens stay exact.
-    """
+    """Base of quantization methods. A subclass writes make_codec, or make_store."""
 
     ignores_budget: ClassVar[bool] = True
-
-    residual: int = 0
+    packs_prompt: ClassVar[bool] = False  # whether the end of a prompt packs everything, whatever the schedule says
 
     def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:
         """A fresh codec; one each for K and V."""
         raise NotImplementedError
 
+    def schedule(self) -> Schedule:
+        """When exact tokens are packed: at once, by default."""
+        return pack_all_but(0)
+
     def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
         """K and V streams; override where they differ in schedule or codec."""
-        k, v = (CodedStream(self.make_codec(layer_idx, shape), pack_all_but(self.residual)) for _ in "kv")
+        k, v = (CodedStream(self.make_codec(layer_idx, shape), self.schedule()) for _ in "kv")
         return CodedStore(k, v)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> QuantizationLayer:

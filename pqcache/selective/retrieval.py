@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 
@@ -161,14 +161,14 @@ class RetrievalLayer(StagedLayer):
         super().clear()
         self.store: RetrievalStore | None = None
         self.index = self.method.make_index(self.layer_idx, self.shape)
-        self.index.layer = weakref.proxy(self)  # weak, so that a dropped cache is freed at once
+        self.index.layer = cast(RetrievalLayer, weakref.proxy(self))  # weak, so that a dropped cache is freed at once
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.plans = [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
-        known, self.store = self.store, self.method.make_store(window, ctx.cache.ledger.move)
+        known, self.store = self.store, self.new_store(window, ctx)
         if self.store.whole and self.staged is not None:
             self.store = self.staged
         else:
@@ -177,6 +177,16 @@ class RetrievalLayer(StagedLayer):
         if not self.method.budget.is_everything:
             built = self.index.build(k, v, lengths, ctx)
         self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+
+    def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
+        """The store to load a prompt, or everything after a new turn, into; by default the method's."""
+        return self.method.make_store(window, ctx.cache.ledger.move)
+
+    def attend_chosen(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        """Attention of q (n, h, 1, d) over the tokens read, keys and values (n, h_kv or h, m, d): (n, 1, h, d)."""
+        return attend_one(q, keys, values, ctx.scaling, valid)
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
@@ -252,7 +262,7 @@ class RetrievalLayer(StagedLayer):
         if valid is None and indices is not None and isinstance(store, ResidentStore) and store.native(q, indices):
             return store.attend(q, sinks, indices, recent, ctx.scaling)
         keys, values = store.read(sinks, indices, recent, self.shape.group)
-        return attend_one(q, keys, values, ctx.scaling, valid)
+        return self.attend_chosen(q, keys, values, valid, ctx)
 
     @staticmethod
     def _note_hits(served: Served | None, cand: Candidates, ctx: LayerContext) -> None:

@@ -44,9 +44,11 @@ class Buffer:
         return torch.zeros((n, heads, capacity, *rest), dtype=dtype, device=device, pin_memory=self.pinned)
 
     @classmethod
-    def like(cls, x: torch.Tensor, *, device: torch.device | None = None, pinned: bool = False) -> Buffer:
+    def like(
+        cls, x: torch.Tensor, *, device: torch.device | None = None, pinned: bool = False, step: int = STEP
+    ) -> Buffer:
         """An empty buffer for rows, heads and entries shaped like x: (n, heads, t, *rest)."""
-        return cls(x.shape[0], x.shape[1], x.shape[3:], x.dtype, device or x.device, pinned=pinned)
+        return cls(x.shape[0], x.shape[1], x.shape[3:], x.dtype, device or x.device, pinned=pinned, step=step)
 
     @property
     def capacity(self) -> int:

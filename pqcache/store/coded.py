@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from pqcache.store.buffer import Buffer
-from pqcache.store.quantizer import Quantized, dequantize, quantize
+from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 
 class Codec:
-    """Holds one tensor's packed tokens (n, h_kv, tokens, d). A codec writes append, view, map_rows, tensors."""
+    """Holds one tensor's packed tokens (n, h_kv, tokens, d); a token's index is its position in the body.
+
+    A codec writes append, tile, take, clear, map_rows, tensors; keep, if it can drop tokens without coding the others again.
+    """
+
+    unit = (
+        1  # tokens are packed in multiples of it: schedules answer in them, `keep` leaves the rest of a row in the tail
+    )
 
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Pack tokens: row r's last counts[r] of x (n, h_kv, t, d) become its tokens starts[r], starts[r]+1, ..."""
         raise NotImplementedError
 
-    def view(self, tokens: int) -> torch.Tensor:
-        """The first `tokens` tokens, decoded: (n, h_kv, tokens, d)."""
+    def tile(self, lo: int, hi: int) -> torch.Tensor:
+        """Tokens lo .. hi-1, decoded: (n, h_kv, hi - lo, d). Must not decode others. Past a row's end: anything finite."""
+        raise NotImplementedError
+
+    def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """Tokens `indices` (n, H, k), decoded: (n, max(H, h_kv), k, d). -1 is padding and may give anything finite.
+
+        H as in `take_tokens`: 1 for all heads, h_kv, or h_kv * group (one choice per query head).
+        """
+        raise NotImplementedError
+
+    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+        """Drop the others: row r's new tokens are its old ones indices[r, :, :counts[r]], indices (n, h_kv, m) ascending.
+
+        Default: decode what stays and code it again, with ranges of its own.
+        """
+        kept = self.take(indices)
+        self.clear()
+        self.append(right_align(kept, [0] * len(counts), counts), [0] * len(counts), counts)
+
+    def clear(self) -> None:
+        """Forget all tokens."""
         raise NotImplementedError
 
     def map_rows(self, index: torch.Tensor) -> None:
@@ -30,24 +58,46 @@ class Codec:
         raise NotImplementedError
 
 
-class TokenCodec(Codec):
-    """8-bit-or-fewer codes with one (step, low) per token and KV head: any token can be packed alone, exactly once."""
+class BufferCodec(Codec):
+    """Base of codecs whose tokens are coded one by one: a few buffers (n, h_kv, capacity, *rest) with one entry per token.
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-        self.dtype = torch.float32
-        self.parts: list[Buffer] = []  # codes (n, h_kv, capacity, d), step and low (n, h_kv, capacity, 1)
+    A subclass writes encode and decode. Any token can be packed, taken and dropped alone, and is coded exactly once.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Buffer] = []
+        self.dtype, self.d = torch.float32, 0
+
+    def encode(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x (n, h_kv, t, d) -> parts, each (n, h_kv, t, *rest)."""
+        raise NotImplementedError
+
+    def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Parts of any number of tokens -> (n, heads, t, d)."""
+        raise NotImplementedError
 
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        packed = quantize(x, self.bits)
-        self.dtype = x.dtype
+        self.dtype, self.d = x.dtype, x.shape[3]
+        packed = self.encode(x)
         if not self.parts:
             self.parts = [Buffer.like(part) for part in packed]
         for buffer, part in zip(self.parts, packed, strict=True):
             buffer.write(part, starts, counts)
 
-    def view(self, tokens: int) -> torch.Tensor:
-        return dequantize(Quantized(*(b.view(tokens) for b in self.parts)), self.dtype)
+    def tile(self, lo: int, hi: int) -> torch.Tensor:
+        return self.decode([b.data[:, :, lo:hi] for b in self.parts])
+
+    def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        return self.decode([take_tokens(b.data, indices, group) for b in self.parts])
+
+    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+        for i, buffer in enumerate(self.parts):
+            kept = take_tokens(buffer.data, indices)
+            self.parts[i] = Buffer.like(kept)  # the old one is released, with all that was dropped
+            self.parts[i].write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
+
+    def clear(self) -> None:
+        self.parts = []
 
     def map_rows(self, index: torch.Tensor) -> None:
         for buffer in self.parts:
@@ -57,27 +107,32 @@ class TokenCodec(Codec):
         return [b.data for b in self.parts]
 
 
-class ExactCodec(Codec):
+class TokenCodec(BufferCodec):
+    """Codes of `bits` bits with one (step, low) per `group` consecutive channels (None: per token and KV head)."""
+
+    def __init__(self, bits: int, group: int | None = None) -> None:
+        super().__init__()
+        self.bits = bits
+        self.group = group
+
+    def encode(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        codes, step, low = quantize(x.unflatten(-1, (-1, self.group or x.shape[-1])), self.bits)
+        return pack_codes(codes.flatten(-2), self.bits), step.squeeze(-1), low.squeeze(-1)
+
+    def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        packed, step, low = parts
+        codes = unpack_codes(packed, self.bits, self.d).unflatten(-1, (step.shape[-1], -1))
+        return dequantize(Quantized(codes, step[..., None], low[..., None]), self.dtype).flatten(-2)
+
+
+class ExactCodec(BufferCodec):
     """16 bits and more: the tokens as they are. The no-op of every quantization method."""
 
-    def __init__(self) -> None:
-        self.buffer: Buffer | None = None
+    def encode(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (x,)
 
-    def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        if self.buffer is None:
-            self.buffer = Buffer.like(x)
-        self.buffer.write(x, starts, counts)
-
-    def view(self, tokens: int) -> torch.Tensor:
-        assert self.buffer is not None
-        return self.buffer.view(tokens)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.buffer is not None:
-            self.buffer.map_rows(index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self.buffer is None else [self.buffer.data]
+    def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return parts[0]
 
 
 Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the oldest to pack now
@@ -86,6 +141,11 @@ Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the o
 def pack_all_but(residual: int) -> Schedule:
     """Keep the newest `residual` tokens exact, pack the rest at once."""
     return lambda tail: max(0, tail - residual)
+
+
+def _rows(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """One number per row, to be compared with indices: (n, 1, 1)."""
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 def right_align(x: torch.Tensor, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
@@ -113,6 +173,16 @@ class CodedStream:
     def lengths(self) -> list[int]:
         return [a + b for a, b in zip(self.body, self.tails, strict=True)]
 
+    @property
+    def heads(self) -> int:
+        assert self.tail is not None
+        return self.tail.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        assert self.tail is not None
+        return self.tail.device
+
     def append(self, x: torch.Tensor, counts: Sequence[int]) -> None:
         """Row r takes the last counts[r] of x (n, h_kv, t, d) into its tail."""
         t = x.shape[2]
@@ -130,10 +200,10 @@ class CodedStream:
             self.tail = tail
         self.tails = [a + b for a, b in zip(self.tails, counts, strict=True)]
 
-    def pack(self) -> None:
-        """Move what the schedule says from the tail into the body."""
+    def pack(self, everything: bool = False) -> None:
+        """Move what the schedule says from the tail into the body; or everything, at the end of a prompt."""
         assert self.tail is not None
-        move = [self.schedule(tail) for tail in self.tails]
+        move = list(self.tails) if everything else [self.schedule(tail) for tail in self.tails]
         if not any(move):
             return
         width = self.tail.shape[2]
@@ -144,35 +214,88 @@ class CodedStream:
         self.tails = [a - b for a, b in zip(self.tails, move, strict=True)]
         self.tail = self.tail[:, :, width - max(self.tails) :].clone()  # a slice would keep the packed tokens alive
 
-    def view(self) -> torch.Tensor:
-        """Every token, decoded, row r's at 0 .. lengths[r]-1: (n, h_kv, length, d)."""
+    def tile(self, lo: int, hi: int) -> torch.Tensor:
+        """Tokens lo .. hi-1 of every row, whether packed or exact: (n, h_kv, hi - lo, d); zeros past a row's end."""
         assert self.tail is not None
-        body = self.codec.view(max(self.body)) if any(self.body) else self.tail[:, :, :0]
+        last = max(self.body)
+        body = self.codec.tile(lo, min(hi, last)) if lo < last else self.tail[:, :, :0]
         if len(set(self.body)) == 1 and len(set(self.tails)) == 1:
-            return torch.cat([body, self.tail], 2)
-        out = self.tail.new_zeros((*self.tail.shape[:2], max(self.lengths), self.tail.shape[3]))
+            if hi <= last:
+                return body
+            tail = self.tail[:, :, max(lo - last, 0) : hi - last]
+            return torch.cat([body, tail], 2) if body.shape[2] else tail
+        out = self.tail.new_zeros((*self.tail.shape[:2], hi - lo, self.tail.shape[3]))
         width = self.tail.shape[2]
         for row, (a, b) in enumerate(zip(self.body, self.tails, strict=True)):
-            out[row, :, :a] = body[row, :, :a]
-            out[row, :, a : a + b] = self.tail[row, :, width - b :]
+            packed = min(max(a - lo, 0), hi - lo)
+            out[row, :, :packed] = body[row, :, :packed]
+            first, stop = max(lo, a), min(hi, a + b)
+            if first < stop:
+                out[row, :, first - lo : stop - lo] = self.tail[row, :, width - b + first - a : width - b + stop - a]
         return out
+
+    def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """Tokens `indices` (n, H, k), decoded: (n, max(H, h_kv), k, d); -1 is padding. See Codec.take."""
+        assert self.tail is not None
+        if not any(self.tails):
+            return self.codec.take(indices, group)
+        width = self.tail.shape[2]
+        if not any(self.body):
+            start = _rows([width - b for b in self.tails], indices.device)
+            return take_tokens(self.tail.contiguous(), (indices + start).clamp(0, width - 1), group)
+        body = _rows(self.body, indices.device)
+        packed = self.codec.take(torch.minimum(indices, body - 1), group)
+        shift = _rows([width - b - a for a, b in zip(self.body, self.tails, strict=True)], indices.device)
+        exact = take_tokens(self.tail.contiguous(), (indices + shift).clamp(0, width - 1), group)
+        return torch.where((indices >= body)[..., None], exact, packed)
+
+    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+        """Drop the others: row r keeps indices[r, :, :counts[r]] of indices (n, h_kv, m), ascending in every head.
+
+        What was packed stays packed and what was exact stays exact, up to as many packed tokens (whole units of the codec) as
+        every head of the row keeps: further packed ones become exact copies of what they decode to. Reads counts from the
+        device.
+        """
+        assert self.tail is not None
+        column = torch.arange(indices.shape[2], device=indices.device)
+        inside = (indices < _rows(self.body, indices.device)) & (column < _rows(counts, indices.device))
+        unit = self.codec.unit
+        body = [packed // unit * unit for packed in inside.sum(-1).amin(-1).tolist()]
+        tails = [count - packed for count, packed in zip(counts, body, strict=True)]
+        tail = self.tail[:, :, :0].clone()
+        if any(tails):
+            slots = _rows(counts, indices.device) - max(tails) + torch.arange(max(tails), device=indices.device)
+            slots = slots.clamp_min(0).expand(*indices.shape[:2], -1)
+            tail = self.take(indices.gather(2, slots))  # decoded before the codec forgets
+        if any(body):
+            self.codec.keep(indices[:, :, : max(body)], body)
+        elif any(self.body):
+            self.codec.clear()
+        self.body, self.tails, self.tail = body, tails, tail
+
+    def view(self) -> torch.Tensor:
+        """Every token, decoded, row r's at 0 .. lengths[r]-1: (n, h_kv, length, d)."""
+        return self.tile(0, max(self.lengths))
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.tail is None:
             return
         self.codec.map_rows(index)
-        self.tail = self.tail.index_select(0, index.to(self.tail.device))
         rows = index.tolist()
         self.body, self.tails = [self.body[i] for i in rows], [self.tails[i] for i in rows]
+        start = self.tail.shape[2] - max(
+            self.tails
+        )  # the longest tail may have gone: equal rows are not searched for gaps
+        self.tail = self.tail[:, :, start:].index_select(0, index.to(self.tail.device))
 
     def tensors(self) -> list[torch.Tensor]:
         return self.codec.tensors() + ([] if self.tail is None else [self.tail])
 
 
 class CodedStore:
-    """K and V as coded streams; row r's first token has index 0."""
+    """K and V as coded streams; row r's first token has index 0. The streams may differ in codec and schedule."""
 
-    whole = False  # `view` decodes everything
+    whole = False  # `view` decodes everything: for new turns only
 
     def __init__(self, k: CodedStream, v: CodedStream) -> None:
         self.k, self.v = k, v
@@ -197,10 +320,71 @@ class CodedStore:
         counts = [total - old for total, old in zip(lengths, held, strict=True)]
         self.append(right_align(k, held, lengths), right_align(v, held, lengths), counts)
 
-    def pack(self) -> None:
-        """Pack what is due."""
-        self.k.pack()
-        self.v.pack()
+    def pack(self, everything: bool = False) -> None:
+        """Pack what is due, or everything."""
+        self.k.pack(everything)
+        self.v.pack(everything)
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
+        """A block of the prompt attends; arguments as in StagedLayer.observe. For bit widths that depend on attention."""
+
+    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: Any) -> None:
+        """A decode step attended, its token in the tail: q (n, h, 1, d), lse (n, h, 1) fp32 over all that it attended to."""
+
+    def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens lo .. hi-1, packed or exact as they come: (n, h_kv, hi - lo, d); nothing else is decoded."""
+        return self.k.tile(lo, hi), self.v.tile(lo, hi)
+
+    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Every token once, at most `size` at a time and in any order: K and V (n, h_kv, m, d), and which entries are tokens.
+
+        The latter is (n, 1 or h_kv, m) bool, or None for all. Only one piece is decoded at a time.
+        """
+        shortest = min(self.lengths)
+        for lo in range(0, self.length, size):
+            hi = min(lo + size, self.length)
+            inside = None
+            if shortest < hi:
+                inside = torch.arange(lo, hi, device=self.k.device) < _rows(self.lengths, self.k.device)
+            yield *self.tile(lo, hi), inside
+
+    def read(
+        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V of [first `sinks` | `indices` (n, H, k) | last `recent`] tokens; see ResidentStore.read."""
+        length, streams = self.length, (self.k, self.v)
+        h_kv = self.k.heads
+        heads = 1 if indices is None else indices.shape[1]
+        if len(set(self.lengths)) == 1 and heads <= h_kv:
+            parts = []
+            for stream in streams:
+                chosen = [] if indices is None else [stream.take(indices)]
+                parts.append(torch.cat([stream.tile(0, sinks), *chosen, stream.tile(length - recent, length)], 2))
+            return parts[0], parts[1]
+        device = self.k.device
+        ends, n = _rows(self.lengths, device), len(self.lengths)
+        pieces = [torch.arange(sinks, device=device).expand(n, heads, -1)]
+        if indices is not None:
+            pieces.append(indices)
+        pieces.append((ends - recent + torch.arange(recent, device=device)).expand(n, heads, -1))
+        every = torch.cat(pieces, 2)
+        return self.k.take(every, group), self.v.take(every, group)
+
+    def keys(self, lo: int, hi: int) -> torch.Tensor:
+        """K of positions lo .. hi-1, decoded: (n, h_kv, hi - lo, d)."""
+        return self.k.tile(lo, hi)
+
+    def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """K of positions `indices` (n, H, m), decoded, -1 read as anything: (n, h_kv or h, m, d)."""
+        return self.k.take(indices, group)
+
+    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
+        """Nothing to do: everything is on the device."""
+
+    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+        """Drop everything but `indices` (n, h_kv, m), ascending: row r keeps its first counts[r] entries."""
+        self.v.keep(indices, counts)
+        self.k.keep(indices, counts)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k.view(), self.v.view()

@@ -1,10 +1,22 @@
-"""The asymmetric uniform quantizer: the primitive of every codec."""
+"""The asymmetric uniform quantizer, its granularities, and codes packed into bytes: the primitives of every codec.
+
+Granularity is which entries of x (n, h_kv, t, d) share one (step, low) pair:
+
+    tokenwise           quantize(x, bits, dim=(1, 3))                  all channels of a token, KV heads jointly
+    tokenwise per head  quantize(x, bits, dim=3)
+    channelwise         quantize(x, bits, dim=2)                       one channel over all tokens
+    groupwise(G)        quantize(x.unflatten(-1, (-1, G)), bits)       G consecutive channels of a token
+                        quantize(x.unflatten(2, (-1, G)), bits, dim=3) G consecutive tokens of a channel
+    channel-separable   c = channel_scale(x); quantize(x / c, bits, dim=(1, 3)), decoded times c
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+LIMIT = torch.finfo(torch.float16).max
 
 
 class Quantized(NamedTuple):
@@ -15,27 +27,107 @@ class Quantized(NamedTuple):
     low: torch.Tensor
 
 
-def quantize(x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1) -> Quantized:
-    """Quantize x with one (step, low) per slice along `dim` (kept as size 1): codes in [0, 2^bits - 1], bits <= 8.
-
-    step = (max - min) / (2^bits - 1); code = round((x - low) / step), half to even. The parameters are rounded to fp16
-    before the codes are computed, so that quantizer and dequantizer agree; a slice whose step is zero there is stored as its
-    minimum (codes 0) instead of dividing by zero. Parameters beyond fp16's range are clamped to it.
-    """
+def check_bits(bits: int) -> None:
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits}: allowed is 1..8")
-    top = 2**bits - 1
-    x32 = x.float()
-    limit = torch.finfo(torch.float16).max
-    low = x32.amin(dim, keepdim=True)
-    step = ((x32.amax(dim, keepdim=True) - low) / top).clamp(max=limit).half()
-    low = low.clamp(-limit, limit).half()
+
+
+def parameters(
+    x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1, valid: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(step, low), fp16, of each slice of x along `dim` (kept as size 1): low = min, step = (max - min) / (2^bits - 1).
+
+    valid (bool, broadcastable to x) leaves entries out; a slice without any gets (0, 0). Beyond fp16's range: clamped to it.
+    """
+    check_bits(bits)
+    least = most = x.float()
+    if valid is not None:
+        least, most = least.masked_fill(~valid, torch.inf), most.masked_fill(~valid, -torch.inf)
+    return from_range(least.amin(dim, keepdim=True), most.amax(dim, keepdim=True), bits)
+
+
+def from_range(least: torch.Tensor, most: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(step, low), fp16, of the ranges [least, most]; an empty range (least > most) gives (0, 0)."""
+    empty = least > most
+    least, most = least.masked_fill(empty, 0).clamp(-LIMIT, LIMIT), most.masked_fill(empty, 0).clamp(-LIMIT, LIMIT)
+    low = least.half()
+    return ((most - least) / (2**bits - 1)).clamp(max=LIMIT).half(), low
+
+
+def encode(x: torch.Tensor, step: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of x under given parameters, uint8: round((x - low) / step), half to even, clipped to [0, 2^bits - 1].
+
+    Where the step is zero (a constant slice, or a range that fp16 cannot tell from one) the code is 0, which decodes to low.
+    """
     safe = torch.where(step == 0, torch.ones_like(step), step).float()
-    codes = ((x32 - low.float()) / safe).round().clamp(0, top)
-    codes = torch.where(step == 0, torch.zeros_like(codes), codes)
-    return Quantized(codes.to(torch.uint8), step, low)
+    codes = ((x.float() - low.float()) / safe).round().clamp(0, 2**bits - 1)
+    return torch.where(step == 0, torch.zeros_like(codes), codes).to(torch.uint8)
+
+
+def quantize(
+    x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1, valid: torch.Tensor | None = None
+) -> Quantized:
+    """Quantize x with one (step, low) per slice along `dim`: codes in [0, 2^bits - 1], bits <= 8.
+
+    The parameters are rounded to fp16 before the codes are computed, so that quantizer and dequantizer agree.
+    """
+    step, low = parameters(x, bits, dim, valid)
+    return Quantized(encode(x, step, low, bits), step, low)
 
 
 def dequantize(packed: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """codes * step + low, computed in fp32."""
-    return (packed.codes.float() * packed.step.float() + packed.low.float()).to(dtype)
+    return finite(packed.codes.float() * packed.step.float() + packed.low.float(), dtype)
+
+
+def finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as `dtype`. fp16 values at the edge of its range may decode half a step beyond it, which would be inf."""
+    return x.clamp(-LIMIT, LIMIT).half() if dtype == torch.float16 else x.to(dtype)
+
+
+def channel_scale(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """c = sqrt(max |x|) per channel over the tokens: x (n, h_kv, t, d) -> (n, h_kv, 1, d) fp16, 1 for channels of zeros.
+
+    Dividing by c before tokenwise quantization keeps a channel of outliers from taking the range of the others.
+    """
+    size = x.float().abs()
+    if valid is not None:
+        size = size.masked_fill(~valid, 0)
+    c = size.amax(2, keepdim=True).clamp(max=LIMIT).sqrt().half()
+    return torch.where(c == 0, torch.ones_like(c), c)
+
+
+def packed_width(d: int, bits: int) -> int:
+    """Bytes that d codes of `bits` bits take: whole bytes, or `bits` bytes per eight codes where a byte holds no whole number."""
+    check_bits(bits)
+    per_byte = 8 // bits
+    return -(-d // per_byte) if per_byte * bits == 8 else -(-d // 8) * bits
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes (..., d) below 2^bits -> uint8 (..., packed_width(d, bits)), the first code in the lowest bits."""
+    width = packed_width(codes.shape[-1], bits)
+    if bits == 8:
+        return codes
+    count, size = (8 // bits, 1) if 8 % bits == 0 else (8, bits)  # codes per word, bytes per word
+    codes = torch.nn.functional.pad(codes, (0, width // size * count - codes.shape[-1])).unflatten(-1, (-1, count))
+    word = torch.zeros(codes.shape[:-1], dtype=torch.uint8 if size == 1 else torch.int64, device=codes.device)
+    for i in range(count):
+        word |= codes[..., i].to(word.dtype) << (bits * i)
+    if size == 1:
+        return word
+    return torch.stack([word >> (8 * i) & 255 for i in range(size)], -1).to(torch.uint8).flatten(-2)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int, d: int) -> torch.Tensor:
+    """The inverse of pack_codes: uint8 (..., d)."""
+    if bits == 8:
+        return packed
+    count, size = (8 // bits, 1) if 8 % bits == 0 else (8, bits)
+    word = packed
+    if size > 1:
+        word = torch.zeros((*packed.shape[:-1], packed.shape[-1] // size), dtype=torch.int64, device=packed.device)
+        for i in range(size):
+            word |= packed[..., i::size].to(torch.int64) << (8 * i)
+    codes = torch.stack([word >> (bits * i) & (2**bits - 1) for i in range(count)], -1)
+    return codes.to(torch.uint8).flatten(-2)[..., :d]

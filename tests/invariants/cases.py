@@ -20,13 +20,17 @@ from transformers import (
 )
 
 from baselines.clusterkv import ClusterKV
+from baselines.coded import Coded
 from baselines.full import Full
+from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.infinigen import InfiniGen
 from baselines.infllm import InfLLM
 from baselines.int8 import Int8
+from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
+from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.pyramidkv import PyramidKV
 from baselines.quest import Quest
@@ -34,6 +38,7 @@ from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from baselines.two_stage import TwoStage
+from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 
@@ -145,4 +150,28 @@ CASES = [
     Case(KVCrush, {"base": "pyramidkv", "anchor": "random", "pick": "random", "base_options": {"n_sink": 4}}),
     Case(Int8),
     Case(Int8, {"residual": 5}),
+    # a third of the tokens in 8 bits, the others in 2; packed several times within the steps of these tests
+    Case(ZipCache, {"bits_high": 8, "gap": 9}),
+    Case(
+        ZipCache, {"bits_high": 7, "bits_low": 3, "gap": 10, "recompress": "segment", "probes": "all", "norm": "full"}
+    ),
+    Case(
+        ZipCache, {"bits_high": 8, "gap": 4, "granularity": "group", "group": 8, "scope": "layer", "probes": "recent"}
+    ),
+    Case(MiKV, {"bits_high": 8, "gap": 5, "granularity": "token", "balancer": True}),
+    Case(Coded, {"policy_options": {"n_sink": 8, "b": 4}, "codec_options": {"gap": 6}}),
+    Case(Coded, {"policy": "snapkv", "policy_options": {"n_sink": 4, "w": 8}, "codec_options": {"gap": 6}}),
+    Case(Coded, {"policy": "oracle", "policy_options": {"n_sink": 8, "reduce": "none"}, "codec": "int8"}),
+    Case(
+        Coded,
+        {
+            "policy": "snapkv",
+            "policy_options": {"n_sink": 4, "w": 8},
+            "codec": "kivi",
+            "codec_options": {"group": 4, "residual": 8},
+        },
+    ),
+    Case(KIVI, {"group": 8, "residual": 16}),
+    Case(GEAR, {"outliers": 0.1, "residual": 8}),
+    Case(GEAR, {"bits": 2, "backbone": "kivi", "group": 8, "residual": 16}),
 ]

@@ -12,18 +12,23 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
+from baselines.coded import Coded
 from baselines.full import Full
+from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.infllm import InfLLM
 from baselines.int8 import Int8
+from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
+from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from baselines.two_stage import TwoStage
+from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes
@@ -64,6 +69,15 @@ def infllm() -> int:
     """Six complete blocks lie behind the window of 121; before it 200 columns: K twice, V, a score per query head."""
     near = capacity(200 + 128)
     return kv(32) + kv(near) * 3 // 2 + 2 * H_KV * near * ITEM + 2 * H_KV * 6 * D * ITEM
+
+
+def mixed(salient: int, tail: int) -> int:
+    """Of S prompt tokens: 4- and 2-bit codes of K and V, fp16 parameters, a bit per token with a count per 64; exact tail."""
+    codes = 2 * H_KV * (salient * D // 2 + (S - salient) * D // 4)
+    keys, values = 2 * 2 * H_KV * D * 2, (H_KV * D + 2 * S) * 2
+    return (
+        codes + keys + values + H_KV * 16 * (8 + 4) + kv(tail) + H_KV * tail * (ITEM + 4)
+    )  # what probes said of the tail
 
 
 WINDOW = 484 // 4  # (1000 - 32) * 0.25 // 2, the local window at budget 0.25
@@ -139,7 +153,32 @@ CASES: list[tuple[Method, dict[str, int]]] = [
         {"device": kv(capacity(4 + 256 + 1)) + H_KV * (4 + ITEM) * capacity(4 + 256 + 1)},
     ),
     (Int8(), {"device": 2 * H_KV * capacity(S + STEPS) * (D + 2 * 2)}),
+    (ZipCache(budget=Budget(ratio=0.2)), {"device": mixed(600, STEPS)}),
+    (MiKV(budget=Budget(ratio=0.2)), {"device": mixed(600, STEPS)}),
+    (
+        Coded(budget=Budget(ratio=0.25), codec_budget=0.1875),
+        {"device": mixed(500, STEPS) + pq_index(32, 2, 6)},
+    ),
+    (
+        Coded(budget=Budget(ratio=0.25), policy="snapkv", codec="int8"),
+        {"device": (2 * H_KV * (D + 2 * 2) + H_KV * 4) * capacity(32 + 242 + STEPS)},
+    ),
     (Int8(residual=7), {"device": 2 * H_KV * capacity(S + STEPS - 7) * (D + 2 * 2) + kv(7)}),
+    # two bits; 1010 tokens are 7 * 128 keys in 56 groups and 114 exact ones, 882 values and 128 exact ones
+    (
+        KIVI(group=16),
+        {"device": H_KV * (1024 * D // 4 + 56 * D * 4 + 1024 * (D // 4 + 4) + (114 + 128) * D * ITEM)},
+    ),
+    # four bits; 1000 tokens are one block: 10 + 10 outliers per channel of keys, parameters per token (both heads), rank 4
+    (
+        GEAR(),
+        {
+            "device": 2 * H_KV * (1024 * D // 2 + 4096 * 2 + 8 * D * 2)
+            + H_KV * D * (8 * 4 + 24 * (ITEM + 2))
+            + 1024 * 4
+            + kv(10)
+        },
+    ),
 ]
 
 

@@ -1,0 +1,396 @@
+"""GEAR: quantization, plus what it misses as a few outliers and a low-rank matrix (Kang et al., arXiv 2403.05527, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from pqcache.selective.budget import floor_share
+from pqcache.selective.group import top_tokens
+from pqcache.selective.method import ModelShape
+from pqcache.selective.quantization import QuantizationMethod
+from pqcache.store.buffer import STEP, Buffer, take_tokens
+from pqcache.store.coded import Codec, CodedStore, CodedStream, ExactCodec, pack_all_but
+from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
+
+BACKBONES = ("kcvt", "kivi")
+FEW = 8  # buffers whose entries stand for many tokens each grow in steps of 8
+SMALL = 256  # blocks of up to so many tokens are decoded several at a time, longer ones in part
+TILE = 1024  # tokens decoded at a time by `take`
+
+
+def split_outliers(x: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `side` largest and `side` smallest entries of each vector x (n, c, m), ties to the lower position.
+
+    Returns their values and positions (n, c, 2 side), positions ascending, and x with the mean of the other entries in their
+    place, so that the quantizer's range is that of the others.
+    """
+    n, c, m = x.shape
+    if side == 0:
+        return x[..., :0], torch.zeros((n, c, 0), dtype=torch.long, device=x.device), x
+    high = top_tokens(x, [side] * n)
+    low = top_tokens((-x).scatter_(-1, high, -torch.inf), [side] * n)
+    positions = torch.cat([high, low], -1).sort(-1).values
+    values = x.gather(-1, positions)
+    rest = x.scatter(-1, positions, 0)
+    mean = rest.sum(-1, keepdim=True) / max(1, m - 2 * side)
+    return values, positions, rest.scatter_(-1, positions, mean.expand_as(positions))
+
+
+def low_rank(error: torch.Tensor, rank: int, rounds: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors a (h, l, r), b (h, r, d) in fp16 with a @ b near error (h, l, d), r = min(rank, l, d).
+
+    Power iteration: Q = orth(E orth(P)), P = E^T Q, from the same random P for every matrix; a @ b = Q P^T is the projection of
+    E onto r directions, so that subtracting it never makes the error larger. Both factors carry the root of a
+    direction's size: P alone may leave fp16's range.
+    """
+    h, length, d = error.shape
+    r = min(rank, length, d)
+    start = torch.randn((d, r), generator=torch.Generator().manual_seed(seed))
+    p = start.to(error.device).expand(h, d, r)
+    for _ in range(rounds):
+        q = torch.linalg.qr(error @ torch.linalg.qr(p).Q).Q
+        p = error.transpose(1, 2) @ q
+    size = p.norm(dim=1, keepdim=True).sqrt()  # (h, 1, r)
+    b = (p / size.clamp_min(2**-24)).transpose(1, 2)  # what is smaller is zero in fp16: never 0 * inf
+    return (q * size).half(), b.half()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of one row that follow each other and are alike."""
+
+    start: int  # first token
+    blocks: int
+    length: int  # tokens per block
+    sizes: tuple[
+        int, int, int, int
+    ]  # entries per block in the buffers of parameters, outliers, a, b; values: 0, 0, ...
+    offsets: tuple[int, ...]  # the first block's entries there
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Where the entries of the next block go."""
+        return tuple(offset + self.blocks * size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+class BlockCodec(Codec):
+    """Blocks of tokens as codes, outliers and a low-rank part; each `append` makes one block per row.
+
+    group: numbers of a vector per (step, low); None: all. outliers: share of each vector. `rank` holds for the blocks to come.
+    Subclasses say which numbers make a vector, and where its parameters and outliers lie.
+    """
+
+    per_token = False  # whether parameters and outliers have one entry per token; else some per block
+
+    def __init__(self, bits: int, group: int | None, outliers: float, rank: int, rounds: int, seed: int) -> None:
+        self.bits, self.group, self.outliers = bits, group, outliers
+        self.rank, self.rounds, self.seed = rank, rounds, seed
+        self.parts: dict[
+            str, Buffer
+        ] = {}  # codes (n, h_kv, tokens, bytes), a (n, h_kv, numbers), b (n, h_kv, ranks, d)
+        self.runs: list[list[Run]] = []  # per row
+        self.shape = (0, 0, 0)  # n, h_kv, d
+        self.dtype = torch.float32
+
+    # -- what a subclass writes -------------------------------------------------------------------------------------
+
+    def vectors(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, h_kv, l, d) -> (n, heads, vectors, entries): what shares parameters and is searched for outliers."""
+        raise NotImplementedError
+
+    def tokens(self, vectors: torch.Tensor) -> torch.Tensor:
+        """The inverse of `vectors`."""
+        raise NotImplementedError
+
+    def near(
+        self, rows: slice, codes: torch.Tensor, run: Run, start: int, first: int, span: tuple[int, int]
+    ) -> torch.Tensor:
+        """Dequantized codes with the outliers in their places: fp32, as codes (rows, h_kv, t, d).
+
+        The tokens are those from `start` on, tokens span[0] .. span[1]-1 of each of one or more blocks from the run's
+        `first` on.
+        """
+        raise NotImplementedError
+
+    # -- coding -----------------------------------------------------------------------------------------------------
+
+    def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Row by row: the ranges of a block are its own, and rows may hold blocks of different length."""
+        n, h, t, d = x.shape
+        self.dtype, self.shape = x.dtype, (n, h, d)
+        self.runs = self.runs or [[] for _ in range(n)]
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            if count:
+                self._append(row, start, x[row : row + 1, :, t - count :].detach())
+
+    def _append(self, row: int, start: int, x: torch.Tensor) -> None:
+        """One block, x (1, h_kv, l, d), as tokens `start`, start + 1, ... of a row."""
+        exact = x.float()
+        vectors = self.vectors(exact)
+        values, positions, rest = split_outliers(vectors[0], floor_share(vectors.shape[3], self.outliers / 2))
+        packed = quantize(rest.unflatten(2, (-1, self.group or rest.shape[2])), self.bits)
+        near = dequantize(packed, torch.float32).flatten(2).scatter(2, positions, values)
+        a, b = low_rank((exact - self.tokens(near[None]))[0], self.rank, self.rounds, self.seed)
+        codes = self.tokens(packed.codes.flatten(2)[None])[0]
+        wide = vectors.shape[3] > torch.iinfo(torch.int16).max
+        positions = positions.to(torch.int32 if wide else torch.int16)
+        parts = [packed.step.squeeze(3), packed.low.squeeze(3), values.to(x.dtype), positions]
+        if not self.per_token:
+            parts = [part.transpose(1, 2) for part in parts]
+
+        runs, length, rank = self.runs[row], *a.shape[1:]
+        sizes = (0, 0) if self.per_token else (parts[0].shape[1], parts[2].shape[1])
+        run = Run(start, 1, length, (*sizes, length * rank, rank), runs[-1].end if runs else (0, 0, 0, 0))
+        at, step = (run.offsets, FEW) if not self.per_token else ((start, start, *run.offsets[2:]), STEP)
+        self._put("codes", row, start, pack_codes(codes, self.bits), STEP)
+        for name, where, part in zip(("step", "low", "values", "positions"), (0, 0, 1, 1), parts, strict=True):
+            self._put(name, row, at[where], part, step)
+        self._put("a", row, at[2], a.flatten(1), STEP)
+        self._put("b", row, at[3], b, FEW)
+        if runs and length <= SMALL and (runs[-1].length, runs[-1].sizes) == (length, run.sizes):
+            runs[-1] = replace(runs[-1], blocks=runs[-1].blocks + 1)
+        else:
+            runs.append(run)
+
+    def _put(self, name: str, row: int, at: int, part: torch.Tensor, step: int) -> None:
+        """part (heads, entries, *rest) as a row's entries at, at + 1, ..."""
+        if not part.numel():
+            return
+        if name not in self.parts:
+            self.parts[name] = Buffer(self.shape[0], part.shape[0], part.shape[2:], part.dtype, part.device, step=step)
+        buffer = self.parts[name]
+        if part.dtype.itemsize > buffer.data.dtype.itemsize:  # the first block whose positions need 32 bits
+            buffer.data = buffer.data.to(part.dtype)
+        buffer.reserve(at + part.shape[1])
+        buffer.data[row, :, at : at + part.shape[1]] = part
+
+    # -- decoding ---------------------------------------------------------------------------------------------------
+
+    def tile(self, lo: int, hi: int) -> torch.Tensor:
+        n, h, d = self.shape
+        out = torch.zeros((n, h, hi - lo, d), dtype=self.dtype, device=self.parts["codes"].data.device)
+        together = all(runs == self.runs[0] for runs in self.runs)
+        for rows in [slice(0, n)] if together else [slice(row, row + 1) for row in range(n)]:
+            for run in self.runs[rows.start]:
+                first, last = max(lo, run.start), min(hi, run.start + run.blocks * run.length)
+                if first < last:
+                    decoded = self._decode(rows, run, first - run.start, last - run.start)
+                    out[rows, :, first - lo : last - lo] = finite(decoded, self.dtype)
+        return out
+
+    def _decode(self, rows: slice, run: Run, lo: int, hi: int) -> torch.Tensor:
+        """Tokens lo .. hi-1 of a run, fp32 (rows, h_kv, hi - lo, d): a part of one block, or several small blocks whole."""
+        first, last = lo // run.length, (hi - 1) // run.length
+        blocks = last + 1 - first
+        span = (0, run.length) if blocks > 1 else (lo - first * run.length, hi - first * run.length)
+        offset = first * run.length + span[0]  # of the first token decoded
+        t = blocks * (span[1] - span[0])
+        start = run.start + offset
+        codes = unpack_codes(self.parts["codes"].data[rows, :, start : start + t], self.bits, self.shape[2])
+        out = self.near(rows, codes, run, start, first, span)
+        rank = run.sizes[3]
+        if rank:
+            a, b = run.offsets[2] + offset * rank, run.offsets[3] + first * rank
+            left = self.parts["a"].data[rows, :, a : a + t * rank].float()
+            right = self.parts["b"].data[rows, :, b : b + blocks * rank].float()
+            both = left.unflatten(2, (blocks, -1, rank)) @ right.unflatten(2, (blocks, rank))
+            out = out + both.flatten(2, 3)
+        return out[:, :, lo - offset : hi - offset]
+
+    def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+        """Outliers of keys are listed by channel, so a token cannot be looked up: all are decoded, one tile at a time."""
+        n, h, d = self.shape
+        end = max(runs[-1].start + runs[-1].blocks * runs[-1].length if runs else 0 for runs in self.runs)
+        out: torch.Tensor | None = None
+        for lo in range(0, end, TILE):
+            tile = self.tile(lo, min(lo + TILE, end))
+            local = indices - lo
+            got = take_tokens(tile, local.clamp(0, tile.shape[2] - 1), group)
+            out = got if out is None else torch.where((local >= 0)[..., None], got, out)
+        assert out is not None
+        return out
+
+    def clear(self) -> None:
+        self.parts, self.runs = {}, []
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.runs:
+            self.runs = [list(self.runs[i]) for i in index.tolist()]
+            self.shape = (len(self.runs), *self.shape[1:])
+        for buffer in self.parts.values():
+            buffer.map_rows(index)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [buffer.data for buffer in self.parts.values()]
+
+
+class KeyCodec(BlockCodec):
+    """Vectors are a channel's tokens in the block; parameters and outliers (n, h_kv, entries, d)."""
+
+    def vectors(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(2, 3)
+
+    def tokens(self, vectors: torch.Tensor) -> torch.Tensor:
+        return vectors.transpose(2, 3)
+
+    def near(
+        self, rows: slice, codes: torch.Tensor, run: Run, start: int, first: int, span: tuple[int, int]
+    ) -> torch.Tensor:
+        per = run.length // run.sizes[0]  # tokens per parameter
+        offset = start - run.start
+        entry = torch.arange(offset, offset + codes.shape[2], device=codes.device) // per + run.offsets[0]
+        step, low = (self.parts[name].data[rows].index_select(2, entry) for name in ("step", "low"))
+        out = dequantize(Quantized(codes, step, low), torch.float32)
+        count = run.sizes[1]
+        if not count:
+            return out
+        width = span[1] - span[0]
+        blocks = codes.shape[2] // width
+        out = F.pad(out.unflatten(2, (blocks, width)), (0, 0, 0, 1))  # and a line for outliers of other tokens
+        lo = run.offsets[1] + first * count
+        values, positions = (
+            self.parts[name].data[rows, :, lo : lo + blocks * count].unflatten(2, (blocks, count))
+            for name in ("values", "positions")
+        )
+        for i in range(0, count, SMALL):  # a share of the block, however long: a few at a time
+            at = positions[:, :, :, i : i + SMALL].long() - span[0]
+            at = torch.where((at >= 0) & (at < width), at, width)
+            out.scatter_(3, at, values[:, :, :, i : i + SMALL].float())
+        return out[:, :, :, :width].flatten(2, 3)
+
+
+class ValueCodec(BlockCodec):
+    """Vectors are a token's channels, all KV heads jointly; parameters and outliers (n, 1, tokens, entries)."""
+
+    per_token = True
+
+    def vectors(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).flatten(2)[:, None]
+
+    def tokens(self, vectors: torch.Tensor) -> torch.Tensor:
+        return vectors[:, 0].unflatten(2, (self.shape[1], -1)).transpose(1, 2)
+
+    def near(
+        self, rows: slice, codes: torch.Tensor, run: Run, start: int, first: int, span: tuple[int, int]
+    ) -> torch.Tensor:
+        tokens = slice(start, start + codes.shape[2])
+        step, low = (self.parts[name].data[rows, :, tokens, :, None] for name in ("step", "low"))
+        codes = self.vectors(codes).unflatten(3, (step.shape[3], -1))
+        out = dequantize(Quantized(codes, step, low), torch.float32).flatten(3)
+        if "values" in self.parts:
+            values, positions = (self.parts[name].data[rows, :, tokens] for name in ("values", "positions"))
+            out = out.scatter(3, positions.long(), values.float())
+        return self.tokens(out)
+
+
+class BlockStream(CodedStream):
+    """A prompt, or a turn with what was buffered before it, is one block; later ones have `residual` tokens and their own rank.
+
+    Tokens that do not fill `unit`, the group of the backbone, wait in the tail.
+    """
+
+    def __init__(self, codec: BlockCodec, unit: int, residual: int, ranks: tuple[int, int]) -> None:
+        super().__init__(codec, lambda tail: tail)
+        self.blocks, self.sizes, self.ranks = codec, (unit, residual), ranks
+        codec.unit = unit
+
+    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+        self.blocks.rank = self.ranks[0]  # what stays is one block
+        super().keep(indices, counts)
+
+    def pack(self, everything: bool = False) -> None:
+        size, self.blocks.rank = (x[not everything] for x in (self.sizes, self.ranks))
+        self.schedule = lambda tail: tail // size * size
+        super().pack()
+
+
+def accounted_ratio(
+    tokens: int,
+    bits: int = 4,
+    rank: int = 4,
+    outliers: float = 0.02,
+    d: int = 128,
+    channels: int = 4096,
+    index: int = 16,
+) -> float:
+    """16-bit K + V over everything GEAR-KCVT stores for one block of `tokens` tokens; no buffered tokens or capacity.
+
+    channels: h_kv d. index: bits of an outlier's position.
+    """
+    parameters = (32 / tokens + 32 / channels) / 2
+    return 16 / (bits + parameters + outliers * (16 + index) + 16 * rank * (tokens + d) / (tokens * d))
+
+
+@dataclass(kw_only=True)
+class GEAR(QuantizationMethod):
+    """Every token as codes + outliers + a low-rank part, in blocks. Ignores the budget.
+
+    bits: of a code; 16 is the no-op. backbone: "kcvt" (keys per channel over a block, values per token over the channels of
+    all KV heads; the paper's choice at 4 bits) or "kivi" (groups of `group` tokens or channels; at 2 bits). outliers: share of
+    each such channel or token kept aside with its position, half of it from either end, floor(share / 2 * numbers) each.
+    rank, new_rank: of the rest's low-rank part per KV head, in the prompt's block and in later ones; rounds of power
+    iteration. residual: generated tokens buffered exactly until they make a block (the KCVT runs also use 20).
+    seed: of the iteration's start, the same for all rows, heads and blocks.
+
+    Stored: codes; fp16 parameters and factors; outliers in the model's type, with positions of 16 bits (32 where a block
+    or the channels exceed 32767). At 4 bits and 4096 channels this makes 3.05 (840 tokens), 2.75 (120) and 3.09 (3072) times
+    fewer bytes than 16 bits (`accounted_ratio`; with 32-bit positions 2.88, 2.61, 2.91); the constant 3.00 of ZipCache's
+    tables is none of them. Small blocks cost more: at 64 tokens a channel has no outliers (floor of 0.64), but parameters.
+
+    Deviations: 2^bits - 1 steps per range, and outliers of keys counted from the block's tokens: the release has bits^2 - 1
+    steps, and a count derived from the channels (9.5 % of 840 tokens at 4096). Removed outliers leave the mean of the others,
+    which never widens their range, as the mean of all can. Directions are made orthonormal in each round, not in the last
+    alone: the same space, without overflow; the root of a direction's size goes into either factor, to fit fp16. Packed
+    blocks are never compressed again; a new turn's tokens, after those buffered, are a block like the prompt's.
+    """
+
+    name: ClassVar[str] = "gear"
+    packs_prompt: ClassVar[bool] = True
+
+    bits: int = 4
+    backbone: str = "kcvt"
+    group: int = 64
+    outliers: float = 0.02
+    rank: int = 4
+    new_rank: int = 2
+    rounds: int = 3
+    residual: int = 64
+    seed: int = 0
+
+    def validate(self) -> None:
+        self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
+        self.require_one_of("backbone", BACKBONES)
+        self.require("group", self.group >= 1, "an int >= 1")
+        self.require("outliers", 0 <= self.outliers <= 1, "a share in [0, 1]")
+        for name in ("rank", "new_rank"):
+            self.require(name, getattr(self, name) >= 0, "an int >= 0")
+        self.require("rounds", self.rounds >= 1, "an int >= 1")
+        self.require("residual", self.residual >= 1, "an int >= 1")
+        if self.backbone == "kivi":
+            self.require("residual", self.residual % self.group == 0, f"a multiple of group={self.group}")
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        shape = ModelShape.of(config)
+        channels = shape.h_kv * shape.d
+        fits = self.bits == 16 or self.backbone == "kcvt" or channels % self.group == 0
+        self.require("group", fits, f"a divisor of {channels}, the channels of all KV heads")
+
+    def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
+        if self.bits == 16:
+            return CodedStore(*(CodedStream(ExactCodec(), pack_all_but(self.residual)) for _ in "kv"))
+        group = self.group if self.backbone == "kivi" else None
+        streams = []
+        for codec in (KeyCodec, ValueCodec):
+            blocks = codec(self.bits, group, self.outliers, self.rank, self.rounds, self.seed)
+            streams.append(BlockStream(blocks, group or 1, self.residual, (self.rank, self.new_rank)))
+        return CodedStore(*streams)
+
+    @classmethod
+    def noop(cls, **hyper: Any) -> Self:
+        return cls(**{**hyper, "bits": 16})

@@ -1,0 +1,208 @@
+"""One method's choice in another method's bits: what is attended, what is stored, what it weighs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.coded import CODECS, Coded
+from baselines.int8 import Int8
+from baselines.snapkv import SnapKV
+from baselines.zipcache import ZipCache
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective.ledger import unique_bytes
+from pqcache.selective.retrieval import Selected
+from tests.baselines.drive import held, run
+from tests.baselines.fed import Fed
+from tests.invariants.drive import Session, logits, tokens
+
+QUARTER = {"budget": Budget(ratio=0.25)}
+PQ = {"n_sink": 8, "b": 4}
+
+
+def recorded(model: PreTrainedModel, method: Any, s: int, steps: int) -> tuple[SelectiveCache, list[Selected], list]:
+    """The cache, and the first layer's choices and queries."""
+    cache = SelectiveCache(model, method)
+    chosen: list[Selected] = []
+    queries: list[torch.Tensor] = []
+
+    def note(layer: Any, q: torch.Tensor, selected: Selected) -> None:
+        if layer is cache.layers[0]:
+            chosen.append(selected)
+            queries.append(q)
+
+    cache.observers.append(note)
+    with torch.no_grad(), attach(model):
+        session = Session(model, cache, [tokens(s, 1)])
+        for token in tokens(steps, 2):
+            session.step([token])
+    return cache, chosen, queries
+
+
+def test_the_policy_chooses_as_it_does_alone(llama: PreTrainedModel) -> None:
+    """The index comes from exact keys, so the first step of the first layer selects the same tokens."""
+    _, alone, q_alone = recorded(llama, PQCache(**QUARTER, **PQ), 150, 1)
+    _, coded, q = recorded(llama, Coded(**QUARTER, policy_options=PQ), 150, 1)
+    torch.testing.assert_close(q[0], q_alone[0])
+    assert torch.equal(alone[0].indices, coded[0].indices)
+
+
+def test_the_codec_stores_what_it_stores_alone(llama: PreTrainedModel) -> None:
+    alone = run(llama, ZipCache(budget=Budget(ratio=0.2)), 150).layers
+    coded = run(llama, Coded(**QUARTER, policy_options=PQ), 150).layers
+    for a, b in zip(alone, coded, strict=True):
+        assert torch.equal(a.store.widths.bits(), b.coded.widths.bits())
+        for x, y in zip(a.store.view(), b.coded.view(), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("codec", ["kivi", "gear"])
+def test_an_evictor_drops_first_and_what_stays_is_packed(llama: PreTrainedModel, codec: str) -> None:
+    """The same tokens stay, and decode to what the codec makes of them alone; a turn evicts among them again."""
+    snapkv = {"n_sink": 4, "w": 8}
+    options = {"kivi": {"group": 4, "residual": 8}, "gear": {"residual": 8}}[codec]
+    method = Coded(**QUARTER, policy="snapkv", policy_options=snapkv, codec=codec, codec_options=options)
+    first, alone = run(llama, method, 150).layers[0], run(llama, SnapKV(**QUARTER, **snapkv), 150).layers[0]
+    assert held(first) == held(alone)
+    packed = Fed(CODECS[codec](**options), *alone.store.view())
+    for x, y in zip(first.coded.view(), packed.store.view(), strict=True):
+        assert torch.equal(x, y)
+    turned = run(llama, method, 150, steps=20, turn=30).layers[0]
+    assert turned.coded.lengths == [len(head) for head in held(turned)][:1]
+    assert all(x.isfinite().all() for x in turned.coded.view())
+
+
+@torch.no_grad()
+def test_attention_over_chosen_codes_equals_a_naive_computation(llama: PreTrainedModel) -> None:
+    """From the whole decoded store: softmax over sinks, selected, window and the current token only."""
+    cache = SelectiveCache(llama, Coded(**QUARTER, policy_options=PQ, codec_options={"gap": 5}))
+    outs: list[tuple] = []
+    with attach(llama):
+        session = Session(llama, cache, [tokens(150, 1)])
+        layer: Any = cache.layers[0]
+        inner = layer.attend_chosen
+
+        def spy(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: Any, ctx: Any) -> torch.Tensor:
+            out = inner(q, keys, values, valid, ctx)
+            outs.append((q[0, :, 0], out[0, 0], [x[0].clone() for x in layer.coded.view()], ctx.scaling))
+            return out
+
+        layer.attend_chosen = spy
+        chosen: list[Selected] = []
+        cache.observers.append(lambda seen, q, selected: chosen.append(selected) if seen is layer else None)
+        for token in tokens(12, 2):
+            session.step([token])
+    for (q, out, (k, v), scaling), selected in zip(outs, chosen, strict=True):
+        length = k.shape[1]
+        logits = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)) * scaling
+        mask = torch.zeros(2, length, dtype=torch.bool)
+        mask[:, :8] = mask[:, length - 1 - selected.local[0] :] = True
+        mask.scatter_(1, selected.indices[0], True)
+        weights = logits.masked_fill(~mask.repeat_interleave(2, 0), -torch.inf).softmax(-1)
+        torch.testing.assert_close(out, torch.einsum("hm,hmd->hd", weights, v.repeat_interleave(2, 0)))
+
+
+def test_kept_tokens_of_an_evictor_are_packed(llama: PreTrainedModel) -> None:
+    options = {"n_sink": 4, "w": 8}
+    alone = run(llama, SnapKV(**QUARTER, **options), 150)
+    method = Coded(**QUARTER, policy="snapkv", policy_options=options, codec="int8")
+    coded = run(llama, method, 150)
+    a, b = alone.layers[0], coded.layers[0]
+    assert held(a) == held(b)
+    kept = len(held(a)[0])
+    assert b.coded.lengths == [kept] and b.coded.k.tails == [0]
+    for exact, codes in zip(a.store.view(), b.coded.view(), strict=True):
+        assert 0 < (exact - codes).abs().max() < 0.02 * exact.abs().max()
+    later = run(llama, method, 150, steps=5, turn=40).layers[0]  # a new turn evicts from packed and new tokens
+    assert later.coded.lengths == [len(held(later)[0])]
+    assert len(held(later)[0]) == 4 + int((150 + 5 + 40 - 4) * 0.25 + 1e-6)
+
+
+@torch.no_grad()
+def test_packed_tokens_survive_a_second_eviction_unchanged(llama: PreTrainedModel) -> None:
+    """What is kept twice decodes to the same values: it is not coded again."""
+    method = Coded(
+        **QUARTER, policy="snapkv", policy_options={"n_sink": 4, "w": 8}, codec_options={"granularity": "token"}
+    )
+    cache = SelectiveCache(llama, method)
+    with attach(llama):
+        session = Session(llama, cache, [tokens(150, 1)])
+        layer: Any = cache.layers[0]
+        before, first = held(layer), [x.clone() for x in layer.coded.view()]
+        session.turn([tokens(60, 2)], told=True)
+    after, second = held(layer), layer.coded.view()
+    same = 0
+    for head in range(2):
+        for slot, position in enumerate(after[head]):
+            if position in before[head]:
+                for x, y in zip(first, second, strict=True):
+                    was, now = x[0, head, before[head].index(position)], y[0, head, slot]
+                    same += torch.equal(was, now)
+    shared = sum(2 * len(set(a) & set(b)) for a, b in zip(before, after, strict=True))
+    assert same >= 0.8 * shared > 0  # a head that keeps more packed tokens than the other codes the surplus again
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("codec", ["zipcache", "int8"])
+def test_bytes_add_up(llama: PreTrainedModel, codec: str) -> None:
+    """Codes and parameters as of the codec alone, index as of the policy alone, and nothing else."""
+    s, steps = 300, 7
+    caches = {
+        "coded": Coded(**QUARTER, policy_options=PQ, codec=codec),
+        "policy": PQCache(**QUARTER, **PQ),
+        "codec": ZipCache(budget=Budget(ratio=0.2)) if codec == "zipcache" else Int8(),
+    }
+    held_bytes, index = {}, 0
+    for name, method in caches.items():
+        cache = run(llama, method, s, steps)
+        held_bytes[name] = cache.resident_bytes()["device"]
+        if name == "policy":
+            index = sum(unique_bytes(layer.index.tensors()["device"]) for layer in cache.layers)
+    assert held_bytes["coded"] == held_bytes["codec"] + index
+    assert held_bytes["coded"] < 0.5 * held_bytes["policy"]
+
+
+def test_probes_of_generated_tokens_see_the_selection(llama: PreTrainedModel) -> None:
+    cache = run(llama, Coded(**QUARTER, policy_options=PQ, codec_options={"gap": 20}), 150, 18)
+    store = cache.layers[0].coded
+    probes = ZipCache(budget=Budget(ratio=0.2), gap=20).rule().positions(20, 150)
+    seen = [p for p in probes if p < 18]
+    assert int(store.asked[0, 0, 0]) == len(seen)
+    assert bool(store.sums.any()) == bool(seen)
+
+
+def test_exact_codec_equals_the_policy_alone(llama: PreTrainedModel) -> None:
+    prompt, steps = [tokens(120, 1)], [[t] for t in tokens(20, 2)]
+    for policy, options, cls in (("pqcache", PQ, PQCache), ("snapkv", {"n_sink": 4, "w": 8}, SnapKV)):
+        coded = Coded(**QUARTER, policy=policy, policy_options=options, codec_budget=1.0)
+        torch.testing.assert_close(
+            logits(llama, coded, prompt, steps), logits(llama, cls(**QUARTER, **options), prompt, steps)
+        )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"policy": "pqcahe"}, "did you mean pqcache"),
+        ({"codec": "zip"}, "codec=zip: allowed is"),
+        ({"policy_options": {"store": "host"}}, "policy_options"),
+        ({"policy_options": {"nope": 1}}, "policy_options=.*nope"),
+        ({"policy": "h2o", "policy_options": {"mode": "dynamic"}}, "prunes once"),
+        ({"codec_budget": 0.5}, "budget=0.5: zipcache"),
+        ({"codec_options": {"gap": 0}}, "gap=0"),
+        ({"codec_options": {"bitz": 0}}, "codec_options=.*bitz"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Coded(**QUARTER, **wrong)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "quest", "pyramidkv", "kvcrush", "oracle"])
+def test_other_policies_run(llama: PreTrainedModel, policy: str) -> None:
+    out = logits(llama, Coded(**QUARTER, policy=policy), [tokens(150, 1)], [[5], [6]])
+    assert out.isfinite().all()

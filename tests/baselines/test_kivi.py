@@ -1,0 +1,245 @@
+"""KIVI: groups and tails against a version written out, streaming, rows, turns, extremes, bytes, ratios."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from baselines.kivi import KIVI, accounted_ratio
+from tests.baselines.fed import Fed, drawn, rounded
+from tests.store.test_coded import largest
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def written_out(
+    k: torch.Tensor, v: torch.Tensor, bits: int, group: int, residual: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V (h_kv, length, d) of one row as KIVI holds them, vector by vector."""
+    k, v = k.float().clone(), v.float().clone()
+    h, length, d = k.shape
+    for head in range(h):
+        for lo in range(0, length // residual * residual, group):
+            for channel in range(d):
+                k[head, lo : lo + group, channel] = rounded(k[head, lo : lo + group, channel], bits)
+        for token in range(max(0, length - residual)):
+            for lo in range(0, d, group):
+                v[head, token, lo : lo + group] = rounded(v[head, token, lo : lo + group], bits)
+    return k, v
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(1, 40),
+    new=st.integers(0, 25),
+    bits=st.sampled_from([1, 2, 3, 4, 8]),
+    group=st.sampled_from([2, 4]),
+    blocks=st.integers(1, 3),
+    h_kv=st.integers(1, 2),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_prompt_and_steps_equal_the_version_written_out(
+    seed: int, s: int, new: int, bits: int, group: int, blocks: int, h_kv: int, dtype: torch.dtype
+) -> None:
+    k, v = drawn(seed, 1, h_kv, s + new, 8, dtype=dtype), drawn(seed + 1, 1, h_kv, s + new, 8, dtype=dtype)
+    fed = Fed(KIVI(bits=bits, group=group, residual=group * blocks), k[:, :, :s], v[:, :, :s])
+    fed.steps(k[:, :, s:], v[:, :, s:])
+    for got, want in zip(fed.row(0), written_out(k[0], v[0], bits, group, group * blocks), strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, want.to(dtype))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    new=st.integers(0, 40),
+    dtype=st.sampled_from(DTYPES),
+    residual=st.sampled_from([4, 8, 24]),
+)
+def test_tails_at_all_times_and_streaming_equals_prefill(
+    seed: int, lengths: list[int], new: int, dtype: torch.dtype, residual: int
+) -> None:
+    """Rows of different length beside each other: each is what its tokens would be alone, and as one prompt."""
+    n, s = len(lengths), max(lengths)
+    k, v = drawn(seed, n, 2, s, 8, dtype=dtype), drawn(seed + 1, n, 2, s, 8, dtype=dtype)
+    more = drawn(seed + 2, n, 2, new, 8, dtype=dtype), drawn(seed + 3, n, 2, new, 8, dtype=dtype)
+    method = KIVI(group=4, residual=residual)
+    fed = Fed(method, k, v, lengths)
+    for t in range(new + 1):
+        if t:
+            fed.step(*(x[:, :, t - 1 : t] for x in more))
+        for r, length in enumerate(fed.store.lengths):
+            assert length == lengths[r] + t
+            assert fed.store.k.tails[r] == length % residual
+            assert fed.store.v.tails[r] == min(length, residual)
+    for r, length in enumerate(lengths):
+        whole = [torch.cat([x[r : r + 1, :, :length], y[r : r + 1]], 2) for x, y in zip((k, v), more, strict=True)]
+        prompt = Fed(method, *whole)
+        one = Fed(method, *(x[:, :, :1] for x in whole))
+        one.steps(*(x[:, :, 1:] for x in whole))
+        for got, at_once, streamed in zip(fed.row(r), prompt.row(0), one.row(0), strict=True):
+            assert torch.equal(got, at_once)
+            assert torch.equal(got, streamed)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), s=st.integers(1, 30), new=st.integers(0, 20), turn=st.integers(1, 30))
+def test_a_turn_follows_the_same_rules_and_leaves_codes_alone(seed: int, s: int, new: int, turn: int) -> None:
+    """What is decoded for the turn's attention is not coded again: the result is that of one long prompt."""
+    total = s + new + turn
+    k, v = drawn(seed, 1, 2, total, 8), drawn(seed + 1, 1, 2, total, 8)
+    method = KIVI(group=4, residual=8)
+    fed = Fed(method, k[:, :, :s], v[:, :, :s])
+    fed.steps(k[:, :, s : s + new], v[:, :, s : s + new])
+    seen = [torch.cat([old, x[:, :, s + new :]], 2) for old, x in zip(fed.store.view(), (k, v), strict=True)]
+    fed.turn(*seen)
+    for got, want in zip(fed.row(0), Fed(method, k, v).row(0), strict=True):
+        assert torch.equal(got, want)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]), dtype=st.sampled_from(DTYPES))
+def test_errors_stay_within_half_a_step_and_more_bits_err_less(seed: int, bits: int, dtype: torch.dtype) -> None:
+    k, v = drawn(seed, 2, 2, 64, 16, dtype=dtype), drawn(seed + 1, 2, 2, 64, 16, dtype=dtype)
+    slack = 2 ** (-8 if dtype == torch.bfloat16 else -10)  # of parameters and of the result
+    errors = []
+    for b in (bits, bits + 1):
+        got = Fed(KIVI(bits=b, group=8, residual=16), k, v).store.view()
+        for x, y, dim in ((k, got[0], 2), (v, got[1], 3)):
+            x, y = x.float().unflatten(dim, (-1, 8)), y.float().unflatten(dim, (-1, 8))
+            span = x.amax(dim + 1, keepdim=True) - x.amin(dim + 1, keepdim=True)
+            bound = span / (2**b - 1) / 2 + slack * (x.abs().amax(dim + 1, keepdim=True) + span)
+            assert ((x - y).abs() <= bound).all()
+        errors.append(float((k.float() - got[0].float()).square().mean()))
+    assert errors[1] < errors[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), power=st.integers(-3, 3))
+def test_scaling_and_permuting(seed: int, power: int) -> None:
+    """A channel of keys scaled by a power of two scales alone; exchanged heads and channels, and tokens within a group,
+    are exchanged and nothing else."""
+    k, v = drawn(seed, 1, 2, 32, 8), drawn(seed + 1, 1, 2, 32, 8)
+    method = KIVI(group=4, residual=8)
+    plain = Fed(method, k, v).store.view()[0]
+    scale = torch.ones(8)
+    scale[3] = 2.0**power
+    torch.testing.assert_close(Fed(method, k * scale, v).store.view()[0], plain * scale, rtol=1e-3, atol=1e-3)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.cat([4 * i + torch.randperm(4, generator=generator) for i in range(8)])
+    channels = torch.randperm(8, generator=generator)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x[:, [1, 0]][:, :, tokens][..., channels]
+
+    assert torch.equal(Fed(method, moved(k), v).store.view()[0], moved(plain))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_extremes_stay_finite_and_constants_are_exact(dtype: torch.dtype, bits: int) -> None:
+    big = torch.finfo(torch.float16).max
+    signs = torch.where(drawn(0, 1, 2, 40, 8) > 0, big, -big)
+    method = KIVI(bits=bits, group=4, residual=8)
+    for x in (signs, torch.full((1, 2, 40, 8), big), torch.full((1, 2, 40, 8), 1e-7), drawn(1, 1, 2, 1, 8)):
+        for part in Fed(method, x.to(dtype), x.to(dtype)).store.view():
+            assert part.isfinite().all()
+    for value in (0.0, -1.5, 512.0):
+        x = torch.full((1, 2, 40, 8), value, dtype=dtype)
+        for part in Fed(method, x, x).store.view():
+            assert torch.equal(part, x)
+
+
+def test_a_short_prompt_stays_exact() -> None:
+    k, v = drawn(0, 1, 2, 127, 32), drawn(1, 1, 2, 127, 32)
+    fed = Fed(KIVI(), k, v)
+    assert torch.equal(fed.row(0)[0], k[0]) and torch.equal(fed.row(0)[1], v[0])
+    fed.step(k[:, :, :1], v[:, :, :1])  # the 128th token
+    assert (fed.store.k.tails, fed.store.v.tails) == ([0], [128])
+    assert not torch.equal(fed.row(0)[0][:, :127], k[0]) and torch.equal(fed.row(0)[1][:, :127], v[0])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), s=st.integers(17, 60), dtype=st.sampled_from(DTYPES), heads=st.sampled_from([1, 2, 6])
+)
+def test_chosen_tokens_and_tiles_equal_the_whole(seed: int, s: int, dtype: torch.dtype, heads: int) -> None:
+    k, v = drawn(seed, 2, 2, s, 8, dtype=dtype), drawn(seed + 1, 2, 2, s, 8, dtype=dtype)
+    store = Fed(KIVI(group=4, residual=8), k, v, [s, s - 9]).store
+    whole = store.view()
+    indices = torch.randint(0, s - 9, (2, heads, 7), generator=torch.Generator().manual_seed(seed))
+    group = max(1, heads // 2)
+    for stream, x in zip((store.k, store.v), whole, strict=True):
+        wide = x.repeat_interleave(group, 1)
+        every = indices.expand(2, 2, -1) if heads == 1 else indices
+        assert torch.equal(stream.take(indices, group), wide.gather(2, every[..., None].expand(-1, -1, -1, 8)))
+    for lo, hi in ((0, 3), (5, 9), (3, s - 9)):
+        for part, x in zip(store.tile(lo, hi), whole, strict=True):
+            assert torch.equal(part, x[:, :, lo:hi])
+
+
+def test_dropping_tokens_codes_their_groups_again() -> None:
+    """Whole groups of keys keep their codes; what is left over of a group becomes exact copies of what it decoded to."""
+    k, v = drawn(0, 2, 2, 40, 8), drawn(1, 2, 2, 40, 8)
+    store = Fed(KIVI(group=4, residual=8), k, v).store
+    before = store.view()
+    kept = torch.tensor([*range(8, 16), *range(20, 24), 25, 33, 39]).expand(2, 2, -1)
+    store.keep(kept, [15, 15])
+    assert store.lengths == [15, 15]
+    assert (store.k.tails, store.v.tails) == ([3, 3], [2, 2])
+    for part, x in zip(store.view(), before, strict=True):
+        torch.testing.assert_close(part, x[:, :, kept[0, 0]], rtol=1e-3, atol=1e-3)
+    store.append(k[:, :, :1], v[:, :, :1])
+    store.pack()
+    assert store.lengths == [16, 16]
+
+
+def test_decoding_scratch_does_not_grow_with_the_length() -> None:
+    sizes = []
+    for length in (600, 1800):
+        x = drawn(0, 1, 2, length, 8)
+        sizes.append(largest(Fed(KIVI(group=8, residual=24), x, x).store, drawn(1, 1, 4, 1, 8), 200))
+    assert sizes[0] == sizes[1] <= 2 * 216 * 8
+
+
+def test_bytes_are_the_closed_form() -> None:
+    """840 tokens of a Mistral layer in fp16: what is really held, buffer capacity included, beside the accounting."""
+    h, s, d, group, residual = 8, 840, 128, 32, 128
+    x = drawn(0, 1, h, s, d, dtype=torch.float16)
+    for bits, accounted, measured in ((2, 3.52, 3.44), (4, 2.54, 2.47)):
+        fed = Fed(KIVI(bits=bits), x, x)
+        tails = s % residual + residual
+        pairs = (
+            s - s % residual
+        ) // group * d + 768 * d // group  # of keys: 24 groups; of values: 712 tokens, room for 768
+        codes = 2 * 768 * d * bits // 8
+        assert fed.nbytes == h * (codes + 4 * pairs + 2 * d * tails)
+        assert round(accounted_ratio(s, bits), 2) == accounted
+        assert round(2 * h * s * d * 2 / fed.nbytes, 2) == measured
+
+
+def test_ratios_of_the_rule() -> None:
+    settings = [(840, 128), (3072, 256), (120, 32)]
+    assert [round(accounted_ratio(s, 2, 32, r), 2) for s, r in settings] == [3.52, 4.52, 2.65]
+    assert accounted_ratio(100, residual=128) == 1.0
+    both = [32 * s / (2 * (16 * r + 3 * (s - r))) for s, r in settings]  # R exact tokens of keys, too
+    assert [round(x, 2) for x in both] == [3.21, 3.92, 2.47]
+    nearest = [32 * s / (2 * 16 * r + 2 * 2 * (s - r) + 32 + (s - r) * 34 / 32) for s, r in settings]
+    assert [round(x, 2) for x in nearest] == [3.48, 4.37, 2.56]
+
+
+def test_refusals() -> None:
+    for hyper in ({"bits": 0}, {"bits": 9}, {"group": 0}, {"residual": 100}, {"residual": 0}):
+        with pytest.raises(ValueError, match="allowed is"):
+            KIVI(**hyper)
+    config = LlamaConfig(hidden_size=160, num_attention_heads=4, num_key_value_heads=2)  # head dimension 40
+    with pytest.raises(ValueError, match="group=32: allowed is a divisor of the head dimension 40"):
+        KIVI().check_model(config)
+    KIVI(group=8).check_model(config)
+    KIVI.noop().check_model(config)
+    assert KIVI.noop(bits=4).bits == 16

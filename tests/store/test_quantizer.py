@@ -1,0 +1,177 @@
+"""The quantizer's bounds, its granularities and the packing of codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqcache.store.quantizer import (
+    LIMIT,
+    Quantized,
+    channel_scale,
+    dequantize,
+    encode,
+    pack_codes,
+    packed_width,
+    quantize,
+    unpack_codes,
+)
+
+# how the axes of (n, h_kv, t, d) are cut: a view of x, and the axes that share one (step, low)
+GRANULARITIES = {
+    "token": (lambda x: x, (1, 3)),
+    "token per head": (lambda x: x, 3),
+    "channel": (lambda x: x, 2),
+    "group of channels": (lambda x: x.unflatten(-1, (-1, 4)), 4),
+    "group of tokens": (lambda x: x.unflatten(2, (-1, 4)), 3),
+}
+
+
+def draw(seed: int, shape: tuple[int, ...] = (2, 3, 12, 8), scale: float = 1.0) -> torch.Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x * scale * (1 + 20 * torch.rand(shape[-1], generator=torch.Generator().manual_seed(seed + 1)))
+
+
+def bound(packed: Quantized, bits: int) -> torch.Tensor:
+    """Half a step, and what rounding low and step to fp16 may add."""
+    rounding = packed.low.float().abs() * 2**-11 + (2**bits - 1) * packed.step.float() * 2**-11
+    return packed.step.float() * (0.5 + 1e-5) + rounding + 1e-7
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([1, 2, 3, 4, 8]),
+    granularity=st.sampled_from(list(GRANULARITIES)),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+)
+def test_error_is_at_most_half_a_step(seed: int, bits: int, granularity: str, scale: float) -> None:
+    cut, dim = GRANULARITIES[granularity]
+    x = cut(draw(seed, scale=scale))
+    packed = quantize(x, bits, dim)
+    back = dequantize(packed, torch.float32)
+    assert ((back - x).abs() <= bound(packed, bits)).all()
+    assert torch.equal(back.amin(dim), packed.low.float().amin(dim))  # the smallest value is reproduced as stored
+    top = (back.amax(dim) - x.amax(dim)).abs()
+    assert (top <= bound(packed, bits).amax(dim)).all()
+
+
+def test_worked_example() -> None:
+    packed = quantize(torch.tensor([-1.0, 0.2, 0.9, 2.0]), 2)
+    assert packed.codes.tolist() == [0, 1, 2, 3]
+    assert dequantize(packed, torch.float32).tolist() == [-1, 0, 1, 2]
+
+
+def test_channel_separable_example() -> None:
+    """Two channels: after dividing by c = (2, 0.5) each token's range is its own two entries, and two bits are exact."""
+    x = torch.tensor([[4, 0.25], [-1, -0.09], [0, 0.16]])[None, None]
+    c = channel_scale(x)
+    assert c.flatten().tolist() == [2, 0.5]
+    y = quantize(x / c.float(), 2, (1, 3))
+    torch.testing.assert_close(dequantize(y, torch.float32) * c.float(), x, rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]))
+def test_channel_separable_error_bound(seed: int, bits: int) -> None:
+    x = draw(seed)
+    c = channel_scale(x).float()
+    packed = quantize(x / c, bits, (1, 3))
+    error = (dequantize(packed, torch.float32) * c - x).abs()
+    assert (error <= c * bound(packed, bits) * (1 + 1e-5)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(bits=st.integers(1, 8), d=st.integers(1, 70), seed=st.integers(0, 10**6))
+def test_codes_survive_packing(bits: int, d: int, seed: int) -> None:
+    codes = torch.randint(0, 2**bits, (2, 3, d), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, packed_width(d, bits))
+    assert torch.equal(unpack_codes(packed, bits, d), codes)
+
+
+def test_packed_widths() -> None:
+    assert [packed_width(128, bits) for bits in (1, 2, 3, 4, 8)] == [16, 32, 48, 64, 128]
+    assert [packed_width(5, bits) for bits in (1, 2, 3, 4, 8)] == [1, 2, 3, 3, 5]
+    for bits in (0, 9):
+        with pytest.raises(ValueError, match="1..8"):
+            packed_width(4, bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_edge_values(dtype: torch.dtype, granularity: str, bits: int) -> None:
+    cut, dim = GRANULARITIES[granularity]
+    for value in (0.0, 1.0, -3.5, 2.0**-20, LIMIT, -LIMIT):
+        x = cut(torch.full((2, 2, 4, 4), value).to(dtype))
+        back = dequantize(quantize(x, bits, dim), dtype)
+        expected = x.float().clamp(-LIMIT, LIMIT).to(dtype)  # bfloat16 rounds the limit up
+        assert torch.equal(back, expected), value  # a constant slice is exact
+    x = torch.full((2, 2, 4, 4), LIMIT)
+    x[..., ::2] = -LIMIT
+    x[:, :, ::3] *= -1
+    assert dequantize(quantize(cut(x.to(dtype)), bits, dim), dtype).isfinite().all()
+    assert dequantize(quantize(cut(torch.full((1, 1, 4, 4), 1e38)), bits, dim), torch.float16).isfinite().all()
+
+
+def test_zero_channels_and_extremes_under_channel_scaling() -> None:
+    for dtype in (torch.float16, torch.float32):
+        x = draw(1).to(dtype)
+        x[:, :, :, 3] = 0
+        x[:, 1] = 0
+        x[0, 0, :, 5] = LIMIT
+        c = channel_scale(x)
+        assert (c[:, 1] == 1).all() and (c[:, :, :, 3] == 1).all()
+        for bits in (2, 4):
+            back = dequantize(quantize(x.float() / c.float(), bits, (1, 3)), torch.float32) * c.float()
+            assert back.isfinite().all()
+    zeros = torch.zeros(1, 2, 5, 4)
+    assert torch.equal(dequantize(quantize(zeros / channel_scale(zeros), 2, (1, 3)), torch.float32), zeros)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), exponent=st.integers(-6, 6), bits=st.sampled_from([2, 4]))
+def test_scaling_a_channel_scales_its_output(seed: int, exponent: int, bits: int) -> None:
+    """By powers of two, which fp16 parameters follow exactly."""
+    x, scale = draw(seed), 2.0**exponent
+    a, b = quantize(x, bits, 2), quantize(x * scale, bits, 2)
+    assert torch.equal(a.codes, b.codes)
+    assert torch.equal(dequantize(a, torch.float32) * scale, dequantize(b, torch.float32))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), bits=st.sampled_from([2, 3, 4, 8]), granularity=st.sampled_from(["token", "channel"])
+)
+def test_quantizing_twice_changes_nothing_and_permuting_tokens_commutes(seed: int, bits: int, granularity: str) -> None:
+    x, (_, dim) = draw(seed), GRANULARITIES[granularity]
+    once = quantize(x, bits, dim)
+    assert torch.equal(encode(dequantize(once, torch.float32), once.step, once.low, bits), once.codes)
+    order = torch.randperm(x.shape[2], generator=torch.Generator().manual_seed(seed))
+    mixed = quantize(x[:, :, order], bits, dim)
+    assert torch.equal(dequantize(mixed, torch.float32), dequantize(once, torch.float32)[:, :, order])
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_more_bits_err_less(granularity: str) -> None:
+    cut, dim = GRANULARITIES[granularity]
+    x = cut(draw(3, (2, 4, 64, 32)))
+    errors = [float((dequantize(quantize(x, bits, dim), torch.float32) - x).square().mean()) for bits in range(1, 9)]
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+def test_entries_left_out_do_not_count(granularity: str) -> None:
+    x, (_, dim) = draw(4), GRANULARITIES[granularity]
+    shape = (1, 1, 1, 8) if granularity == "token" else (1, 1, 12, 1)
+    valid = (torch.arange(max(shape)) < 5).view(shape)
+    wild = torch.where(valid, x, 1e4)
+    inner = x[..., :5] if granularity == "token" else x[:, :, :5]
+    masked, plain = quantize(wild, 4, dim, valid), quantize(inner, 4, dim)
+    assert torch.equal(masked.step, plain.step) and torch.equal(masked.low, plain.low)
+    none = quantize(wild, 4, dim, torch.zeros_like(valid))
+    assert not none.step.any() and not none.low.any() and not none.codes.any()
