@@ -27,8 +27,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Full, Oracle, PQCache and StreamingLLM on the embedded model at two budgets; prints the table
 	$(RUN) run.py experiment=demo out=$(OUT)/demo wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 
-test: $(INSTALLED) ## the default tests: no GPU, no network, minutes
-	$(RUN) -m pytest
+test: $(INSTALLED) ## the default tests, a process per core: no GPU, no network, minutes
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 test-slow: $(INSTALLED) ## only the tests marked slow or gpu
 	$(RUN) -m pytest -m 'slow or gpu'
