@@ -85,7 +85,7 @@ def main() -> None:
 
     def add(passes: int) -> None:
         sums[passes].zero_()
-        add_column_sums(sums[passes], q, k, [s], [s], scaling, args.block, lse if passes == 2 else None)
+        add_column_sums(sums[passes], q, k, [s], [s], scaling, args.block, lse=lse if passes == 2 else None)
 
     calls: dict[str, Callable[[], object]] = {
         "one pass": lambda: add(1),

@@ -5,9 +5,8 @@ queries sees whole rows of logits, so its softmax needs no correction later. Two
 hands over each row's log-sum-exp, and the probabilities are remade tile by tile, keys as well as queries. Rows of the batch
 are computed one by one: their lengths differ, and a row's sums are then the same bits whatever stands beside it.
 
-The layers take the one-pass form: transformers' sdpa keeps its log-sum-exp to itself, and on a CPU having it would save a
-tenth to a fifth of the time that the sums take (`scripts/bench_column_sums.py` measures both). The other form is for a
-kernel that returns it, as flash-attn's can.
+The layers take the one-pass form: transformers' sdpa keeps its log-sum-exp to itself. The other form is for a kernel that
+returns it, as flash-attn's can. `scripts/bench_column_sums.py` measures both.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ def add_column_sums(
     counts: Sequence[int],
     scaling: float,
     block: int = BLOCK,
+    *,
     windows: Sequence[int] | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:

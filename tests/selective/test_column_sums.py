@@ -48,7 +48,7 @@ def sums(
 ) -> torch.Tensor:
     out = torch.zeros(q.shape[0], q.shape[1], k.shape[2])
     lse = lse_of(q, k, stored, counts, 0.3) if passes == 2 else None
-    add_column_sums(out, q, k, stored, counts, 0.3, block, lse)
+    add_column_sums(out, q, k, stored, counts, 0.3, block, lse=lse)
     return out
 
 
@@ -106,8 +106,9 @@ def test_a_row_is_the_same_bits_alone(passes: int) -> None:
     q, k = inputs(2, 4, 2, 40, 40, 5)
     lse = lse_of(q, k, [40, 25], [40, 25], 0.3) if passes == 2 else None
     both, alone = torch.zeros(2, 4, 40), torch.zeros(1, 4, 25)
-    add_column_sums(both, q, k, [40, 25], [40, 25], 0.3, 16, lse)
-    add_column_sums(alone, q[1:, :, 15:], k[1:, :, :25], [25], [25], 0.3, 16, None if lse is None else lse[1:, :, 15:])
+    add_column_sums(both, q, k, [40, 25], [40, 25], 0.3, 16, lse=lse)
+    one = None if lse is None else lse[1:, :, 15:]
+    add_column_sums(alone, q[1:, :, 15:], k[1:, :, :25], [25], [25], 0.3, 16, lse=one)
     assert torch.equal(both[1:, :, :25], alone)
 
 
