@@ -35,7 +35,7 @@ class Buffer:
         self.step = step
         self.pinned = pinned and device.type == "cpu" and torch.cuda.is_available()
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
-        self.filled = 0  # entries that the fullest row holds; the rest of `capacity` is slack
+        self.filled = 0  # entries that the fullest row holds, or that room was asked for; the rest of `capacity` is slack
 
     def _allocate(
         self, n: int, heads: int, capacity: int, rest: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -61,7 +61,8 @@ class Buffer:
         return n * heads * max(0, capacity - self.filled) * math.prod(rest) * self.data.element_size()
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` entries per row."""
+        """Make room for `tokens` entries per row, which count as content from now on: who asks may write `data` directly."""
+        self.filled = max(self.filled, tokens)
         if tokens <= self.capacity:
             return
         old = self.data
@@ -73,7 +74,6 @@ class Buffer:
         """Row r takes the last counts[r] entries of x (n, heads, t, *rest) at positions starts[r], starts[r]+1, ..."""
         end = max(a + b for a, b in zip(starts, counts, strict=True))
         self.reserve(end)
-        self.filled = max(self.filled, end)
         t = x.shape[2]
         x = x.detach()  # a cache never keeps a graph alive
         if len(set(starts)) == 1 and set(counts) == {t}:

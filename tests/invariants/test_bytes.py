@@ -31,6 +31,7 @@ from baselines.two_stage import TwoStage
 from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective.cache import _buffers
 from pqcache.selective.ledger import unique_bytes
 from tests.invariants.conftest import build
 from tests.invariants.drive import Session, tokens
@@ -230,6 +231,13 @@ CONTENT: list[tuple[Method, int]] = [
     (H2O(budget=Budget(ratio=0.2), n_sink=4), (kv(1) + H_KV * (4 + ITEM)) * (4 + 199)),  # drops one a step
     (PQCache(budget=Budget(ratio=0.25)), kv(S + STEPS) + H_KV * (2**6 * D * 4 + 2 * (S + STEPS - 32))),
     (Int8(residual=7), 2 * H_KV * (S + STEPS - 7) * (D + 2 * 2) + kv(7)),
+    # 7 * 128 keys and 114 exact ones, 882 values and 128 exact ones
+    (KIVI(group=16), H_KV * (896 * D // 4 + 56 * D * 4 + 882 * (D // 4 + 4) + (114 + 128) * D * ITEM)),
+    # codes; factors of rank 4; of keys parameters and 10 + 10 outliers per channel, of values parameters; the tail
+    (
+        GEAR(),
+        2 * H_KV * (S * D // 2 + 4 * S * 2 + 4 * D * 2) + H_KV * D * (4 + 20 * (ITEM + 2)) + S * 4 + kv(STEPS),
+    ),
 ]
 
 
@@ -243,6 +251,23 @@ def test_content_is_what_is_resident_without_slack(llama: PreTrainedModel, metho
             session.step([token])
     assert cache.content_bytes() == LAYERS * expected
     assert cache.content_bytes() < sum(cache.resident_bytes().values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [method for method, _ in CASES], ids=lambda method: method.name)
+def test_slack_was_never_written(llama: PreTrainedModel, method: Method) -> None:
+    """Fresh buffers are zeros: what counts as slack still is, but for the place of the entry that a step has dropped."""
+    cache = SelectiveCache(llama, method)
+    with attach(llama):
+        session = Session(llama, cache, [tokens(S, 1)])
+        for token in tokens(STEPS, 2):
+            session.step([token])
+    for layer in cache.layers:
+        for buffer in _buffers(layer):
+            assert not buffer.capacity or buffer.filled
+            assert not buffer.data[:, :, buffer.filled + 1 :].any()
+    if isinstance(method, ZipCache | MiKV):  # exact allocations: what is resident is content
+        assert cache.content_bytes() == sum(cache.resident_bytes().values())
 
 
 _PROCESS = """
