@@ -78,15 +78,19 @@ def partial(
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - torch.where(lse.isinf(), 0, lse)[..., None])
-    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, d)
-    return Part(out, lse, weights if probs else None)
+    total = weights.sum(-1, keepdim=True)  # 1, or 0 where nothing is seen; more where huge logits round the log away
+    total = torch.where(total == 0, 1, total)
+    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, d) / total
+    return Part(out, lse, weights / total if probs else None)
 
 
 def merge(parts: Sequence[Part]) -> Part:
     """Exact joint softmax over disjoint segments: as if their keys had been concatenated."""
-    lse = torch.logsumexp(torch.stack([p.lse for p in parts]), 0)
-    safe = torch.where(lse.isinf(), 0, lse)
-    shares = [torch.exp(p.lse - safe)[..., None] for p in parts]
+    each = torch.stack([p.lse for p in parts])
+    lse = torch.logsumexp(each, 0)
+    weights = torch.exp(each - torch.where(lse.isinf(), 0, lse))
+    total = weights.sum(0)  # as in `partial`
+    shares = (weights / torch.where(total == 0, 1, total))[..., None]
     out = sum(p.out * share for p, share in zip(parts, shares, strict=True))
     assert isinstance(out, torch.Tensor)
     probs = None

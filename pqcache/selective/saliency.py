@@ -177,7 +177,8 @@ class SalientStore(CodedStore):
             return
         queries = q.to(sums.dtype).view(n, h_kv, -1, q.shape[3])
         logits = queries @ self.k.tail.to(sums.dtype).transpose(-1, -2) * ctx.scaling
-        probs = (logits - lse.to(sums.dtype).view(n, h_kv, -1, 1)).exp().sum(2)  # (n, h_kv, width)
+        above = logits - lse.to(sums.dtype).view(n, h_kv, -1, 1)
+        probs = above.clamp(max=0).exp().sum(2)  # (n, h_kv, width); huge logits are rounded differently in a tile
         for row, (ask, tail) in enumerate(zip(asks, self.k.tails, strict=True)):
             if ask:
                 sums[row, :, :tail] += probs[row, :, width - tail :]

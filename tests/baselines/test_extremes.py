@@ -1,0 +1,128 @@
+"""Constants, zeros, fp16's largest numbers and single tokens: every quantizer and evictor decodes finite numbers, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from baselines.gear import GEAR
+from baselines.int8 import Int8
+from baselines.kivi import KIVI
+from baselines.mikv import MiKV
+from baselines.zipcache import ZipCache
+from pqcache.selective import Budget
+from pqcache.selective.layer import Step
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.method import ModelShape
+from tests.baselines.common import context
+from tests.baselines.test_evictors import EVICTORS, OneLayer, make
+
+D, H, H_KV = 8, 4, 2
+LIMIT = torch.finfo(torch.float16).max
+KINDS = ["zero", "constant", "largest", "all largest", "one channel", "random"]
+FIFTH = {"budget": Budget(ratio=0.2), "gap": 3}
+QUANTIZERS: dict[str, Any] = {
+    "int8": Int8(),
+    "kivi": KIVI(group=4, residual=4),
+    "gear": GEAR(residual=4),
+    "gear-kivi": GEAR(bits=2, backbone="kivi", group=4, residual=4),
+    "zipcache": ZipCache(**FIFTH),
+    "zipcache-segment": ZipCache(**FIFTH, recompress="segment", scope="layer"),
+    "zipcache-full": ZipCache(**FIFTH, norm="full", probes="recent"),
+    "zipcache-token": ZipCache(**FIFTH, granularity="token"),
+    "zipcache-group": ZipCache(**FIFTH, granularity="group", group=4),
+    "mikv": MiKV(**FIFTH),
+    "mikv-balancer": MiKV(**FIFTH, granularity="token", balancer=True),
+}
+cases = {
+    "kinds": st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)),
+    "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    "lengths": st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    "seed": st.integers(0, 10**6),
+}
+
+
+def numbers(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if kind == "one channel":
+        x[..., 1:] = 0
+    other = {"zero": x * 0, "constant": x * 0 + 3, "largest": x.sign() * LIMIT, "all largest": x * 0 + LIMIT}
+    return other.get(kind, x).to(dtype)
+
+
+def rows(kinds: tuple[str, str], lengths: list[int], dtype: torch.dtype, seed: int) -> list[list[torch.Tensor]]:
+    """Each row's q, k, v (1, heads, length + 8, D), whatever stands beside it."""
+    return [
+        [numbers(kind, (1, heads, s + 8, D), dtype, seed + 10 * r + i) for i, (kind, heads) in enumerate(parts)]
+        for r, s in enumerate(lengths)
+        for parts in [((kinds[0], H), (kinds[1], H_KV), (kinds[1], H_KV))]
+    ]
+
+
+def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) -> list[torch.Tensor]:
+    """Outputs of eight steps after a left-padded prompt, per row (8, H, D)."""
+    n, t = len(lengths), max(lengths)
+    layer = method.make_layer(0, ModelShape(1, H, H_KV, D))
+    q, k, v = (torch.zeros(n, heads, t, D, dtype=parts[0][0].dtype) for heads in (H, H_KV, H_KV))
+    for r, (own, s) in enumerate(zip(parts, lengths, strict=True)):
+        q[r, :, t - s :] = own[0][0, :, :s]  # queries are right-aligned, staged keys left-aligned
+        k[r, :, :s], v[r, :, :s] = own[1][0, :, :s], own[2][0, :, :s]
+    step = Step(False, t, [0] * n, lengths, lengths, ends_prompt=True, first=True)
+    ctx = context(step, layer.shape, Ledger(), nn.Module())
+    layer.observe(q, k, lengths, ctx)
+    layer.settle(k, v, lengths, ctx)
+    outs = []
+    for i in range(8):
+        new = [
+            torch.cat([own[j][:, :, s + i : s + i + 1] for own, s in zip(parts, lengths, strict=True)])
+            for j in range(3)
+        ]
+        outs.append(layer.decode(*new, ctx)[:, 0])
+    for x in layer.store.view():
+        assert x.isfinite().all()
+    return list(torch.stack(outs, 1))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@settings(max_examples=12, deadline=None)
+@given(**cases)
+def test_quantizers(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengths: list[int], seed: int) -> None:
+    parts = rows(kinds, lengths, dtype, seed)
+    together = decoded(QUANTIZERS[name], parts, lengths)
+    for r, s in enumerate(lengths):
+        assert together[r].isfinite().all()
+        alone = decoded(QUANTIZERS[name], parts[r : r + 1], [s])[0]
+        if kinds[0] not in ("largest", "all largest"):  # there a rounding of a logit is more than any logit elsewhere
+            rtol = 1e-4 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(together[r].float(), alone.float(), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("name", EVICTORS)
+@settings(max_examples=12, deadline=None)
+@given(**cases)
+def test_evictors(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengths: list[int], seed: int) -> None:
+    t, parts = max(lengths), rows(kinds, lengths, dtype, seed)
+    padded = [
+        torch.cat(
+            [nn.functional.pad(own[i][:, :, :s], (0, 0, t - s, 0)) for own, s in zip(parts, lengths, strict=True)]
+        )
+        for i in range(3)
+    ]
+    one = OneLayer(make(name, Budget(ratio=0.3)), ModelShape(4, H, H_KV, D), lengths).prompt(*padded)
+    for r, s in enumerate(lengths):
+        alone = OneLayer(make(name, Budget(ratio=0.3)), ModelShape(4, H, H_KV, D), [s])
+        assert one.held(r) == alone.prompt(*(x[:, :, :s] for x in parts[r])).held()
+    for i in range(8):
+        new = [
+            torch.cat([own[j][:, :, s + i : s + i + 1] for own, s in zip(parts, lengths, strict=True)])
+            for j in range(3)
+        ]
+        assert one.step(*new).isfinite().all()
+        for r in range(len(lengths)):
+            for positions in one.held(r):
+                assert len(positions) == len(set(positions))
