@@ -281,6 +281,15 @@ class InfLLMLayer(SelectiveLayer):
     def finish_prompt(self, ctx: LayerContext) -> None:
         self.staged = None
 
+    def load(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """A whole prompt k, v (n, h_kv, t, d) without its attention, as benchmarks have it: no token was ever scored."""
+        self._begin(k, ctx)
+        self._append(k, v, ctx)
+        for row, length in enumerate(self.lengths):
+            self._advance(row, length)
+        assert self.near is not None
+        self.near.compact(self._oldest())
+
     def _sparse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         """The published prefill, row by row: execution chunks end at the same positions however the prompt arrives."""
         self._append(k, v, ctx)
@@ -371,6 +380,8 @@ class InfLLMLayer(SelectiveLayer):
             ids = self._choose(far_q[:, :, 0], rows)
             if ids is not None:
                 fetched = self.blocks.take(ids, rows, self.shape.h)
+                if isinstance(self.blocks, HostBlockStore):
+                    ctx.cache.ledger.look_up(*self.blocks.served)
         out = self._attend(rows, q, far_q, at, ids, fetched, ctx.scaling)
         self._report(edges, ids, ctx)
         for row, length in enumerate(self.lengths):
@@ -394,7 +405,7 @@ class InfLLMLayer(SelectiveLayer):
             distinct = marks[..., 1:].sum(-1, dtype=torch.float32).mean() * block
             union = tokens - sum(taken) / len(taken) + distinct
         ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
-        if ctx.cache.observers:
+        if ctx.cache.observers or ctx.cache.watchers:
             indices = None
             if ids is not None:
                 indices = init + ids[..., None] * block + torch.arange(block, device=ids.device)
@@ -489,6 +500,11 @@ class InfLLM(Method):
             raise NotBuilt("store=block_cache: not built yet; store=host keeps max_cached_blocks on the device")
         if self.policy != "lru":
             raise NotBuilt("policy=lru-s: not built yet; built is lru")
+
+    @property
+    def traceable(self) -> bool:
+        """Only then do the tokens attended determine the output: else far ones are attended at another distance."""
+        return self.dense_prefill and self.true_positions
 
     @property
     def init_tokens(self) -> int:

@@ -91,6 +91,7 @@ class HostBlockStore(BlockStore):
         self.recent: list[list[dict[int, int]]] = [
             [{} for _ in range(units)] for _ in range(n)
         ]  # block -> slot, least recently used first
+        self.served = (0, 0, 0.0)  # of the last `take`: blocks asked for, found, found by chance; once per unit
 
     def put(self, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         super().put(row, k, v)
@@ -99,12 +100,17 @@ class HostBlockStore(BlockStore):
     def take(self, ids: torch.Tensor, rows: Sequence[int], heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         missing: list[tuple[int, int, int, int]] = []  # row, unit, block, slot
         slots: list[list[list[int]]] = []
+        asked, by_chance = 0, 0.0
         for row, chosen in zip(rows, ids.tolist(), strict=True):  # the host must know what to send
             slots.append([])
-            for unit, blocks in enumerate(chosen):
+            for unit, wanted in enumerate(chosen):
                 recent = self.recent[row][unit]
-                missing += [(row, unit, *pair) for pair in self._use(recent, [b for b in blocks if b >= 0])]
-                slots[-1].append([recent.get(block, 0) for block in blocks])
+                blocks = [b for b in wanted if b >= 0]
+                asked += len(blocks)
+                by_chance += len(blocks) * len(recent) / max(1, self.counts[row])
+                missing += [(row, unit, *pair) for pair in self._use(recent, blocks)]
+                slots[-1].append([recent.get(block, 0) for block in wanted])
+        self.served = (asked, asked - len(missing), by_chance)
         if missing:
             self._fetch(missing)
         place = torch.tensor(rows)[:, None] * self.units + torch.arange(self.units)

@@ -452,10 +452,7 @@ def mistral(store: str = "host", **hyper: Any) -> Driver:
     layer = driver.layer
     k, v = (torch.randn(1, h_kv, s, d, generator=torch.Generator().manual_seed(i)).half() for i in range(2))
     ctx, _ = driver.context(Step(False, s, [0], [s], [s], True, True), s, 1)
-    layer._begin(k, ctx)
-    layer._append(k, v, ctx)
-    layer._advance(0, s)
-    layer.near.compact(layer._oldest())
+    layer.load(k, v, ctx)
     driver.past, driver.columns = [s], s
     for seed in (5, 5):
         q = torch.randn(1, h, 1, d, generator=torch.Generator().manual_seed(seed)).half()
@@ -470,6 +467,9 @@ def test_bytes_of_one_mistral_layer() -> None:
     plan = layer.plans[0]
     assert (plan.window, plan.topk, plan.exc) == (816, 7, 512)
     assert layer.blocks.counts == [57]
+    facts = driver.ledger.facts  # blocks; of the second step all 7 were there, 7 of 57 at random would have been 7 / 57
+    assert (facts["cache_lookups"], facts["cache_hits"]) == (14, 7)
+    assert facts["cache_chance_hits"] == pytest.approx(7 * 7 / 57)
     assert driver.ledger.moved == {"fetch": 7 * 512 * 1024}  # of both steps together; nothing was written back
     assert 7 * 512 * 1024 == 3.5 * 2**20
     assert driver.ledger.prefill_moved == {"write_back": 57 * 512 * 1024}

@@ -12,12 +12,15 @@ from transformers import PreTrainedModel
 from baselines.clusterkv import ClusterKV
 from baselines.full import Full
 from baselines.h2o import H2O
+from baselines.infinigen import InfiniGen
+from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
+from baselines.two_stage import TwoStage
 from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, SelectiveCache, attach, generate
@@ -34,6 +37,10 @@ METHODS: dict[str, Method] = {
     "clusterkv": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER),
     "clusterkv-host": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER, store="host"),
     "sparq": SparQ(n_sink=4, r=2, budget=QUARTER),
+    "infinigen": InfiniGen(calibration_tokens=32, budget=QUARTER),
+    "infllm": InfLLM(n_init=4, block=4, exc_block=4, budget=QUARTER),
+    "infllm-dense-true": InfLLM(n_init=4, block=4, dense_prefill=True, true_positions=True, budget=QUARTER),
+    "two_stage": TwoStage(n_sink=4, first_options={"page": 4}, second_options={"b": 3}, budget=QUARTER),
     "streaming": StreamingLLM(n_sink=4, mode="dynamic", budget=QUARTER),
     "snapkv": SnapKV(n_sink=4, w=8, kernel=5, budget=QUARTER),
     "h2o": H2O(n_sink=4, budget=QUARTER),
@@ -68,7 +75,7 @@ def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedMo
     result = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
     arrays = measures.arrays()
     assert {tuple(arrays[key].shape) for key in ARRAYS} == {(3, 1, 4, 8)}
-    assert float(arrays["attended"].mean()) == pytest.approx(result.attended_tokens)
+    assert float(arrays["attended"].mean()) == pytest.approx(result.attended_tokens_all_layers)
     summary = summarize([arrays])
     assert summary["bound_held"] == 1
     assert (summary["samples"], summary["steps"]) == (1, 8)

@@ -12,11 +12,14 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
+from baselines.infinigen import InfiniGen
+from baselines.infllm import InfLLM
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.replay import Replay
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
+from baselines.two_stage import TwoStage
 from pqcache.diagnostics import Trace, TraceRecorder, prompt_hash
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, generate
@@ -58,6 +61,15 @@ METHODS: dict[str, Method] = {
     ),
     "pages": Quest(page=4, budget=QUARTER),
     "dense-layers": SparQ(n_sink=4, r=2, budget=QUARTER, dense_layers=2),
+    "ahead": InfiniGen(calibration_tokens=32, budget=QUARTER, store="host"),
+    "ahead-as-many-as-wanted": InfiniGen(calibration_tokens=32, budget=QUARTER, alpha=0.2),
+    "blocks": InfLLM(n_init=4, block=4, dense_prefill=True, true_positions=True, budget=QUARTER),
+    "blocks-per-head": InfLLM(
+        n_init=4, block=4, dense_prefill=True, true_positions=True, per_head=True, budget=QUARTER
+    ),
+    "two-stages": TwoStage(
+        n_sink=4, first="clusterkv", first_options={"tokens_per_cluster": 6, "window": 5}, second="sparq", budget=QUARTER
+    ),
     "everything": Oracle(n_sink=4),
     "window-only": Oracle(n_sink=4, budget=QUARTER, recent_ratio=1.0),
 }
@@ -106,7 +118,9 @@ def test_round_trip(llama: PreTrainedModel, name: str, question: int, tmp_path: 
             assert left.indices is None or torch.equal(left.indices, right.indices)
     trace = Trace(path)
     assert trace.steps == 11 + question
-    heads = {"one-choice": 1, "per-query-head": 4, "per-query-head-host": 4, "pages": 4}.get(name, 2)
+    heads = 1 if name in ("one-choice", "blocks") else 2
+    if name in ("per-query-head", "per-query-head-host", "pages", "blocks-per-head"):
+        heads = 4
     indices = trace.layer(2)[0].indices
     assert indices is None or indices.shape[1] == heads
 
@@ -172,6 +186,7 @@ def test_what_cannot_be_traced_is_refused(llama: PreTrainedModel) -> None:
     assert not SnapKV(budget=QUARTER).traceable
     assert not SparQ(reallocate=True).traceable
     assert SparQ().traceable
+    assert not InfLLM(budget=QUARTER).traceable  # far tokens are attended at another distance
     with pytest.raises(ValueError, match="nothing to trace"):
         generate(
             llama, SnapKV(n_sink=4, w=8, kernel=5, budget=QUARTER), PROMPT, max_new_tokens=4, watchers=[TraceRecorder()]
