@@ -21,13 +21,13 @@ from tests.invariants.drive import Session, tokens
 MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 
 
-def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module) -> LayerContext:
+def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module | None = None) -> LayerContext:
     """As much of a layer's context as a retrieval layer looks at."""
     cache: Any = SimpleNamespace(
         ledger=ledger, observers=[1], watchers=[]
     )  # an observer, so that the layer notes its selection
     nothing: Any = None
-    ctx = LayerContext(0, module, cache, nothing, nothing, nothing, None, [], nothing, step)
+    ctx = LayerContext(0, module or nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
     ctx.scaling = shape.d**-0.5
     return ctx
 
