@@ -392,7 +392,7 @@ def test_scratch_of_a_step_does_not_grow_with_the_length(recompress: str) -> Non
         layer.store.load(x, x, [length])
         layer.store.pack(everything=True)
         ctx = context(Step(True, 1, [0], [1], [0], ends_prompt=False, first=False), layer.shape, Ledger())
-        with Largest() as seen:
+        with Largest([]) as seen:
             for i in range(2):
                 new = 9 * randn(1, 2, 1, 16, seed=i)
                 layer.decode(randn(1, 4, 1, 16, seed=i), new, new, ctx)
