@@ -68,7 +68,11 @@ METHODS: dict[str, Method] = {
         n_init=4, block=4, dense_prefill=True, true_positions=True, per_head=True, budget=QUARTER
     ),
     "two-stages": TwoStage(
-        n_sink=4, first="clusterkv", first_options={"tokens_per_cluster": 6, "window": 5}, second="sparq", budget=QUARTER
+        n_sink=4,
+        first="clusterkv",
+        first_options={"tokens_per_cluster": 6, "window": 5},
+        second="sparq",
+        budget=QUARTER,
     ),
     "everything": Oracle(n_sink=4),
     "window-only": Oracle(n_sink=4, budget=QUARTER, recent_ratio=1.0),
