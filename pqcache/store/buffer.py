@@ -35,7 +35,9 @@ class Buffer:
         self.step = step
         self.pinned = pinned and device.type == "cpu" and torch.cuda.is_available()
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
-        self.filled = 0  # entries that the fullest row holds, or that room was asked for; the rest of `capacity` is slack
+        self.filled = (
+            0  # entries that the fullest row holds, or that room was asked for; the rest of `capacity` is slack
+        )
 
     def _allocate(
         self, n: int, heads: int, capacity: int, rest: tuple[int, ...], dtype: torch.dtype, device: torch.device
