@@ -209,6 +209,10 @@ class Coded(Method):
         self.chooser.prepare(model, text, cache_dir)
         self.coder.prepare(model, text, cache_dir)
 
+    def know_tokenizer(self, tokenizer: Any) -> None:
+        self.chooser.know_tokenizer(tokenizer)
+        self.coder.know_tokenizer(tokenizer)
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         return self.chooser.plan(s, layer_idx, n_layers)
 

@@ -11,7 +11,7 @@ from pqcache.selective.budget import Budget, Plan
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from pqcache.selective.layer import SelectiveLayer
 
@@ -96,6 +96,9 @@ class Method:
         text: token ids (1, t) of some text in the model's own tokens. The harness gives text and folder; SelectiveCache calls
         with neither, for use without the harness: whoever is prepared for this model then returns at once.
         """
+
+    def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The model's tokenizer, for methods that tell tokens apart by their text; the harness calls it before any prompt."""
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
