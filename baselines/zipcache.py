@@ -54,7 +54,8 @@ class ZipCache(SalientMethod):
         self.require_one_of("norm", ("probes", "full"))
         self.require(
             "special_ids",
-            not self.special_ids or self.probes == "special",
+            not self.special_ids
+            or (self.probes == "special" and all(type(i) is int and i >= 0 for i in self.special_ids)),
             "a list of token ids, for probes=special only",
         )
         self.found_ids: tuple[int, ...] | None = None
