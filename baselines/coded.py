@@ -180,9 +180,10 @@ class Coded(Method):
         self.require_one_of("policy", tuple(policies))
         self.require_one_of("codec", tuple(CODECS))
         self.require("codec_budget", 0 < self.codec_budget <= 1, "a number in (0, 1]")
-        static = {"mode": "static"} if self.policy in ("h2o", "streaming") else {}
+        if self.policy in ("h2o", "streaming"):
+            self.policy_options = {"mode": "static", **self.policy_options}
         common = {"budget": self.budget, "protocol": self.protocol, "dense_layers": self.dense_layers}
-        self.chooser = self._make("policy_options", policies[self.policy], {**static, **self.policy_options}, common)
+        self.chooser = self.make_part("policy_options", policies[self.policy], common)
         if isinstance(self.chooser, RetrievalMethod):
             self.require(
                 "policy_options", self.chooser.store == "resident", "store: resident, which the codec replaces"
@@ -191,15 +192,9 @@ class Coded(Method):
             self.require("policy_options", not self.chooser.is_dynamic, "an evictor that prunes once (mode: static)")
         cls = CODECS[self.codec]
         budget = {} if cls.ignores_budget else {"budget": Budget(ratio=float(self.codec_budget))}
-        self.coder = self._make("codec_options", cls, self.codec_options, budget)
+        self.coder = self.make_part("codec_options", cls, budget)
         if self.codec_budget == 1:
             self.coder = cls.noop(**self.codec_options)
-
-    def _make(self, name: str, cls: type[Any], options: dict, common: dict) -> Any:
-        try:
-            return cls(**common, **options)
-        except TypeError as error:
-            raise ValueError(f"{name}={options}: {str(error).split('() ')[-1]}") from None
 
     def check_model(self, config: Any) -> None:
         self.chooser.check_model(config)
@@ -208,6 +203,10 @@ class Coded(Method):
     def prepare(self, model: Any, text: torch.Tensor | None, cache_dir: Any) -> None:
         self.chooser.prepare(model, text, cache_dir)
         self.coder.prepare(model, text, cache_dir)
+
+    def know_tokenizer(self, tokenizer: Any) -> None:
+        self.chooser.know_tokenizer(tokenizer)
+        self.coder.know_tokenizer(tokenizer)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         return self.chooser.plan(s, layer_idx, n_layers)

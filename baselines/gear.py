@@ -381,6 +381,12 @@ class GEAR(QuantizationMethod):
         fits = self.bits == 16 or self.backbone == "kcvt" or channels % self.group == 0
         self.require("group", fits, f"a divisor of {channels}, the channels of all KV heads")
 
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
+        """For the backbone it is published for, with the model's own channels."""
+        if self.bits == 16 or self.backbone != "kcvt":
+            return None
+        return accounted_ratio(tokens, self.bits, self.rank, self.outliers, shape.d, shape.h_kv * shape.d)
+
     def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
         if self.bits == 16:
             return CodedStore(*(CodedStream(ExactCodec(), pack_all_but(self.residual)) for _ in "kv"))

@@ -108,6 +108,9 @@ class KIVI(QuantizationMethod):
         d = ModelShape.of(config).d
         self.require("group", self.bits == 16 or d % self.group == 0, f"a divisor of the head dimension {d}")
 
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
+        return None if self.bits == 16 else accounted_ratio(tokens, self.bits, self.group, self.residual)
+
     def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
         exact = self.bits == 16
         k = ExactCodec() if exact else ChannelCodec(self.bits, self.group)

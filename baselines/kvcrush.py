@@ -126,13 +126,10 @@ class KVCrush(EvictionMethod):
         self.require_one_of("pick", PICKS)
         self.require_one_of("grouping", GROUPINGS)
         self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
-        options: dict[str, Any] = {**({"mode": "static"} if self.base == "h2o" else {}), **self.base_options}
-        try:
-            self.evictor = BASES[self.base](
-                budget=self.budget, protocol=self.protocol, dense_layers=self.dense_layers, **options
-            )
-        except TypeError as error:
-            raise ValueError(f"base_options={self.base_options}: {str(error).split('() ')[-1]}") from None
+        if self.base == "h2o":
+            self.base_options = {"mode": "static", **self.base_options}
+        common = {"budget": self.budget, "protocol": self.protocol, "dense_layers": self.dense_layers}
+        self.evictor = self.make_part("base_options", BASES[self.base], common)
         self.require("base_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
 
     def check_model(self, config: Any) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pqcache.selective.saliency import PROBES, ProbeRule, SalientMethod
+from transformers import PreTrainedTokenizerBase
+
+from pqcache.selective.saliency import PROBES, ProbeRule, SalientMethod, special_tokens
 
 
 @dataclass(kw_only=True)
 class ZipCache(SalientMethod):
     """A token's saliency is the mean attention it gets from the probes that can see it; see SalientMethod for the rest.
 
-    probes: "random_recent" (the paper's choice), "random", "recent", "special" (`special_ids`, e.g. of special and punctuation
-    tokens), "all". recent_share, random_share: how many of each; the other strategies take as many as both together.
+    probes: "random_recent" (the paper's choice), "random", "recent", "special" (special tokens and punctuation: `special_ids`, or
+    what `know_tokenizer` finds, which the harness calls), "all". recent_share, random_share: how many of each; the other
+    strategies take as many as both together.
     norm: "probes" divides a token's sum by the number of probes that see it; "full" by the number of queries that do.
 
     After the prompt everything is packed. Of every `gap` generated tokens the last 5 % and 5 % of the others are probes.
@@ -51,13 +54,21 @@ class ZipCache(SalientMethod):
         self.require_one_of("norm", ("probes", "full"))
         self.require(
             "special_ids",
-            bool(self.special_ids) == (self.probes == "special"),
+            not self.special_ids
+            or (self.probes == "special" and all(type(i) is int and i >= 0 for i in self.special_ids)),
             "a list of token ids, for probes=special only",
         )
+        self.found_ids: tuple[int, ...] | None = None
+
+    def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.probes == "special" and not self.special_ids:
+            self.found_ids = special_tokens(tokenizer)
 
     def rule(self) -> ProbeRule:
-        ids = tuple(int(i) for i in self.special_ids)
-        return ProbeRule(self.probes, self.recent_share, self.random_share, self.seed, ids)
+        ids = tuple(int(i) for i in self.special_ids) or self.found_ids
+        if self.probes == "special" and ids is None:
+            raise ValueError("special_ids=[]: allowed is a list of token ids, or call know_tokenizer first")
+        return ProbeRule(self.probes, self.recent_share, self.random_share, self.seed, ids or ())
 
     def saliency_norm(self) -> str:
         return self.norm

@@ -237,6 +237,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
 
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
+    cell.method.know_tokenizer(loaded.tokenizer)
     cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
 
     def scorer(task: str, doc: dict, response: str) -> float | None:

@@ -11,7 +11,7 @@ from pqcache.selective.budget import Budget, Plan
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from pqcache.selective.layer import SelectiveLayer
 
@@ -97,6 +97,9 @@ class Method:
         with neither, for use without the harness: whoever is prepared for this model then returns at once.
         """
 
+    def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The model's tokenizer, for methods that tell tokens apart by their text; the harness calls it before any prompt."""
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
         return None
@@ -128,6 +131,18 @@ class Method:
             close = difflib.get_close_matches(str(value), allowed, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"{name}={value}: allowed is {', '.join(allowed)}{hint}")
+
+    def make_part(self, name: str, cls: type[Any], common: dict[str, Any]) -> Any:
+        """A method that this one is built on: cls(**common, **options), options being the hyper-parameter `name`."""
+        options: dict[str, Any] = getattr(self, name)
+        known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
+        for key, value in options.items():
+            if key not in known:
+                raise ValueError(f"{name}={options}: {cls.name} has no {key}; known: {', '.join(known)}")
+            kind = "None" if value is None else type(value).__name__
+            if kind not in known[key] and not (kind == "int" and "float" in known[key]):
+                raise ValueError(f"{name}={options}: {key} takes {' or '.join(known[key])}")
+        return cls(**{**common, **options})
 
     def layers(self, shape: ModelShape) -> list[SelectiveLayer]:
         """One layer object per transformer layer; the first `dense_layers` keep and attend everything."""

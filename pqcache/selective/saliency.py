@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import string
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import ModelShape, NotApplicable
 from pqcache.selective.quantization import QuantizationMethod
+from pqcache.store.accounting import mean_bits, published_ratio
 from pqcache.store.coded import CodedStore, CodedStream, ExactCodec, pack_all_but
 from pqcache.store.mixed import MixedCodec, Widths, grow
 
@@ -55,6 +59,17 @@ class ProbeRule:
 
     def _generator(self, start: int) -> torch.Generator:
         return _generator(self.seed, start)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids of the special tokens, and of those whose text is punctuation alone (Unicode's, and ASCII's with its symbols)."""
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    marks = [
+        i
+        for i, text in enumerate(texts)
+        if text.strip() and all(c in string.punctuation or unicodedata.category(c)[0] == "P" for c in text.strip())
+    ]
+    return tuple(sorted({*marks, *tokenizer.all_special_ids}))
 
 
 def _generator(seed: int, start: int) -> torch.Generator:
@@ -349,6 +364,15 @@ class SalientMethod(QuantizationMethod):
     def is_balanced(self) -> bool:
         """Whether key channels are brought to the scale of the queries' before they are quantized."""
         return False
+
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
+        """With the paper's 8 rows and 4096 channels, whatever the model has; see pqcache/store/accounting.py."""
+        if self.budget.is_everything:
+            return None
+        share = self.salient_share
+        counting = "mixed" if 0 < share < 1 and self.granularity.startswith("channel") else self.granularity
+        bits = mean_bits(share, self.bits_high, self.bits_low)
+        return published_ratio(counting, bits, tokens, group=self.group)
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
         if self.budget.is_everything:

@@ -206,3 +206,16 @@ def test_bad_values_are_refused_in_one_line(wrong: dict, message: str) -> None:
 def test_other_policies_run(llama: PreTrainedModel, policy: str) -> None:
     out = logits(llama, Coded(**QUARTER, policy=policy), [tokens(150, 1)], [[5], [6]])
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"codec": "kivi", "codec_options": {"bits": 1.5}}, "bits takes int"),
+        ({"policy": "h2o", "policy_options": {"recent": "few"}}, "recent takes int or None"),
+        ({"policy": "snapkv", "policy_options": {"u": 3}}, "snapkv has no u; known: "),
+    ],
+)
+def test_options_of_a_part_are_checked(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Coded(budget=Budget(ratio=0.2), **wrong)

@@ -8,10 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
+from baselines.coded import Coded
+from baselines.gear import GEAR
+from baselines.gear import accounted_ratio as gear_ratio
+from baselines.int8 import Int8
+from baselines.kivi import KIVI, accounted_ratio
 from baselines.mikv import MiKV
 from baselines.zipcache import ZipCache
+from pqcache.embedded import model_dir
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger, unique_bytes
@@ -60,7 +66,7 @@ def test_other_budgets_are_not_applicable(cls: Any, budget: Budget) -> None:
             "saliency_ratio=0.7: allowed is 0.6 at budget=0.2, or null; this ratio is budget=0.2125",
         ),
         ({"probes": "recnt"}, "did you mean recent"),
-        ({"probes": "special"}, "special_ids"),
+        ({"special_ids": [3]}, "special_ids"),
         ({"granularity": "channel"}, "granularity=channel"),
         ({"gap": 0}, "gap=0"),
         ({"recompress": "none"}, "recompress=none"),
@@ -98,6 +104,24 @@ def test_special_tokens_are_probes() -> None:
         rule.positions(100, 0, ids)
     )
     assert rule.positions(100, 0, ids + 50) == ProbeRule().positions(100)  # there is none
+
+
+def test_special_tokens_are_found_in_the_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    method = ZipCache(**FIFTH, probes="special")
+    with pytest.raises(ValueError, match="know_tokenizer first"):
+        SelectiveCache(LLAMA, method)
+    method.know_tokenizer(tokenizer)
+    ids = set(method.rule().special_ids)
+    assert {*tokenizer.all_special_ids, *tokenizer.convert_tokens_to_ids([".", ",", "?", "$"])} <= ids
+    assert not ids & {tokenizer.convert_tokens_to_ids(token) for token in ("a", "7", "Ġ", "Ċ")}
+    assert len(ids) < 100
+    coded = Coded(budget=Budget(ratio=0.2), codec_options={"probes": "special"})
+    coded.know_tokenizer(tokenizer)
+    assert coded.coder.rule() == method.rule()
+    named = ZipCache(**FIFTH, probes="special", special_ids=[3])
+    named.know_tokenizer(tokenizer)
+    assert named.rule().special_ids == (3,)
 
 
 # -- saliency -------------------------------------------------------------------------------------------------------------
@@ -557,6 +581,20 @@ def test_published_ratios_of_the_result_tables(length: int, share: float, publis
 def test_published_ratios_of_table_1(counting: str, published: float) -> None:
     assert round(published_ratio(counting, 4, 4096), 3) == published
     assert round(published_ratio("channel-token", 4, 4096), 4) == 3.9956  # printed as 4.00
+
+
+@torch.no_grad()
+def test_the_published_ratio_stands_beside_measured_bytes(llama: PreTrainedModel) -> None:
+    for method, ratio in (
+        (ZipCache(**FIFTH), 4.94),
+        (MiKV(budget=Budget(ratio=0.225)), 4.39),
+        (ZipCache(budget=Budget(ratio=0.25), granularity="group", group=8), round(16 / (4 + 32 / 8), 2)),
+        (KIVI(group=8, residual=32), round(accounted_ratio(120, 2, 8, 32), 2)),
+        (GEAR(), round(gear_ratio(120, d=16, channels=32), 2)),
+    ):
+        assert round(run(llama, method, 120).ledger.told()["published_ratio"], 2) == ratio
+    for method in (ZipCache(), KIVI(bits=16), GEAR(bits=16), Int8()):
+        assert "published_ratio" not in run(llama, method, 120).ledger.told()
 
 
 def test_stored_as_published_for_one_big_row() -> None:
