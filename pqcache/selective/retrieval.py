@@ -166,7 +166,7 @@ class RetrievalLayer(StagedLayer):
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.plans = [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
+        self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
         if self.store.whole and self.staged is not None:
@@ -177,6 +177,10 @@ class RetrievalLayer(StagedLayer):
         if not self.method.budget.is_everything:
             built = self.index.build(k, v, lengths, ctx)
         self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+
+    def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
+        """How each row's budget is spent; row r stores lengths[r] tokens."""
+        return [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
 
     def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
         """The store to load a prompt, or everything after a new turn, into; by default the method's."""
