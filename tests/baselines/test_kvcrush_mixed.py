@@ -115,7 +115,7 @@ def test_a_new_turn_chooses_and_codes_again(llama: PreTrainedModel) -> None:
 
 
 def test_bytes_by_closed_form(llama: PreTrainedModel) -> None:
-    """60 representatives in codes, 224 entries exact in float64 in buffers of 256, an int32 position each. d = 16, two KV heads."""
+    """60 representatives in codes, 224 entries in float64 in buffers of 256, an int32 position each; d = 16, two KV heads."""
     h_kv, d, layers = 2, 16, 3
     for bits, group in ((4, 16), (2, 8), (3, None)):
         cache = run(llama, KVCrushMixed(budget=Budget(ratio=0.25), bits=bits, group=group), 1000, 10)
