@@ -59,8 +59,7 @@ class EvictRetrieveLayer(RetrievalLayer):
         slots, counts = self.evictor.choose(k, lengths, ctx)
         if self.store is not None and not self.evictor.method.budget.is_everything:
             self.store = None  # a later turn moved the entries: neither host rows nor index are of use any more
-            self.index = self.method.make_index(self.layer_idx, self.shape)
-            self.index.layer = self
+            self.index = self.new_index()
         kept = self.staged = kept_of(k, v, slots, counts)
         super().settle(*kept.view(), counts, ctx)
 

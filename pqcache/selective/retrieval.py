@@ -160,8 +160,7 @@ class RetrievalLayer(StagedLayer):
     def clear(self) -> None:
         super().clear()
         self.store: RetrievalStore | None = None
-        self.index = self.method.make_index(self.layer_idx, self.shape)
-        self.index.layer = cast(RetrievalLayer, weakref.proxy(self))  # weak, so that a dropped cache is freed at once
+        self.index = self.new_index()
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
@@ -177,6 +176,12 @@ class RetrievalLayer(StagedLayer):
         if not self.method.budget.is_everything:
             built = self.index.build(k, v, lengths, ctx)
         self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+
+    def new_index(self) -> Index:
+        """An empty index that serves this layer."""
+        index = self.method.make_index(self.layer_idx, self.shape)
+        index.layer = cast(RetrievalLayer, weakref.proxy(self))  # weak, so that a dropped cache is freed at once
+        return index
 
     def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
         """How each row's budget is spent; row r stores lengths[r] tokens."""

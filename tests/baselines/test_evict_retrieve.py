@@ -241,7 +241,7 @@ def test_a_new_turn_evicts_again_and_indexes_anew(llama: PreTrainedModel) -> Non
                     now = [p for p in after[row, head].tolist() if p >= 0]
                     assert now == sorted(set(now)) and now[-8:] == list(range(s + 32, s + 40))
                     assert {p for p in now if p < s + 10} <= set(before[row, head].tolist())  # what is gone stays gone
-            assert layer.index is not index and layer.index.layer is layer
+            assert layer.index is not index and layer.index.layer.store is layer.store
             for token in tokens(4, 6):
                 session.step([token, token])
 
