@@ -151,30 +151,40 @@ class KVCrush(EvictionMethod):
         return min(plan.k, floor_share(plan.k + (plan.local if window_shares else 0), self.rep_ratio))
 
     def keep(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+        kept = [important | representatives for important, representatives in self.divide(prompt)]
+        return join_rows([row.nonzero()[:, 1].view(row.shape[0], -1) for row in kept])
+
+    def divide(self, prompt: Prompt) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each row: what stays by its importance or position, and representatives beside it; both (h_kv, entries) bool.
+
+        Of either, all heads have equally many.
+        """
         h_kv = prompt.k.shape[1]
         rows = []
         for row, (filled, plan) in enumerate(zip(prompt.lengths, prompt.plans, strict=True)):
-            slot = torch.arange(filled, device=prompt.k.device)
+            kept = torch.zeros((h_kv, filled), dtype=torch.bool, device=prompt.k.device)
+            representatives = kept.clone()
+            rows.append((kept, representatives))
             if filled <= plan.total:
-                rows.append(slot.expand(h_kv, -1))
+                kept.fill_(True)
                 continue
             lo, hi = plan.sinks, filled - plan.local
             odd = min((hi - lo) % self.page, plan.k)  # beside the window, so that pages are whole
-            chosen = torch.zeros((h_kv, filled), dtype=torch.bool, device=slot.device)
-            chosen[:, :lo] = chosen[:, hi - odd :] = True
+            kept[:, :lo] = kept[:, hi - odd :] = True
             if prompt.scores is not None and plan.k > odd:
                 scores = prompt.scores[row, :, :filled]
                 heads = self.evictor.smooth(scores, hi)[:, lo : hi - odd]
                 ranking = self.evictor.ranking(scores, h_kv, hi)[:, lo : hi - odd]
                 keys = prompt.k[row, :, lo : hi - odd]
-                chosen[:, lo : hi - odd] = self.choose(ranking, heads, keys, plan, plan.k - odd, prompt.ctx.layer_idx)
-            rows.append(slot.expand(h_kv, -1)[chosen].view(h_kv, -1))
-        return join_rows(rows)
+                kept[:, lo : hi - odd], representatives[:, lo : hi - odd] = self.choose(
+                    ranking, heads, keys, plan, plan.k - odd, prompt.ctx.layer_idx
+                )
+        return rows
 
     def choose(
         self, ranking: torch.Tensor, heads: torch.Tensor, keys: torch.Tensor, plan: Plan, k: int, layer_idx: int
-    ) -> torch.Tensor:
-        """Which candidates stay, k of them or the whole pages that fit: (h_kv, m) bool.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which candidates stay, k of them or the whole pages that fit: the important ones, the others; (h_kv, m) bool.
 
         ranking (h_kv, m) and heads (h, m): one row's scores of the candidates, per KV head and per query head; keys (h_kv, m, d).
         """
@@ -184,11 +194,12 @@ class KVCrush(EvictionMethod):
         wanted = self.representatives(plan)
         reps = min(room, max(1, wanted // self.page)) if wanted else 0
         important = top_mask(ranking, room - reps)
+        others = torch.zeros_like(important)
         if reps and self.grouping == "kmeans":
             for head, taken in enumerate(important):
                 free = (~taken).nonzero().flatten()
                 own = keys[head, free].to(torch.promote_types(keys.dtype, torch.float32))
-                taken[free[kmeans_representatives(own, reps)]] = True
+                others[head, free[kmeans_representatives(own, reps)]] = True
         elif reps:
             ones = room * self.page - reps * self.page if self.bit_quantile == "budget" else 0
             if not isinstance(self.bit_quantile, str):
@@ -197,8 +208,8 @@ class KVCrush(EvictionMethod):
             order = distance.expand(h_kv, -1).masked_fill(important, torch.iinfo(torch.int32).max)
             order = order.sort(dim=-1, stable=True).indices  # near before far, early before late, important ones last
             picked = self.spread(pages - (room - reps), reps, layer_idx).to(order.device)
-            important.scatter_(-1, order[:, picked], True)
-        return important.repeat_interleave(self.page, -1)
+            others.scatter_(-1, order[:, picked], True)
+        return important.repeat_interleave(self.page, -1), others.repeat_interleave(self.page, -1)
 
     def distance(self, bits: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Of each page's signature to the anchor, from the tokens' bits (h, m): (pages,) int32."""

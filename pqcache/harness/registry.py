@@ -37,6 +37,8 @@ METHODS: dict[str, str | None] = {
     "gear": "baselines.gear:GEAR",
     "mikv": "baselines.mikv:MiKV",
     "coded": "baselines.coded:Coded",
+    "kvcrush_mixed": "baselines.kvcrush_mixed:KVCrushMixed",
+    "evict_retrieve": "baselines.evict_retrieve:EvictRetrieve",
 }
 
 

@@ -61,58 +61,41 @@ class Prompt:
     ctx: LayerContext
 
 
-class EvictionLayer(StagedLayer):
-    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token."""
+class Evictor:
+    """An eviction method's choice in one layer, wherever K and V live: which entries stay, and where they stood in their row."""
 
-    def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
-        self.method = method
-        super().__init__(layer_idx, shape)
+    def __init__(self, method: EvictionMethod, layer_idx: int, shape: ModelShape) -> None:
+        self.method, self.layer_idx, self.shape = method, layer_idx, shape
+        self.forget()
 
-    def clear(self) -> None:
-        super().clear()
-        self.store = ResidentStore()
+    def forget(self) -> None:
+        """Back to the state before a request."""
         self.positions: Buffer | None = None  # (n, h_kv, capacity) int32: where each kept token stood in its row
         self.seen: list[int] = []  # tokens seen per row
         self.kept: list[int] = []  # entries held when the current turn began
         self.plans: list[Plan] = []
         self.scorer = self.method.make_scorer(self.layer_idx, self.shape)
 
-    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
-        self.scorer.observe(q, keys, stored, ctx)
+    def choose(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> tuple[torch.Tensor, list[int]]:
+        """A prompt or turn is complete: which of all entries k (n, h_kv, >= max(lengths), d) stay, as `EvictionMethod.keep`.
 
-    def unpack(self) -> ResidentStore:
-        self.kept = list(self.store.lengths)
-        if self.method.is_dynamic and self.positions is not None:  # dropping shuffled the entries: oldest first again
-            lengths = self.store.lengths
-            position = self.positions.view(self.store.length).clone()
-            valid = row_mask(lengths, position.shape[2], position.device)
-            if valid is not None:
-                position.masked_fill_(~valid, torch.iinfo(torch.int32).max)
-            order = position.argsort(-1)
-            self.store.keep(order, lengths)
-            self.positions.data = take_tokens(self.positions.data, order)
-            self.scorer.keep(order, lengths)
-        return self.store
-
-    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        From here on they are the entries; scorer and positions follow.
+        """
         n, h_kv = k.shape[:2]
         positions = self._extended_positions(n, h_kv, lengths, ctx)
         self.seen = ctx.step.total
         self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
         scores = self.scorer.head_scores(k, lengths, ctx)
-        slots, counts = self.method.keep(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
-        self.take_over(k, v, lengths, slots, counts)
+        slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
         where = take_tokens(positions, slots)
         self.positions = Buffer.like(where)
         self.positions.write(where, [0] * n, [where.shape[2]] * n)
         self.scorer.keep(slots, counts)
+        return slots, counts
 
-    def take_over(
-        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
-    ) -> None:
-        """Store entries `slots` (n, h_kv, m), row r's first counts[r], of all staged ones k, v (n, h_kv, max(lengths), d)."""
-        self.store = ResidentStore()
-        self.store.load(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots), counts)
+    def pick(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+        """Slots (n, h_kv, m) that stay, in the order in which they will be stored, and how many of them per row."""
+        return self.method.keep(prompt)
 
     def _extended_positions(self, n: int, h_kv: int, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         """Row positions of all staged entries: those kept before, then the new block's. (n, h_kv, max(lengths)) int32."""
@@ -125,6 +108,83 @@ class EvictionLayer(StagedLayer):
                 out[row, :, :before] = self.positions.data[row, :, :before]
             out[row, :, before:length] = torch.arange(total - (length - before), total, device=device)
         return out
+
+    def place(self, lengths: list[int], like: torch.Tensor) -> None:
+        """A token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: note where it stands."""
+        assert self.positions is not None
+        position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
+        self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
+        self.seen = [s + 1 for s in self.seen]
+
+    def where(self, lengths: list[int]) -> torch.Tensor | None:
+        """Positions of the entries, lengths[r] of row r: (n, h_kv, max(lengths)), -1 = padding. None before there are any."""
+        if self.positions is None:
+            return None
+        position = self.positions.view(max(lengths))
+        valid = row_mask(lengths, position.shape[2], position.device)
+        return position if valid is None else position.masked_fill(~valid, -1)
+
+    def sort(self, store: ResidentStore) -> None:
+        """Bring a store's entries, and what is known of them, into the order of their positions."""
+        assert self.positions is not None
+        lengths = store.lengths
+        position = self.positions.view(store.length).clone()
+        valid = row_mask(lengths, position.shape[2], position.device)
+        if valid is not None:
+            position.masked_fill_(~valid, torch.iinfo(torch.int32).max)
+        order = position.argsort(-1)
+        store.keep(order, lengths)
+        self.positions.data = take_tokens(self.positions.data, order)
+        self.scorer.keep(order, lengths)
+
+    def follow_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+        if self.positions is not None:
+            self.positions.map_rows(index)
+        self.scorer.map_rows(index)
+        rows = index.tolist()
+        self.seen = [self.seen[i] for i in rows] if self.seen else []
+        self.kept = [self.kept[i] for i in rows] if self.kept else []
+        self.plans = [self.plans[i] for i in rows] if self.plans else []
+
+    def own_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier -> tensors kept between steps, K and V apart."""
+        tiers = {tier: list(tensors) for tier, tensors in self.scorer.tensors().items()}
+        if self.positions is not None:
+            tiers.setdefault("device", []).append(self.positions.data)
+        return tiers
+
+
+class EvictionLayer(Evictor, StagedLayer):
+    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token."""
+
+    def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
+        self.method = method
+        StagedLayer.__init__(self, layer_idx, shape)
+
+    def clear(self) -> None:
+        super().clear()
+        self.store = ResidentStore()
+        self.forget()
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        self.scorer.observe(q, keys, stored, ctx)
+
+    def unpack(self) -> ResidentStore:
+        self.kept = list(self.store.lengths)
+        if self.method.is_dynamic and self.positions is not None:  # dropping shuffled the entries: oldest first again
+            self.sort(self.store)
+        return self.store
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        slots, counts = self.choose(k, lengths, ctx)
+        self.take_over(k, v, lengths, slots, counts)
+
+    def take_over(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        """Store entries `slots` (n, h_kv, m), row r's first counts[r], of all staged ones k, v (n, h_kv, max(lengths), d)."""
+        self.store = kept_of(k, v, slots, counts)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.add(k, v, ctx)
@@ -144,11 +204,8 @@ class EvictionLayer(StagedLayer):
 
     def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
         """Store the new token, k and v (n, h_kv, 1, d), with its position."""
-        assert self.positions is not None
-        position = torch.tensor(self.seen, dtype=torch.int32, device=k.device)[:, None, None].expand(-1, k.shape[1], 1)
-        self.positions.write(position, self.store.lengths, [1] * len(self.seen))
+        self.place(self.store.lengths, k)
         self.store.append(k, v)
-        self.seen = [s + 1 for s in self.seen]
 
     def evict_surplus(self) -> None:
         """A dynamic method drops one entry per head in every row that holds more than its capacity."""
@@ -168,32 +225,27 @@ class EvictionLayer(StagedLayer):
         return q, *self.store.view()
 
     def held_positions(self) -> torch.Tensor | None:
-        if self.positions is None:
-            return None
-        lengths = self.store.lengths
-        position = self.positions.view(self.store.length)
-        valid = row_mask(lengths, position.shape[2], position.device)
-        return position if valid is None else position.masked_fill(~valid, -1)
+        return self.where(self.store.lengths)
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
         if self.store is not self.staged:
             self.store.map_rows(index)
-        if self.positions is not None:
-            self.positions.map_rows(index)
-        self.scorer.map_rows(index)
-        rows = index.tolist()
-        self.seen = [self.seen[i] for i in rows] if self.seen else []
-        self.kept = [self.kept[i] for i in rows] if self.kept else []
-        self.plans = [self.plans[i] for i in rows] if self.plans else []
+        self.follow_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         tiers = {"device": list(super().tensors()["device"])}
-        own = self.store.tensors()["device"] + ([] if self.positions is None else [self.positions.data])
-        tiers["device"] += own
-        for tier, tensors in self.scorer.tensors().items():
+        tiers["device"] += self.store.tensors()["device"]
+        for tier, tensors in self.own_tensors().items():
             tiers.setdefault(tier, []).extend(tensors)
         return tiers
+
+
+def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:
+    """A store of nothing but entries `slots` (n, h_kv, m), row r's first counts[r], of k, v (n, h_kv, t, d)."""
+    store = ResidentStore()
+    store.load(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots), counts)
+    return store
 
 
 @dataclass(kw_only=True)

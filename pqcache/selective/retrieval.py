@@ -160,13 +160,12 @@ class RetrievalLayer(StagedLayer):
     def clear(self) -> None:
         super().clear()
         self.store: RetrievalStore | None = None
-        self.index = self.method.make_index(self.layer_idx, self.shape)
-        self.index.layer = cast(RetrievalLayer, weakref.proxy(self))  # weak, so that a dropped cache is freed at once
+        self.index = self.new_index()
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.plans = [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
+        self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
         if self.store.whole and self.staged is not None:
@@ -177,6 +176,16 @@ class RetrievalLayer(StagedLayer):
         if not self.method.budget.is_everything:
             built = self.index.build(k, v, lengths, ctx)
         self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+
+    def new_index(self) -> Index:
+        """An empty index that serves this layer."""
+        index = self.method.make_index(self.layer_idx, self.shape)
+        index.layer = cast(RetrievalLayer, weakref.proxy(self))  # weak, so that a dropped cache is freed at once
+        return index
+
+    def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
+        """How each row's budget is spent; row r stores lengths[r] tokens."""
+        return [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
 
     def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
         """The store to load a prompt, or everything after a new turn, into; by default the method's."""

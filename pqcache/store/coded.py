@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.buffer import STEP, Buffer, take_tokens
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 
@@ -62,9 +62,11 @@ class BufferCodec(Codec):
     """Base of codecs whose tokens are coded one by one: a few buffers (n, h_kv, capacity, *rest) with one entry per token.
 
     A subclass writes encode and decode. Any token can be packed, taken and dropped alone, and is coded exactly once.
+    step: tokens per growth of the buffers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = STEP) -> None:
+        self.step = step
         self.parts: list[Buffer] = []
         self.dtype, self.d = torch.float32, 0
 
@@ -80,7 +82,7 @@ class BufferCodec(Codec):
         self.dtype, self.d = x.dtype, x.shape[3]
         packed = self.encode(x)
         if not self.parts:
-            self.parts = [Buffer.like(part) for part in packed]
+            self.parts = [Buffer.like(part, step=self.step) for part in packed]
         for buffer, part in zip(self.parts, packed, strict=True):
             buffer.write(part, starts, counts)
 
@@ -93,7 +95,7 @@ class BufferCodec(Codec):
     def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         for i, buffer in enumerate(self.parts):
             kept = take_tokens(buffer.data, indices)
-            self.parts[i] = Buffer.like(kept)  # the old one is released, with all that was dropped
+            self.parts[i] = Buffer.like(kept, step=self.step)  # the old one is released, with all that was dropped
             self.parts[i].write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
 
     def clear(self) -> None:
@@ -110,8 +112,8 @@ class BufferCodec(Codec):
 class TokenCodec(BufferCodec):
     """Codes of `bits` bits with one (step, low) per `group` consecutive channels (None: per token and KV head)."""
 
-    def __init__(self, bits: int, group: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, bits: int, group: int | None = None, step: int = STEP) -> None:
+        super().__init__(step)
         self.bits = bits
         self.group = group
 

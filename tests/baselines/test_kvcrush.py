@@ -36,7 +36,9 @@ def test_toy_example_by_hand() -> None:
     assert crush(anchor="alternate").distance(bits, 0).tolist() == [4, 2, 3, 1, 3, 1, 2, 0]
     assert crush(anchor="mean").distance(bits, 0).tolist() == [2, 2, 3, 3, 1, 1, 2, 2]
     method, plan = crush(anchor="alternate", reps=3), Plan(0, 0, 5)
-    chosen = method.choose(TOY.view(2, 2, 8).mean(1), TOY, torch.zeros(2, 8, 4), plan, 5, 0)
+    kept, others = method.choose(TOY.view(2, 2, 8).mean(1), TOY, torch.zeros(2, 8, 4), plan, 5, 0)
+    assert kept.sum(-1).tolist() == [2, 2] and others.sum(-1).tolist() == [3, 3]
+    chosen = kept | others
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
 
 

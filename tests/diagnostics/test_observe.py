@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
+from baselines.evict_retrieve import EvictRetrieve
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.infinigen import InfiniGen
@@ -44,6 +45,9 @@ METHODS: dict[str, Method] = {
     "streaming": StreamingLLM(n_sink=4, mode="dynamic", budget=QUARTER),
     "snapkv": SnapKV(n_sink=4, w=8, kernel=5, budget=QUARTER),
     "h2o": H2O(n_sink=4, budget=QUARTER),
+    "evict_retrieve": EvictRetrieve(
+        evict_options={"n_sink": 4, "w": 8}, keep=0.6, retrieve_options={"n_sink": 4, "b": 3}, budget=QUARTER
+    ),
     "int8": Int8(),
     "full": Full(),
 }

@@ -21,6 +21,7 @@ from transformers import (
 
 from baselines.clusterkv import ClusterKV
 from baselines.coded import Coded
+from baselines.evict_retrieve import EvictRetrieve
 from baselines.full import Full
 from baselines.gear import GEAR
 from baselines.h2o import H2O
@@ -30,6 +31,7 @@ from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
+from baselines.kvcrush_mixed import KVCrushMixed
 from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.pyramidkv import PyramidKV
@@ -174,4 +176,18 @@ CASES = [
     Case(KIVI, {"group": 8, "residual": 16}),
     Case(GEAR, {"outliers": 0.1, "residual": 8}),
     Case(GEAR, {"bits": 2, "backbone": "kivi", "group": 8, "residual": 16}),
+    Case(KVCrushMixed, {"bits": 2, "group": 8, "rep_ratio": 0.5, "base_options": {"n_sink": 4, "w": 8}}),
+    Case(
+        EvictRetrieve, {"evict_options": {"n_sink": 8, "w": 8}, "keep": 0.6, "retrieve_options": {"n_sink": 8, "b": 3}}
+    ),
+    Case(
+        EvictRetrieve,
+        {
+            "evict": "h2o",
+            "keep": 0.5,
+            "evict_options": {"n_sink": 4},
+            "retrieve": "clusterkv",
+            "retrieve_options": {"n_sink": 6, "clusters": 4, "window": 7, "window_clusters": 2, "store": "host"},
+        },
+    ),  # fmt: skip
 ]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
 from baselines.coded import Coded
+from baselines.evict_retrieve import EvictRetrieve
 from baselines.full import Full
 from baselines.gear import GEAR
 from baselines.h2o import H2O
@@ -21,6 +22,7 @@ from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
+from baselines.kvcrush_mixed import KVCrushMixed
 from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.quest import Quest
@@ -163,6 +165,20 @@ CASES: list[tuple[Method, dict[str, int]]] = [
     (
         Coded(budget=Budget(ratio=0.25), policy="snapkv", codec="int8"),
         {"device": (2 * H_KV * (D + 2 * 2) + H_KV * 4) * capacity(32 + 242 + STEPS)},
+    ),
+    (
+        # a quarter: 32 sinks and 242 tokens, 60 of them representatives in codes
+        KVCrushMixed(budget=Budget(ratio=0.25), group=16),
+        {"device": 2 * H_KV * 60 * (D // 2 + 2 * 2) + kv(capacity(214 + STEPS)) + H_KV * 4 * capacity(274 + STEPS)},
+    ),
+    (
+        # half of the prompt, with its positions, and an index of that
+        EvictRetrieve(budget=Budget(ratio=0.1)),
+        {
+            "device": kv(capacity(516 + STEPS))
+            + H_KV * 4 * capacity(516 + STEPS)
+            + H_KV * (2**6 * D * 4 + 2 * capacity(484 + STEPS))
+        },
     ),
     (Int8(residual=7), {"device": 2 * H_KV * capacity(S + STEPS - 7) * (D + 2 * 2) + kv(7)}),
     # two bits; 1010 tokens are 7 * 128 keys in 56 groups and 114 exact ones, 882 values and 128 exact ones
@@ -343,7 +359,9 @@ def test_evicted_tokens_free_memory(llama: PreTrainedModel) -> None:
     held = {}
     tenth = {"budget": Budget(ratio=0.1), "n_sink": 4}
     crush = KVCrush(budget=Budget(ratio=0.1), base_options={"n_sink": 4})
-    for method in (Full(), StreamingLLM(**tenth), SnapKV(**tenth), H2O(**tenth), crush):
+    mixed = KVCrushMixed(budget=Budget(ratio=0.1), base_options={"n_sink": 4}, group=16)
+    twice = EvictRetrieve(budget=Budget(ratio=0.05), keep=0.1, evict_options={"n_sink": 4})
+    for method in (Full(), StreamingLLM(**tenth), SnapKV(**tenth), H2O(**tenth), crush, mixed, twice):
         cache = SelectiveCache(llama, method)
         with attach(llama):
             session = Session(llama, cache, [tokens(4000, 1)])

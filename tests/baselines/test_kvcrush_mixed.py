@@ -1,0 +1,139 @@
+"""KVCrush with packed representatives: the same tokens, the important ones exact, the others in few bits, fewer bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.kvcrush import KVCrush
+from baselines.kvcrush_mixed import KVCrushMixed, SplitStore
+from pqcache.selective import Budget, SelectiveCache, attach
+from tests.baselines.drive import held, run
+from tests.invariants.drive import Session, logits, tokens
+
+QUARTER = {"budget": Budget(ratio=0.25), "base_options": {"n_sink": 4, "w": 8}}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"rep_ratio": 1.0, "bits": 2},
+    {"grouping": "kmeans", "bits": 8, "group": 4},
+    {"page": 4, "bits": 3, "group": None},
+    {"base": "h2o", "base_options": {"n_sink": 4}, "reps": 9},
+]
+
+
+def small(kind: dict[str, Any]) -> KVCrushMixed:
+    return KVCrushMixed(**{**QUARTER, "group": 8, **kind})
+
+
+def alone(kind: dict[str, Any]) -> KVCrush:
+    return KVCrush(**{**QUARTER, **{key: x for key, x in kind.items() if key not in ("bits", "group")}})
+
+
+def by_position(layer: Any, row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one row in the order of positions, (h_kv, m, d)."""
+    order = layer.positions.data[row, :, : layer.store.lengths[row]].argsort(-1)[..., None]
+    k, v = (x[row].gather(1, order.expand(-1, -1, x.shape[3])) for x in layer.store.view())
+    return k, v
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_same_tokens_stay_and_only_representatives_are_coded(llama: PreTrainedModel, kind: dict[str, Any]) -> None:
+    mixed, exact = run(llama, small(kind), 170).layers[0], run(llama, alone(kind), 170).layers[0]
+    assert held(mixed) == held(exact)
+    store, bits = mixed.store, small(kind).bits
+    packed = store.packed.lengths[0]
+    assert packed > 0 and store.packed.k.tails == [0]
+    where = mixed.positions.data[0, :, : store.lengths[0]]
+    for stream, (got, full) in zip((store.packed.k, store.packed.v), zip(by_position(mixed), by_position(exact))):
+        codes, step, low = (part.data[0, :, :packed] for part in stream.codec.parts)
+        assert codes.dtype == torch.uint8 and codes.shape[-1] == -(-got.shape[2] * bits // 8)
+        assert step.dtype == low.dtype == torch.float16
+        coded = torch.zeros(got.shape[:2], dtype=torch.bool)
+        coded.scatter_(1, where.argsort(-1).argsort(-1)[:, :packed], True)
+        assert torch.equal(got[~coded], full[~coded])  # bit by bit
+        width = step.float().amax() / 2 + 0.01 * full.abs().amax()
+        assert (got[coded] - full[coded]).abs().amax() <= width
+        assert not torch.equal(got[coded], full[coded])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS[:3], ids=str)
+def test_attention_equals_a_naive_computation(llama: PreTrainedModel, kind: dict[str, Any]) -> None:
+    """Softmax over everything held, decoded; rows of different length, one without representatives."""
+    cache = SelectiveCache(llama, small(kind))
+    layer: Any = cache.layers[0]
+    steps = []
+
+    class Spy:
+        def watch(self, seen: Any, q: Any, k: Any, v: Any, out: Any, ctx: Any) -> None:
+            if seen is layer and ctx.step.decode:
+                keys, values = layer.store.view()
+                for row, length in enumerate(layer.store.lengths):
+                    own = (x[row, :, :length].repeat_interleave(2, 0) for x in (keys, values))
+                    key, value = own
+                    weights = (torch.einsum("hd,hmd->hm", q[row, :, 0], key) * ctx.scaling).softmax(-1)
+                    steps.append((out[row, 0], torch.einsum("hm,hmd->hd", weights, value)))
+
+        def map_rows(self, index: torch.Tensor) -> None: ...
+
+    cache.watchers.append(Spy())  # type: ignore[arg-type]
+    with attach(llama):
+        session = Session(llama, cache, [tokens(150, 1), tokens(4, 2), tokens(61, 3)])
+        for token in tokens(6, 4):
+            session.step([token] * 3)
+    assert len(steps) == 18 and layer.store.packed.lengths[1] == 0 < min(layer.store.packed.lengths[0::2])
+    for got, expected in steps:
+        torch.testing.assert_close(got, expected)
+
+
+def test_without_representatives_it_is_kvcrush(llama: PreTrainedModel) -> None:
+    prompt, steps = [tokens(120, 1), tokens(40, 5)], [[t, t + 1] for t in tokens(20, 2)]
+    kind = {"rep_ratio": 0.0}
+    torch.testing.assert_close(logits(llama, small(kind), prompt, steps), logits(llama, alone(kind), prompt, steps))
+
+
+def test_more_bits_are_nearer(llama: PreTrainedModel) -> None:
+    prompt, steps = [tokens(160, 1)], [[t] for t in tokens(10, 2)]
+    exact = logits(llama, alone({"rep_ratio": 0.8}), prompt, steps)
+    errors = [
+        float((logits(llama, small({"bits": bits, "rep_ratio": 0.8}), prompt, steps) - exact).square().mean())
+        for bits in (1, 2, 4, 8)
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[3] < 0.01 * errors[0]
+
+
+def test_a_new_turn_chooses_and_codes_again(llama: PreTrainedModel) -> None:
+    layer = run(llama, small({}), 150, steps=7, turn=40).layers[0]
+    assert isinstance(layer.store, SplitStore)
+    total = 4 + int((150 + 7 + 40 - 4) * 0.25 + 1e-6)
+    assert layer.store.lengths == [total] and layer.store.packed.lengths == [int((total - 4) * 0.25)]
+    for head in held(layer):
+        assert len(set(head)) == total and head[:4] == [0, 1, 2, 3] and head[-8:] == list(range(189, 197))
+
+
+def test_bytes_by_closed_form(llama: PreTrainedModel) -> None:
+    """60 representatives in codes, 224 entries in float64 in buffers of 256, an int32 position each; d = 16, two KV heads."""
+    h_kv, d, layers = 2, 16, 3
+    for bits, group in ((4, 16), (2, 8), (3, None)):
+        cache = run(llama, KVCrushMixed(budget=Budget(ratio=0.25), bits=bits, group=group), 1000, 10)
+        assert cache.layers[0].store.packed.lengths == [60] and cache.layers[0].store.exact.lengths == [224]
+        codes = 2 * h_kv * 60 * (d * bits // 8 + 2 * 2 * (d // (group or d)))
+        exact, positions = 2 * h_kv * 256 * d * 8, h_kv * 4 * 512
+        assert cache.resident_bytes() == {"device": layers * (codes + exact + positions)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"bits": 9}, "bits=9: allowed is 1..8"), ({"group": 0}, "group=0"), ({"base": "h2"}, "did you mean h2o")],
+)
+def test_bad_values_are_refused(llama: PreTrainedModel, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCrushMixed(**wrong)
+
+
+def test_group_must_divide_the_head_dimension(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="group=32: allowed is a divisor of the head dimension 16"):
+        SelectiveCache(llama, KVCrushMixed())
