@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from baselines.clusterkv import ClusterKV
 from pqcache.pq.clusters import DISTANCES, cluster, nearest
 from pqcache.selective import Budget, SelectiveCache, attach, generate
-from pqcache.selective.group import top_tokens
 from pqcache.store.recent import RecentStore
 from tests.baselines.common import OneLayer, selections
 from tests.invariants.drive import Session, logits, tokens
@@ -73,13 +72,26 @@ def test_zero_and_constant_keys_give_no_nan() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), s=st.integers(90, 140), budget=st.integers(64, 80), group=st.sampled_from([1, 3]))
-def test_one_cluster_per_token_is_the_exact_top(seed: int, s: int, budget: int, group: int) -> None:
-    k, q, new = drawn(seed, 1, 2, s, 16), drawn(seed + 1, 1, 2 * group, 1, 16), drawn(seed + 2, 1, 2, 1, 16)
-    one = OneLayer(ClusterKV(n_sink=5, clusters=s, budget=Budget(tokens=budget)), k, k, 2 * group)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(90, 140), min_size=1, max_size=3),
+    budget=st.integers(64, 80),
+    group=st.sampled_from([1, 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_one_cluster_per_token_is_the_exact_top(
+    seed: int, lengths: list[int], budget: int, group: int, dtype: torch.dtype
+) -> None:
+    n = len(lengths)
+    k, q = drawn(seed, n, 2, max(lengths), 16).to(dtype), drawn(seed + 1, n, 2 * group, 1, 16).to(dtype)
+    new = drawn(seed + 2, n, 2, 1, 16).to(dtype)
+    one = OneLayer(ClusterKV(n_sink=5, clusters=140, budget=Budget(tokens=budget)), k, k, 2 * group, lengths)
     one.step(q, new, new)
-    exact = (q.double() * k[:, :, 5:].double().repeat_interleave(group, 1)).sum(-1)
-    assert torch.equal(one.selected.sort(-1).values, top_tokens(exact, [budget - 5]) + 5)
+    for row, length in enumerate(lengths):
+        held = k[row, :, 5:length].to(torch.float16 if dtype == torch.bfloat16 else dtype)
+        exact = (q[row].double() * held.double().repeat_interleave(group, 0)).sum(-1)
+        chosen = exact.gather(1, one.selected[row] - 5).sort(descending=True).values
+        torch.testing.assert_close(chosen, exact.topk(budget - 5).values, atol=1e-5, rtol=0)
 
 
 @settings(max_examples=20, deadline=None)
