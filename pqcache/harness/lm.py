@@ -22,6 +22,7 @@ from tqdm import tqdm
 from pqcache.harness import environment
 from pqcache.harness.models import LoadedModel
 from pqcache.harness.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.timing import warm_up
 from pqcache.selective import attach, generate
 from pqcache.selective.support import attention_kernel
 
@@ -68,6 +69,7 @@ class HarnessLM(LM):
         self.stderr = sys.stderr  # the caller may mute lm-eval, but not our progress bar
         self.used: dict[tuple[str, int], Sample] = {}  # the samples of this evaluation, found or computed
         self.resumed = 0
+        self.warm = False
         self.bos_count: int | None = None
 
     @property
@@ -149,6 +151,9 @@ class HarnessLM(LM):
         vocabulary = tokenizer.get_vocab()
         special = set(tokenizer.all_special_tokens)
         stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}  # decoding would drop these
+        if not self.warm:
+            self.warm = True
+            warm_up(self.loaded.model, self.method, ids, self.attn)
         # A random step of a method must not depend on which samples ran before, or a resumed run would differ.
         torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
         question = self.loaded.question_tokens(text) if self.question_as_decode else 0

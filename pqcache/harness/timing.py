@@ -7,10 +7,29 @@ pooled over samples. Where no step is left the answer is None: 0 would be a made
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pqcache.selective import generate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pqcache.selective import Method
 
 DROPPED_STEPS = 2
+WARM_TOKENS = 1024
+
+
+def warm_up(model: PreTrainedModel, method: Method, prompt: Sequence[int], attn: str) -> None:
+    """Three tokens after a prompt's beginning, not recorded: kernels compile on first use, which is no sample's latency."""
+    ids = torch.tensor([list(prompt[:WARM_TOKENS])], device=model.device)
+    with contextlib.suppress(ValueError):  # what this method refuses, the sample itself will say
+        generate(model, method, ids, max_new_tokens=3, attn=attn)
 
 
 def pooled_steps(steps: Iterable[Sequence[float]]) -> list[float]:
