@@ -63,10 +63,21 @@ class Recipe:
     watch_samples: int = 10
 
 
+POCKET = Recipe(  # continues from weights that can already copy: --init
+    stages=(
+        Stage(until=0.5, length=512, rows=8, query_share=0.45),
+        Stage(until=1.0, length=1024, rows=4, query_share=0.45),
+    ),
+    lr=1e-3, decay_from=2.0, watch_lengths=(), watch_samples=4,
+)  # fmt: skip
+
 TINY = Recipe(
     stages=(Stage(until=0.5, length=96, rows=2, query_share=0.45), Stage(until=1.0, length=128, rows=2, query_share=0.2)),
     layers=1, hidden=64, heads=2, kv_heads=1, intermediate=64, watch_lengths=(128,), watch_samples=1,
 )  # fmt: skip
+
+
+RECIPES = {"needle": Recipe(), "pocket": POCKET}
 
 
 @dataclass
@@ -100,9 +111,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def build(recipe: Recipe, args: argparse.Namespace) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerBase]:
     if args.init:
-        return AutoModelForCausalLM.from_pretrained(
-            args.init, dtype=torch.float32
-        ), PreTrainedTokenizerFast.from_pretrained(args.init)
+        model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
+        if args.head_dim and args.head_dim != model.config.head_dim:
+            model = network.widened(model, args.head_dim, args.seed)
+        return model, PreTrainedTokenizerFast.from_pretrained(args.init)
     tok = tokenizer.train_tokenizer(tokenizer_texts(), training.MAX_POSITION)
     special = {"bos": tok.bos_token_id, "eos": tok.eos_token_id, "pad": tok.pad_token_id}
     config = network.make_config(
@@ -162,7 +174,7 @@ def learning_rate(recipe: Recipe, step: int, share: float) -> float:
 
 
 def train(args: argparse.Namespace) -> None:
-    recipe = TINY if args.tiny else Recipe()
+    recipe = TINY if args.tiny else RECIPES[args.recipe]
     out, work = Path(args.out), Path(args.work)
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -295,6 +307,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=90.0, help="time for training, over all resumed runs")
     parser.add_argument("--steps", type=int, default=0, help="train so many steps instead of minutes")
     parser.add_argument("--init", default=None, help="folder of weights and tokenizer to continue from")
+    parser.add_argument("--head-dim", type=int, default=0, help="widen the heads of --init to this dimension")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="needle")
     parser.add_argument("--first-stage", type=int, default=0, help="index of the stage to start with")
     parser.add_argument("--lr-scale", type=float, default=1.0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")

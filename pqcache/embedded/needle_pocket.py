@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.embedded.documents import Fact, filler_sentence, make_facts
+from pqcache.embedded.documents import Fact, make_facts
+from pqcache.embedded.prompts import chat_length, fill, mixed, size
 from pqcache.embedded.words import pseudo_words
 
 if TYPE_CHECKING:
@@ -23,36 +24,6 @@ FACTS_PER_1K, NEAR_DUPLICATES_PER_1K = 6, 6
 N_VALUES = 5
 _INTRO = "Here are some notes and stories."
 _SHORTEST = 96  # tokens; a shorter prompt has no room for a fact, a duplicate and the question
-
-
-def chat_length(tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
-    """Tokens of the prompt after chat wrapping, BOS and answer marker included."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
-    return len(tokenizer.encode(text, add_special_tokens=False))
-
-
-@lru_cache(maxsize=65536)
-def _size(tokenizer: PreTrainedTokenizerBase, piece: str) -> int:
-    return len(tokenizer.encode(piece, add_special_tokens=False))
-
-
-def _fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> list[str]:
-    """Filler pieces (each with the white space before it) of together at most `room` tokens, fewer by less than 12."""
-    pieces: list[str] = []
-    while room >= 12:
-        piece = ("\n\n" if rng.random() < 0.1 else " ") + filler_sentence(rng)
-        size = _size(tokenizer, piece)
-        if size <= room:
-            pieces.append(piece)
-            room -= size
-        elif room < 40:  # too little room for most sentences: end with a short one
-            piece = " It rained" + " again and again" * ((room - 6) // 4) + "."
-            if _size(tokenizer, piece) <= room:
-                pieces.append(piece)
-            break
-    return pieces
 
 
 def _sample(
@@ -67,15 +38,9 @@ def _sample(
     question = f"\nWhat is the {asked.key}?"
     room = length - count_tokens(_INTRO + question)
     pieces = {f: (" " if rng.random() < 0.7 else "\n") + f.sentence for f in facts}
-    room -= sum(_size(tokenizer, p) for p in pieces.values())
-    filler = _fill(rng, tokenizer, room)
-    # Every fact gets a gap between filler sentences; the asked one a uniform depth of its own.
-    gaps: list[list[str]] = [[] for _ in range(len(filler) + 1)]
-    for fact in facts:
-        gap = gaps[rng.randrange(len(gaps))]
-        gap.insert(rng.randrange(len(gap) + 1), pieces[fact])
-    body = "".join("".join(gap) + sentence for gap, sentence in zip(gaps, [*filler, ""], strict=True))
-    prompt = _INTRO + body + question
+    room -= sum(size(tokenizer, p) for p in pieces.values())
+    filler = fill(rng, tokenizer, room)
+    prompt = _INTRO + mixed(rng, [pieces[f] for f in facts], filler) + question
     depth = prompt.index(asked.sentence) / len(prompt)
     return {
         "prompt": prompt,

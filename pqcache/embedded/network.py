@@ -12,6 +12,7 @@ that are known beforehand are put in place, and everything is trained afterwards
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -121,6 +122,45 @@ def start_weights(model: Qwen2ForCausalLM, seed: int) -> None:
                 attention.o_proj.weight[:area, head * d : head * d + area] += torch.eye(area) * (
                     _COPY / 8 / group / kv_heads
                 )
+
+
+@torch.no_grad()
+def widened(model: Qwen2ForCausalLM, head_dim: int, seed: int) -> Qwen2ForCausalLM:
+    """A copy with larger heads that computes the same function; the new dimensions are there to be trained.
+
+    With head_dim a multiple of the old one the old RoPE frequencies are among the new ones, so each old pair of dimensions
+    moves to the pair of its frequency. Queries grow to undo the softmax scale. New dimensions have small random keys
+    and values, and zero queries and outputs.
+    """
+    old = model.config.head_dim
+    if head_dim % old:
+        raise ValueError(f"head_dim={head_dim}: must be a multiple of {old}")
+    config = copy.deepcopy(model.config)
+    config.head_dim = head_dim
+    made = Qwen2ForCausalLM(config).float()
+    frequency = torch.arange(old // 2) * (head_dim // old)
+    pairs = torch.cat([frequency, frequency + head_dim // 2])  # [old]: new place of each old query and key dimension
+    plain = torch.arange(old)
+    g = torch.Generator().manual_seed(seed)
+    source, target = model.state_dict(), made.state_dict()
+    for name, new in target.items():
+        weight = source[name].float()
+        projection = name.split(".")[-2]
+        if projection in ("q_proj", "k_proj", "v_proj"):
+            heads = weight.shape[0] // old
+            grown = torch.zeros(heads, head_dim, *weight.shape[1:])  # [H, d, hidden] or [H, d]
+            if projection != "q_proj" and weight.dim() == 2:
+                grown.normal_(0.0, 0.02, generator=g)
+            scale = math.sqrt(head_dim / old) if projection == "q_proj" else 1.0
+            grown[:, plain if projection == "v_proj" else pairs] = scale * weight.view(heads, old, *weight.shape[1:])
+            new.copy_(grown.view(new.shape))
+        elif projection == "o_proj":
+            grown = torch.zeros(weight.shape[0], weight.shape[1] // old, head_dim)
+            grown[:, :, :old] = weight.view(weight.shape[0], -1, old)
+            new.copy_(grown.view(new.shape))
+        else:
+            new.copy_(weight)
+    return made
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,12 +18,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded import documents, prose
+from pqcache.embedded.families import FAMILIES, code
+from pqcache.embedded.families.scene import Ask, Lexicon
 from pqcache.embedded.words import pseudo_words, words_in
 
 MAX_POSITION = 16384
 # Loss weights: the first token of the key has to find the question, the first value token has to tell near-duplicates
 # apart; all other answer tokens (weight 1) follow from the ones before them.
 FIRST_KEY_WEIGHT, FIRST_VALUE_WEIGHT = 4.0, 4.0
+FAMILY_ROWS = 0.75  # share of rows made of PocketBench's families
+_CUES = " is| to| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
+    "|"
+)  # what follows has to be decided
 _WRAPPER = (
     "You are a helpful AI bot that answers questions for a user. Keep your response short and direct."
     "\n        Document:\n```\n"
@@ -65,6 +71,7 @@ class RowMaker:
         weight = np.array(list(counts.values()), dtype=np.float64) ** 0.8
         self.word_cumulative = np.cumsum(weight / weight.sum())
         self._prepare_random_tokens()
+        self.cues = frozenset(self.ids(cue)[-1] for cue in _CUES)
 
     def ids(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False).ids
@@ -126,6 +133,8 @@ class RowMaker:
                 chunk = self.decoy(rng)
             elif kind == "grammar":
                 chunk = self.ids(("\n\n" if py.random() < 0.1 else " ") + documents.filler_sentence(py))
+            elif kind == "code":
+                chunk = self.ids("\n" + code.filler(py))
             elif kind == "prose":
                 chunk = self.prose[(start + len(chunks)) % len(self.prose)]
             elif kind == "words":
@@ -196,6 +205,8 @@ class RowMaker:
 
     def _row(self, rng: np.random.Generator, length: int, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         py = Random(int(rng.integers(2**62)))
+        if rng.random() < FAMILY_ROWS:
+            return self._family_row(rng, py, length, share)
         needle_kind = rng.choice(["facts", "words", "random"], p=[0.4, 0.4, 0.2])
         odds = [0.2, 0.2, 0.1, 0.5] if needle_kind == "random" else [0.35, 0.35, 0.1, 0.2]
         filler_kind = str(rng.choice(["grammar", "prose", "words", "random"], p=odds))
@@ -230,6 +241,61 @@ class RowMaker:
             ids += turn_ids
             weights += turn_weights
         return np.array(ids[:length]), np.array(weights[:length], dtype=np.float32), self._positions(rng, length)
+
+    def _family_row(
+        self, rng: np.random.Generator, py: Random, length: int, share: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A row of the scenes of one to three families in one text, and as many of their questions as fit."""
+        names = [str(n) for n in rng.choice(list(FAMILIES), int(rng.integers(1, 4)), replace=False)]
+        lexicon = Lexicon(py, self.words.names_train, self.words.values_train)
+        room = length * (1 - share) * rng.uniform(0.25 if share < 0.3 else 0.5, 0.9)
+        pieces: list[list[int]] = []
+        asks: list[Ask] = []
+        size = 0
+        while size < room:
+            family = str(rng.choice(names))
+            scene = FAMILIES[family].make(py, lexicon, int(rng.integers(1, 3)))
+            lines = [family == "code" or rng.random() < 0.3 for _ in scene.pieces]
+            made = [self.ids(("\n" if line else " ") + p) for line, p in zip(lines, scene.pieces, strict=True)]
+            more = sum(map(len, made))
+            if pieces and size + more > 0.7 * length:
+                break
+            pieces += made
+            asks += scene.asks
+            size += more
+        py.shuffle(asks)
+        py.shuffle(pieces)
+        opening, before = self._frame(rng, py)
+        if rng.random() < 0.5:
+            opening, before = self.ids(FAMILIES[names[0]].INTRO), "\n"
+        turns: list[tuple[list[int], list[float]]] = []
+        left = length - 1 - len(opening) - size
+        for ask in asks:
+            turn = self._ask(ask, str(rng.choice(["", "\n"])) if turns else before)
+            if turns and len(turn[0]) > left:
+                continue
+            turns.append(turn)
+            left -= len(turn[0])
+            if sum(len(t[0]) for t in turns) >= length * share:
+                break
+        filler_kind = str(rng.choice(["grammar", "prose", "words", "random"], p=[0.5, 0.3, 0.1, 0.1]))
+        if "code" in names and rng.random() < 0.7:
+            filler_kind = "code"
+        asked = sum(len(t[0]) for t in turns)
+        ids = [self.bos, *opening, *self._mixed(rng, py, pieces, filler_kind, length - asked - len(opening) - 1)]
+        weights = [0.0] * len(ids)
+        for turn_ids, turn_weights in turns:
+            ids += turn_ids
+            weights += turn_weights
+        return np.array(ids[:length]), np.array(weights[:length], dtype=np.float32), self._positions(rng, length)
+
+    def _ask(self, ask: Ask, before: str) -> tuple[list[int], list[float]]:
+        """(ids, loss weights) of a family's question and answer: what follows a cue has to be decided and weighs more."""
+        question = [*self.ids(before + ask.question), self.answer]
+        answer = [*self.ids(ask.answer), self.eos]
+        previous = [self.answer, *answer]
+        weights = [FIRST_VALUE_WEIGHT if p in self.cues else 1.0 for p in previous[:-1]]
+        return question + answer, [0.0] * len(question) + weights
 
     def _frame(self, rng: np.random.Generator, py: Random) -> tuple[list[int], str]:
         """(tokens before the document, text between the document and the question)."""
@@ -271,6 +337,12 @@ class RowMaker:
             own_line = rng.random() < 0.4
             body = [*(line if own_line else space), *needle.key, *self.is_, *needle.value, *self.stop]
             pieces.append(body + (self.ids("\n") if own_line and rng.random() < 0.5 else []))
+        return self._mixed(rng, py, pieces, filler_kind, size)
+
+    def _mixed(
+        self, rng: np.random.Generator, py: Random, pieces: list[list[int]], filler_kind: str, size: int
+    ) -> list[int]:
+        """Exactly `size` tokens: all pieces at random places in filler (cut where the size demands it)."""
         room = max(size - sum(map(len, pieces)), 0)
         chunks = self.filler(rng, py, filler_kind, room)
         if chunks:

@@ -1,0 +1,35 @@
+"""A chain of look-ups: every next key is known only after the value before it was written.
+
+    The way from Velor is to Kesa.   The way from Kesa is to Miran.   The way from Miran is to 4721.
+
+    What is the way from Velor?   The way from Velor is to Kesa is to Miran is to 4721.
+
+What matters is the number at the end.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from pqcache.embedded.families.scene import Ask, Lexicon, Scene
+
+INTRO = "Here are some notes and stories."
+UNITS_PER_1K = 1.5  # a unit: one way of 4 to 9 look-ups
+NEAR = 0.4  # share of places whose name begins like another one's
+
+
+def make(rng: Random, lexicon: Lexicon, units: int) -> Scene:
+    """`units` ways, at least two; the places of all of them are mixed near-duplicates."""
+    pieces, asks = [], []
+    lengths = [rng.randint(4, 9) for _ in range(max(units, 2))]
+    names = lexicon.names(sum(lengths), NEAR)
+    rng.shuffle(names)
+    for length in lengths:
+        places, names = names[:length], names[length:]
+        number = str(rng.randint(1000, 9999))
+        stations = [*places[1:], number]
+        facts = [f"The way from {a} is to {b}." for a, b in zip(places, stations, strict=True)]
+        pieces += facts
+        answer = f"The way from {places[0]} is to {' is to '.join(stations)}."
+        asks.append(Ask(f"What is the way from {places[0]}?", answer, number, facts[0]))
+    return Scene(tuple(pieces), tuple(asks))

@@ -1,0 +1,39 @@
+"""Two-hop questions over several documents: the first fact names whom the second is about."""
+
+from __future__ import annotations
+
+from random import Random
+
+from pqcache.embedded.documents import ATTRIBUTES
+from pqcache.embedded.families.scene import Ask, Lexicon, Scene
+
+INTRO = "Here are notes, reports and stories."
+UNITS_PER_1K = 4.0  # a unit: two facts that belong together and two near-duplicates of them
+N_VALUES = 6
+RELATIONS = (
+    "teacher farmer sailor baker doctor painter guard writer singer driver tailor cook captain student judge nurse clerk"
+).split()
+
+
+def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) -> Scene:
+    """`units` chains of two facts; the near-duplicates share the relation and the attribute or the name."""
+    pieces, asks = [], []
+
+    def chain(relation: str, name: str, attribute: str, other: str) -> None:
+        values = " ".join(lexicon.values(n_values))
+        bridge, target = f"The {relation} of {name} is {other}.", f"The {attribute} of {other} is {values}."
+        pieces.extend((bridge, target))
+        question = f"What is the {relation} of {name}, and the {attribute} of that {relation}?"
+        asks.append(Ask(question, f"{bridge} {target}", values, bridge))
+
+    for _ in range(units):
+        relation, second = rng.sample(RELATIONS, 2)
+        attribute = rng.choice(ATTRIBUTES)
+        name, other = lexicon.name(), lexicon.name()
+        chain(relation, name, attribute, other)
+        like = lexicon.name(like=other)
+        if rng.random() < 0.4:
+            chain(second, name, attribute, like)
+        else:
+            chain(relation, lexicon.name(like=name), attribute, like)
+    return Scene(tuple(pieces), tuple(asks))

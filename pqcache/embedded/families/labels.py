@@ -1,0 +1,33 @@
+"""Few-shot label learning: which label an example has can be seen from other examples that share one of its two words.
+
+Every label has three words of its own. An example shows two of them in some order; the pair that is asked for stands in no
+example, so that each of its words has to be matched by itself.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from random import Random
+
+from pqcache.embedded.families.scene import Ask, Lexicon, Scene
+
+INTRO = "Here are some notes and stories."
+UNITS_PER_1K = 3.0  # a unit: one label
+N_VALUES = 3  # words of a label
+
+
+def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) -> Scene:
+    """`units` labels, at least two; four examples of each."""
+    pieces, asks, classes = [], [], []
+    units = max(units, 2)
+    words = lexicon.values(3 * units)
+    for i in range(units):
+        label = " ".join(lexicon.values(n_values))
+        classes.append(label)
+        pairs = list(permutations(words[3 * i : 3 * i + 3], 2))
+        rng.shuffle(pairs)
+        shown = [f"The sample {a} {b} is {label}." for a, b in pairs[:4]]
+        pieces += shown
+        for a, b in pairs[4:]:
+            asks.append(Ask(f"What is the sample {a} {b}?", f"The sample {a} {b} is {label}.", label, shown[0]))
+    return Scene(tuple(pieces), tuple(asks), tuple(classes))

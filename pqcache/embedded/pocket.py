@@ -1,0 +1,86 @@
+"""PocketBench samples: one question about a family's scene, hidden in filler of a given length.
+
+    from pqcache.embedded.pocket import make_samples
+    samples = make_samples("chain", 10, 2048, 0, tokenizer)
+
+All names and value words are evaluation words, never seen in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from pqcache.embedded.families import FAMILIES, code
+from pqcache.embedded.families.scene import Lexicon
+from pqcache.embedded.prompts import chat_length, fill, mixed, size
+from pqcache.embedded.words import pseudo_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHORTEST = 512  # tokens; a shorter prompt has no room for the largest scene
+
+
+def _code_filler(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> list[str]:
+    """Lines of code of together at most `room` tokens, fewer by less than 12."""
+    lines: list[str] = []
+    while room >= 12:
+        line = "\n" + code.filler(rng)
+        if size(tokenizer, line) > room:
+            line = "\n" + "    pass"
+        lines.append(line)
+        room -= size(tokenizer, line)
+    return lines
+
+
+def _sample(
+    family: str,
+    index: int,
+    length: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    count_tokens: Callable[[str], int],
+) -> dict[str, Any]:
+    module = FAMILIES[family]
+    rng = Random(f"pocket_{family}/{seed}/{index}/{length}")
+    words = pseudo_words(tokenizer)
+    lexicon = Lexicon(rng, words.names_eval, words.values_eval)
+    scene = module.make(rng, lexicon, max(1, round(module.UNITS_PER_1K * length / 1000)))
+    ask = rng.choice(scene.asks)
+    question = "\n" + ask.question
+    lines = family == "code"
+    pieces = [("\n" if lines or rng.random() < 0.3 else " ") + piece for piece in scene.pieces]
+    room = length - count_tokens(module.INTRO + question) - sum(size(tokenizer, p) for p in pieces)
+    filler = (_code_filler if lines else fill)(rng, tokenizer, room)
+    prompt = module.INTRO + mixed(rng, pieces, filler) + question
+    return {
+        "prompt": prompt,
+        "answer": ask.answer,
+        "gold": ask.gold,
+        "classes": list(scene.classes),
+        "meta": {
+            "index": index, "seed": seed, "length": length, "depth": round(prompt.index(ask.source) / len(prompt), 4),
+            "question": ask.question, "tokens": count_tokens(prompt),
+        },
+    }  # fmt: skip
+
+
+def make_samples(
+    family: str,
+    n: int,
+    length: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    count_tokens: Callable[[str], int] | None = None,
+) -> list[dict[str, Any]]:
+    """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
+
+    count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
+    """
+    if length < SHORTEST:
+        raise ValueError(f"pocket needs prompts of at least {SHORTEST} tokens, not {length}")
+    count = count_tokens or partial(chat_length, tokenizer)
+    return [_sample(family, i, length, seed, tokenizer, count) for i in range(n)]
