@@ -256,7 +256,7 @@ def train(args: argparse.Namespace) -> None:
         if time.monotonic() - last_watch > 60 * args.watch_every:
             watch(mean["loss"], mean["accuracy"], mean["first"], stage)
             last_watch = time.monotonic()
-    if any(mean.values()):  # a finished run started again has nothing new to test
+    if recipe.watch_lengths and any(mean.values()):  # a finished run started again has nothing new to test
         watch(mean["loss"], mean["accuracy"], mean["first"], recipe.stages[-1])
     bar.close()
     save()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+MAX_POSITION = 17408  # 16K prompts and their answers
 LOOK_BACK = 6  # offsets 1..6
 _POSITION_FREQUENCIES = 8  # RoPE frequencies that serve the look-back
 _MATCH, _COPY = 1.5, 3.0  # sharpness of the first matching heads; length of what they copy, in embeddings
@@ -39,7 +40,7 @@ def make_config(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=64,
-        max_position_embeddings=16384,
+        max_position_embeddings=MAX_POSITION,
         rope_parameters={"rope_type": "default", "rope_theta": 1e10},
         tie_word_embeddings=True,
         use_sliding_window=False,
@@ -137,6 +138,7 @@ def widened(model: Qwen2ForCausalLM, head_dim: int, seed: int) -> Qwen2ForCausal
         raise ValueError(f"head_dim={head_dim}: must be a multiple of {old}")
     config = copy.deepcopy(model.config)
     config.head_dim = head_dim
+    config.max_position_embeddings = max(config.max_position_embeddings, MAX_POSITION)
     made = Qwen2ForCausalLM(config).float()
     frequency = torch.arange(old // 2) * (head_dim // old)
     pairs = torch.cat([frequency, frequency + head_dim // 2])  # [old]: new place of each old query and key dimension

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pqcache.embedded.families import FAMILIES, code
 from pqcache.embedded.families.scene import Lexicon
 from pqcache.embedded.prompts import chat_length, fill, mixed, size
-from pqcache.embedded.words import pseudo_words
+from pqcache.embedded.words import Words, pseudo_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +43,10 @@ def _sample(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     count_tokens: Callable[[str], int],
+    words: Words,
 ) -> dict[str, Any]:
     module = FAMILIES[family]
     rng = Random(f"pocket_{family}/{seed}/{index}/{length}")
-    words = pseudo_words(tokenizer)
     lexicon = Lexicon(rng, words.names_eval, words.values_eval)
     scene = module.make(rng, lexicon, max(1, round(module.UNITS_PER_1K * length / 1000)))
     ask = rng.choice(scene.asks)
@@ -54,7 +54,7 @@ def _sample(
     lines = family == "code"
     pieces = [("\n" if lines or rng.random() < 0.3 else " ") + piece for piece in scene.pieces]
     room = length - count_tokens(module.INTRO + question) - sum(size(tokenizer, p) for p in pieces)
-    filler = (_code_filler if lines else fill)(rng, tokenizer, room)
+    filler = _code_filler(rng, tokenizer, room) if lines else fill(rng, tokenizer, room, documents=family == "hop")
     prompt = module.INTRO + mixed(rng, pieces, filler) + question
     return {
         "prompt": prompt,
@@ -75,12 +75,15 @@ def make_samples(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     count_tokens: Callable[[str], int] | None = None,
+    words: PreTrainedTokenizerBase | None = None,
 ) -> list[dict[str, Any]]:
     """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
 
     count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
+    words: the tokenizer whose tokens the made-up words consist of, if it is another one.
     """
     if length < SHORTEST:
         raise ValueError(f"pocket needs prompts of at least {SHORTEST} tokens, not {length}")
     count = count_tokens or partial(chat_length, tokenizer)
-    return [_sample(family, i, length, seed, tokenizer, count) for i in range(n)]
+    lists = pseudo_words(words or tokenizer)
+    return [_sample(family, i, length, seed, tokenizer, count, lists) for i in range(n)]

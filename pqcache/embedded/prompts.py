@@ -22,14 +22,23 @@ def chat_length(tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
 
 @lru_cache(maxsize=65536)
 def size(tokenizer: PreTrainedTokenizerBase, piece: str) -> int:
+    """Tokens of a piece that begins with white space."""
     return len(tokenizer.encode(piece, add_special_tokens=False))
 
 
-def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> list[str]:
-    """Filler pieces (each with the white space before it) of together at most `room` tokens, fewer by less than 12."""
+def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: bool = False) -> list[str]:
+    """Filler pieces (each with the white space before it) of together at most `room` tokens, fewer by less than 12.
+
+    documents: every paragraph is a document with a number; the first one has begun before.
+    """
     pieces: list[str] = []
+    number = 1
     while room >= 12:
-        piece = ("\n\n" if rng.random() < 0.1 else " ") + filler_sentence(rng)
+        gap = " "
+        if rng.random() < 0.1:
+            number += 1
+            gap = f"\n\nDocument {number}: " if documents else "\n\n"
+        piece = gap + filler_sentence(rng)
         taken = size(tokenizer, piece)
         if taken <= room:
             pieces.append(piece)

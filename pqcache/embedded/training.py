@@ -20,14 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from pqcache.embedded import documents, prose
 from pqcache.embedded.families import FAMILIES, code
 from pqcache.embedded.families.scene import Ask, Lexicon
+from pqcache.embedded.network import MAX_POSITION
 from pqcache.embedded.words import pseudo_words, words_in
 
-MAX_POSITION = 16384
 # Loss weights: the first token of the key has to find the question, the first value token has to tell near-duplicates
 # apart; all other answer tokens (weight 1) follow from the ones before them.
 FIRST_KEY_WEIGHT, FIRST_VALUE_WEIGHT = 4.0, 4.0
-FAMILY_ROWS = 0.75  # share of rows made of PocketBench's families
-_CUES = " is| to| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
+FAMILY_ROWS = 0.8  # share of rows made of PocketBench's families
+FAMILY_ODDS = {"hop": 4, "decisions": 4, "count": 4, "chain": 4}  # to 1 for the others, which are learned sooner
+_CUES = " is| to| and| then| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
     "|"
 )  # what follows has to be decided
 _WRAPPER = (
@@ -127,12 +128,14 @@ class RowMaker:
         chunks: list[list[int]] = []
         size = 0
         start = int(rng.integers(len(self.prose)))
+        documented = rng.random() < 0.25
         decoys = float(rng.choice([0.0, 0.0, 0.05, 0.3]))
         while size < n:
             if rng.random() < decoys:
                 chunk = self.decoy(rng)
             elif kind == "grammar":
-                chunk = self.ids(("\n\n" if py.random() < 0.1 else " ") + documents.filler_sentence(py))
+                gap = f"\n\nDocument {len(chunks)}: " if documented else "\n\n"
+                chunk = self.ids((gap if py.random() < 0.1 else " ") + documents.filler_sentence(py))
             elif kind == "code":
                 chunk = self.ids("\n" + code.filler(py))
             elif kind == "prose":
@@ -246,7 +249,8 @@ class RowMaker:
         self, rng: np.random.Generator, py: Random, length: int, share: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A row of the scenes of one to three families in one text, and as many of their questions as fit."""
-        names = [str(n) for n in rng.choice(list(FAMILIES), int(rng.integers(1, 4)), replace=False)]
+        odds = np.array([FAMILY_ODDS.get(family, 1) for family in FAMILIES], dtype=float)
+        names = rng.choice(list(FAMILIES), int(rng.integers(1, 4)), replace=False, p=odds / odds.sum()).tolist()
         lexicon = Lexicon(py, self.words.names_train, self.words.values_train)
         room = length * (1 - share) * rng.uniform(0.25 if share < 0.3 else 0.5, 0.9)
         pieces: list[list[int]] = []

@@ -7,7 +7,7 @@ from random import Random
 from pqcache.embedded.documents import ATTRIBUTES
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
-INTRO = "Here are notes, reports and stories."
+INTRO = "Here are several documents.\n\nDocument 1:"
 UNITS_PER_1K = 4.0  # a unit: two facts that belong together and two near-duplicates of them
 N_VALUES = 6
 RELATIONS = (
@@ -23,8 +23,9 @@ def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) ->
         values = " ".join(lexicon.values(n_values))
         bridge, target = f"The {relation} of {name} is {other}.", f"The {attribute} of {other} is {values}."
         pieces.extend((bridge, target))
-        question = f"What is the {relation} of {name}, and the {attribute} of that {relation}?"
-        asks.append(Ask(question, f"{bridge} {target}", values, bridge))
+        question = f"What is the {relation} of {name}, and then the {attribute}?"
+        answer = f"{bridge.removesuffix('.')}, and then t{target.removeprefix('T')}"
+        asks.append(Ask(question, answer, values, bridge))
 
     for _ in range(units):
         relation, second = rng.sample(RELATIONS, 2)

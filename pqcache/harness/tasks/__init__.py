@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.tasks import needle, needle_pocket
+from pqcache.harness.tasks import needle, needle_pocket, pocket
 from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from lm_eval.tasks import TaskManager
 
-_MODULES: dict[str, ModuleType] = {"needle": needle, "needle_pocket": needle_pocket}
+_MODULES: dict[str, ModuleType | pocket.Suite] = {"needle": needle, "needle_pocket": needle_pocket, **pocket.SUITES}
 TASKS: tuple[str, ...] = tuple(_MODULES)
 
 __all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "longest_prompt", "task_options"]
 
 
-def _module(name: str) -> ModuleType:
+def _module(name: str) -> ModuleType | pocket.Suite:
     if name not in _MODULES:
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TASKS)}"

@@ -1,0 +1,123 @@
+"""PocketBench's generators: seeded, unambiguous, the right length, and made of words that training never sees."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from pqcache.embedded import load_tokenizer
+from pqcache.embedded.documents import ATTRIBUTES
+from pqcache.embedded.families import FAMILIES
+from pqcache.embedded.families.hop import RELATIONS
+from pqcache.embedded.families.scene import Lexicon, Scene
+from pqcache.embedded.pocket import make_samples
+from pqcache.embedded.prompts import chat_length
+from pqcache.embedded.words import pseudo_words, words_in
+
+TEMPLATE = words_in("The of is decision stop the last There are A B C D E F G sample note way from to and then return and then")
+
+
+@pytest.fixture(scope="module")
+def tok() -> PreTrainedTokenizerBase:
+    return load_tokenizer()
+
+
+def scene_of(tok: PreTrainedTokenizerBase, family: str, seed: int, units: int = 4) -> Scene:
+    rng = Random(seed)
+    words = pseudo_words(tok)
+    return FAMILIES[family].make(rng, Lexicon(rng, words.names_eval, words.values_eval), units)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_gives_the_same_samples_and_another_gives_others(family: str, tok: PreTrainedTokenizerBase) -> None:
+    first, again = make_samples(family, 2, 768, 0, tok), make_samples(family, 3, 768, 0, tok)
+    assert again[:2] == first
+    assert make_samples(family, 1, 768, 1, tok)[0]["prompt"] != first[0]["prompt"]
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_have_the_length_asked_for(family: str, length: int, tok: PreTrainedTokenizerBase) -> None:
+    for sample in make_samples(family, 2, length, 3, tok):
+        assert length - 16 <= chat_length(tok, sample["prompt"]) == sample["meta"]["tokens"] <= length
+        assert sample["prompt"].endswith("\n" + sample["meta"]["question"])
+        assert sample["answer"] not in sample["prompt"] or family in ("qa", "passages")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_values_are_held_out_from_training(family: str, tok: PreTrainedTokenizerBase) -> None:
+    known = TEMPLATE | set(ATTRIBUTES) | set(RELATIONS)
+    held_out = pseudo_words(tok).held_out
+    for sample in make_samples(family, 4, 768, 0, tok):
+        own = words_in(sample["answer"]) - known
+        assert own and own <= held_out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_long_enough_and_hold_their_gold(family: str, tok: PreTrainedTokenizerBase) -> None:
+    for seed in range(5):
+        for ask in scene_of(tok, family, seed).asks:
+            assert len(tok.encode(ask.answer, add_special_tokens=False)) >= 8
+            assert ask.gold.removeprefix("Paragraph ") in ask.answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_step_of_an_answer_stands_in_exactly_one_piece(family: str, tok: PreTrainedTokenizerBase) -> None:
+    """What follows a key is decided by one sentence alone, however many look like it."""
+    for seed in range(5):
+        scene = scene_of(tok, family, seed)
+        assert len(set(scene.pieces)) == len(scene.pieces)
+        if family in ("labels", "passages", "code"):
+            continue  # keys of their own, below
+        keys = [piece.partition(" is ")[0] for piece in scene.pieces]
+        assert len(set(keys)) == len(keys)
+        for ask in scene.asks:
+            sentences = re.findall(r"The [^.]* is [^.]*\.", ask.answer)
+            if family == "chain":
+                stations = ask.answer.removeprefix("The way from ").removesuffix(".").split(" is to ")
+                sentences = [f"The way from {a} is to {b}." for a, b in zip(stations, stations[1:])]
+                assert 4 <= len(sentences) <= 9
+            elif family == "hop":
+                first, second = ask.answer.split(", and then the ")
+                sentences = [f"{first}.", f"The {second}"]
+            assert sentences and set(sentences) <= set(scene.pieces)
+            assert ask.source == sentences[0]
+
+
+def test_a_label_has_to_be_learned_from_other_pairs(tok: PreTrainedTokenizerBase) -> None:
+    scene = scene_of(tok, "labels", 0)
+    for ask in scene.asks:
+        a, b = ask.question.removeprefix("What is the sample ").removesuffix("?").split()
+        assert not any(f"The sample {a} {b} is" in piece for piece in scene.pieces)
+        first = {piece.partition(" is ")[2] for piece in scene.pieces if piece.startswith(f"The sample {a} ")}
+        second = {piece.partition(" is ")[2] for piece in scene.pieces if f" {b} is " in piece}
+        assert first | second == {f"{ask.gold}."}
+    assert {ask.gold for ask in scene.asks} == set(scene.classes)
+
+
+def test_notes_and_functions_are_told_apart_by_what_the_question_says(tok: PreTrainedTokenizerBase) -> None:
+    notes, functions = scene_of(tok, "passages", 0), scene_of(tok, "code", 0)
+    for ask in notes.asks:
+        begin = ask.question.removeprefix("What is the ").partition(",")[0]
+        assert sum(piece.startswith(f"The {begin} ") for piece in notes.pieces) == 1
+    for ask in functions.asks:
+        name = ask.answer.removeprefix("return ").partition("(")[0]
+        assert sum(piece.startswith(f"def {name}(") for piece in functions.pieces) == 1
+
+
+@pytest.mark.parametrize("family", ["decisions", "count"])
+def test_a_series_ends_where_it_says_so(family: str, tok: PreTrainedTokenizerBase) -> None:
+    for ask in scene_of(tok, family, 1).asks:
+        letters = re.findall(r" (?:decision|stop) ([A-Z]) is ", ask.answer)
+        assert letters == list("ABCDEFGHI")[: len(letters)]
+        assert ask.answer.count(", the last.") == 1
+        if family == "count":
+            assert ask.gold == str(len(letters)) and ask.answer.endswith(f"There are {ask.gold}.")
+
+
+def test_too_short_a_prompt_is_refused(tok: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="at least 512"):
+        make_samples("qa", 1, 500, 0, tok)
