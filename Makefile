@@ -11,7 +11,7 @@ RUN       := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format heatmaps clean clean-venv
+.PHONY: help setup demo test test-slow lint format heatmaps pocket clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for 
 	$(RUN) run.py -m method=full,pqcache,streaming budget=0.2 task=needle limit=null out=$(OUT)/heatmaps wandb=disabled \
 	    $(if $(HAYSTACK),"task.haystack='$(HAYSTACK)'")
 	$(RUN) -m pqcache.harness.figures $(OUT)/heatmaps
+
+pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
+	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
+	$(RUN) -m pqcache.harness.groups $(OUT)/pocket
 
 clean: ## remove caches and build files
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,9 @@ from pqcache.embedded.pocket import make_samples
 from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words, words_in
 
-TEMPLATE = words_in("The of is decision stop the last There are A B C D E F G sample note way from to and then return and then")
+TEMPLATE = words_in(
+    "The of is decision stop the last There are A B C D E F G sample note way from to and then return and then"
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ RELATIONS = (
 
 def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) -> Scene:
     """`units` chains of two facts; the near-duplicates share the relation and the attribute or the name."""
-    pieces, asks = [], []
+    pieces: list[str] = []
+    asks: list[Ask] = []
 
     def chain(relation: str, name: str, attribute: str, other: str) -> None:
         values = " ".join(lexicon.values(n_values))

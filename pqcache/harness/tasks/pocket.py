@@ -46,10 +46,8 @@ class Options:
 class Suite:
     """The task module of some families: what `build_task` and the checks before loading need."""
 
-    Options = Options
-
     def __init__(self, name: str, families: tuple[str, ...]) -> None:
-        self.name, self.families = name, families
+        self.name, self.families, self.Options = name, families, Options
         self.MAX_NEW_TOKENS = max(NEW_TOKENS[family] for family in families)
 
     def longest(self, options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
