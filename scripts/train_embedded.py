@@ -66,7 +66,8 @@ class Recipe:
 POCKET = Recipe(  # continues from weights that can already copy: --init
     stages=(
         Stage(until=0.5, length=512, rows=8, query_share=0.45),
-        Stage(until=1.0, length=1024, rows=4, query_share=0.45),
+        Stage(until=0.7, length=1024, rows=4, query_share=0.45),
+        Stage(until=1.0, length=2048, rows=2, query_share=0.4),
     ),
     lr=1e-3, decay_from=2.0, watch_lengths=(), watch_samples=4,
 )  # fmt: skip
