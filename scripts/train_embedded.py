@@ -3,6 +3,8 @@
     python scripts/train_embedded.py --minutes 90                       # all stages, two CPU cores are enough
     python scripts/train_embedded.py --minutes 90 --work /tmp/train     # the same command again resumes after a kill
     python scripts/train_embedded.py --init pqcache/embedded/weights --minutes 30 --first-stage 3   # train on
+    python scripts/train_embedded.py --recipe families --init <needle's out> --minutes 60 --out <folder>
+    python scripts/train_embedded.py --recipe long --init <families' out> --head-dim 128 --minutes 60
     python scripts/train_embedded.py --device cuda --minutes 20
     python scripts/train_embedded.py --measure 150 --haystack <folder of .txt files>   # scores into the model card
 
@@ -33,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
 from pqcache.embedded import card, documents, measure, network, prose, tokenizer, training  # noqa: E402
+from pqcache.embedded.families import FAMILIES  # noqa: E402
 from pqcache.embedded.training import Stage  # noqa: E402
 
 
@@ -61,15 +64,28 @@ class Recipe:
     decay_from: float = 0.75  # share of the training after which the learning rate falls linearly to 2 %
     watch_lengths: tuple[int, ...] = (1024, 2048)
     watch_samples: int = 10
+    watch_families: tuple[
+        str, ...
+    ] = ()  # PocketBench families whose fully right answers are counted at the first length
 
 
-POCKET = Recipe(  # continues from weights that can already copy: --init
+FAMILY = Recipe(  # after "needle": the families of PocketBench
     stages=(
-        Stage(until=0.5, length=512, rows=8, query_share=0.45),
-        Stage(until=0.7, length=1024, rows=4, query_share=0.45),
-        Stage(until=1.0, length=2048, rows=2, query_share=0.4),
+        Stage(until=0.5, length=512, rows=8, query_share=0.45, family_rows=0.8),
+        Stage(until=0.7, length=1024, rows=4, query_share=0.45, family_rows=0.8),
+        Stage(until=1.0, length=2048, rows=2, query_share=0.4, family_rows=0.8),
     ),
-    lr=1e-3, decay_from=2.0, watch_lengths=(), watch_samples=4,
+    lr=1e-3, decay_from=2.0, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
+)  # fmt: skip
+
+LONG = Recipe(  # after "families": heads of dimension 128, long texts
+    stages=(
+        Stage(until=0.3, length=1024, rows=4, query_share=0.45, family_rows=0.75),
+        Stage(until=0.6, length=2048, rows=2, query_share=0.4, family_rows=0.75),
+        Stage(until=0.95, length=4096, rows=1, query_share=0.25, family_rows=0.75),
+        Stage(until=1.0, length=8192, rows=1, query_share=0.1, family_rows=0.75),
+    ),
+    lr=8e-4, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
 )  # fmt: skip
 
 TINY = Recipe(
@@ -78,7 +94,7 @@ TINY = Recipe(
 )  # fmt: skip
 
 
-RECIPES = {"needle": Recipe(), "pocket": POCKET}
+RECIPES = {"needle": Recipe(), "families": FAMILY, "long": LONG}  # in this order, each with --init on the one before
 
 
 @dataclass
@@ -157,7 +173,7 @@ def write_curve(curve: list[dict[str, float]], out: Path) -> None:
     except ImportError:
         return
     figure, axis = pyplot.subplots(figsize=(6, 3.5))
-    for key in (k for k in curve[0] if k.startswith("pocket")):
+    for key in (k for k in curve[0] if k.startswith("needle_") or k in FAMILIES):
         axis.plot([p["minutes"] for p in curve], [p[key] for p in curve], label=key)
     axis.plot(
         [p["minutes"] for p in curve], [100 * p["first_value"] for p in curve], ":", label="first value, training"
@@ -212,12 +228,15 @@ def train(args: argparse.Namespace) -> None:
         }  # fmt: skip
         for length in recipe.watch_lengths:
             points = measure.pocket_scores(model, tok, length, recipe.watch_samples, seed=1000)
-            point[f"pocket_{length}"] = round(sum(points) / len(points), 1)
+            point[f"needle_{length}"] = round(sum(points) / len(points), 1)
+        for family in recipe.watch_families:
+            pairs = measure.family_answers(model, tok, family, recipe.watch_lengths[0], recipe.watch_samples, seed=1000)
+            point[family] = round(100 * sum(said == sample["answer"] for sample, said in pairs) / len(pairs), 1)
         model.train()
         progress.curve.append(point)
         bar.write(json.dumps(point))
         write_curve(progress.curve, out)
-        if args.publish_over is not None and point[f"pocket_{recipe.watch_lengths[0]}"] > args.publish_over:
+        if args.publish_over is not None and point[f"needle_{recipe.watch_lengths[0]}"] > args.publish_over:
             export(model, tok, out)
 
     bar = tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}")
@@ -268,7 +287,13 @@ def train(args: argparse.Namespace) -> None:
 
 def write_facts(model: Qwen2ForCausalLM, progress: Progress, recipe: Recipe, args: argparse.Namespace) -> None:
     """training.json: what the model card says about the training."""
+    before = Path(args.init) / "training.json" if args.init else None
+    first = json.loads(before.read_text()) if before is not None and before.exists() else None
+    summary = ("recipe_name", "minutes", "steps", "tokens", "seed", "device", "recipe", "notes", "head_dim")
     facts: dict[str, Any] = {
+        "earlier": [*first.get("earlier", []), {k: first.get(k) for k in summary}] if first else [],
+        "recipe_name": "tiny" if args.tiny else args.recipe,
+        "head_dim": model.config.head_dim,
         "parameters": sum(p.numel() for p in model.parameters()),
         "minutes": round(progress.seconds / 60, 1),
         "steps": progress.step,

@@ -1,13 +1,14 @@
-"""Free-running scores of a model: greedy generation with the full cache, on `needle_pocket` and on a needle in prose."""
+"""Free-running scores of a model: greedy generation with the full cache, of generated samples and a needle in prose."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pqcache.embedded import needle_pocket
+from pqcache.embedded import needle_pocket, pocket
 
 _NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 _KEYWORDS = ("sandwich", "dolores park", "sunny day")
@@ -34,6 +35,14 @@ def pocket_scores(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: 
     """needle_pocket scores (0-100) of samples 0..n-1."""
     samples = needle_pocket.make_samples(n, length, seed, tok)
     return [needle_pocket.score(answer(model, tok, s["prompt"], 40), s["values"]) for s in samples]
+
+
+def family_answers(
+    model: PreTrainedModel, tok: PreTrainedTokenizerBase, family: str, length: int, n: int, seed: int
+) -> list[tuple[dict[str, Any], str]]:
+    """(sample, answer) of a PocketBench family's samples 0..n-1."""
+    samples = pocket.make_samples(family, n, length, seed, tok)
+    return [(sample, answer(model, tok, sample["prompt"], 128)) for sample in samples]
 
 
 def prose_needle_scores(

@@ -3,7 +3,8 @@
 A row is `<bos> document question <answer> answer <eos> question <answer> ...`; a needle is `The <key> is <value>.`, its
 question `What is the <key>?` and its answer the needle again. Keys and values are pseudo-word facts, random tokens or
 prose words; filler is generated sentences, stdlib prose, shuffled prose words or random tokens, all mixed freely. Random
-tokens make copying independent of the text. Many keys are near-duplicates of another key of the same document.
+tokens make copying independent of the text. Many keys are near-duplicates of another key of the same document. A share of the
+rows holds PocketBench's families instead, with training words.
 
 Row r of step s depends on (seed, s, r) alone, so a resumed run sees the same rows. Held-out words never appear.
 """
@@ -26,9 +27,8 @@ from pqcache.embedded.words import pseudo_words, words_in
 # Loss weights: the first token of the key has to find the question, the first value token has to tell near-duplicates
 # apart; all other answer tokens (weight 1) follow from the ones before them.
 FIRST_KEY_WEIGHT, FIRST_VALUE_WEIGHT = 4.0, 4.0
-FAMILY_ROWS = 0.8  # share of rows made of PocketBench's families
 FAMILY_ODDS = {"hop": 4, "decisions": 4, "count": 4, "chain": 4}  # to 1 for the others, which are learned sooner
-_CUES = " is| to| and| then| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
+_CUES = " is| to| and| has| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
     "|"
 )  # what follows has to be decided
 _WRAPPER = (
@@ -46,6 +46,7 @@ class Stage:
     length: int  # L, tokens per row
     rows: int  # rows per step
     query_share: float  # of the tokens, spent on questions and answers; 0: one question per row
+    family_rows: float = 0.0  # share of rows made of PocketBench's families
 
 
 @dataclass(frozen=True)
@@ -198,17 +199,22 @@ class RowMaker:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def row(self, seed: tuple[int, ...], length: int, query_share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def row(
+        self, seed: tuple[int, ...], length: int, query_share: float, family_rows: float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids [L], loss weight of each token [L], position ids [L])."""
         for attempt in range(100):
-            made = self._row(np.random.default_rng([*seed, attempt]), length, query_share)
+            rng = np.random.default_rng([*seed, attempt])
+            made = self._row(rng, length, query_share, family_rows)
             if not words_in(self.tokenizer.decode(made[0])) & self.held_out:
                 return made
         raise RuntimeError("no row without held-out words in 100 tries")
 
-    def _row(self, rng: np.random.Generator, length: int, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _row(
+        self, rng: np.random.Generator, length: int, share: float, family_rows: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         py = Random(int(rng.integers(2**62)))
-        if rng.random() < FAMILY_ROWS:
+        if family_rows and rng.random() < family_rows:
             return self._family_row(rng, py, length, share)
         needle_kind = rng.choice(["facts", "words", "random"], p=[0.4, 0.4, 0.2])
         odds = [0.2, 0.2, 0.1, 0.5] if needle_kind == "random" else [0.35, 0.35, 0.1, 0.2]
@@ -375,6 +381,8 @@ class RowMaker:
 
     def batch(self, seed: int, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids, loss weights, position ids), each [rows, L]."""
-        made = [self.row((seed, step, r), stage.length, stage.query_share) for r in range(stage.rows)]
+        made = [
+            self.row((seed, step, r), stage.length, stage.query_share, stage.family_rows) for r in range(stage.rows)
+        ]
         ids, weights, positions = zip(*made, strict=True)
         return np.stack(ids), np.stack(weights), np.stack(positions)

@@ -23,12 +23,12 @@ def test_lists_are_disjoint(maker: RowMaker) -> None:
 
 
 def test_no_held_out_word_in_training_rows(maker: RowMaker) -> None:
-    """About 600,000 tokens of real batches of all lengths: facts, prose, shuffled words and random tokens."""
+    """About 600,000 tokens of real batches of all lengths: facts, prose, shuffled words, random tokens, families."""
     seen: set[str] = set()
     for step, (length, rows, share) in enumerate(
         ((256, 600, 0.45), (1024, 150, 0.45), (2048, 100, 0.4), (4096, 24, 0.1))
     ):
-        ids, _, _ = maker.batch(3, step, Stage(1.0, length, rows, share))
+        ids, _, _ = maker.batch(3, step, Stage(1.0, length, rows, share, family_rows=0.5))
         for row in ids:
             seen |= words_in(maker.tokenizer.decode(row))
     assert not seen & maker.held_out

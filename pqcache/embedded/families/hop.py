@@ -1,4 +1,8 @@
-"""Two-hop questions over several documents: the first fact names whom the second is about."""
+"""Two-hop questions over several documents: the first fact names whom the second is about.
+
+The baker of Velor is Kesa.   Kesa has the motto ... .
+What is the baker of Velor, who has the motto?   The baker of Velor is Kesa, and Kesa has the motto ... .
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,10 @@ def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) ->
 
     def chain(relation: str, name: str, attribute: str, other: str) -> None:
         values = " ".join(lexicon.values(n_values))
-        bridge, target = f"The {relation} of {name} is {other}.", f"The {attribute} of {other} is {values}."
+        bridge, target = f"The {relation} of {name} is {other}.", f"{other} has the {attribute} {values}."
         pieces.extend((bridge, target))
-        question = f"What is the {relation} of {name}, and then the {attribute}?"
-        answer = f"{bridge.removesuffix('.')}, and then t{target.removeprefix('T')}"
-        asks.append(Ask(question, answer, values, bridge))
+        question = f"What is the {relation} of {name}, who has the {attribute}?"
+        asks.append(Ask(question, f"{bridge.removesuffix('.')}, and {target}", values, bridge))
 
     for _ in range(units):
         relation, second = rng.sample(RELATIONS, 2)
