@@ -320,12 +320,44 @@ def measure_shipped(args: argparse.Namespace) -> None:
         points = [p for seed in range(3) for p in measure.pocket_scores(model, tok, length, -(-n // 3), seed)][:n]
         whole = 100.0 * sum(p == 100.0 for p in points) / n
         measured.setdefault("needle_pocket", {})[str(length)] = {"n": n, "score": sum(points) / n, "whole": whole}
+        if args.families:
+            from pqcache.harness.tasks.pocket import score  # needs rouge and rapidfuzz
+
+            for family in FAMILIES:
+                pairs = measure.family_answers(model, tok, family, length, n, seed=0)
+                cell = {
+                    "n": n,
+                    "score": sum(100 * score(family, said, sample) for sample, said in pairs) / n,
+                    "whole": sum(100 * (said == sample["answer"]) for sample, said in pairs) / n,
+                }
+                measured.setdefault("pocket", {}).setdefault(str(length), {})[family] = cell
         if args.haystack:
             scores = measure.prose_needle_scores(model, tok, Path(args.haystack), length, 5)
             measured.setdefault("prose_needle", {})[str(length)] = scores
-        print(length, {k: v[str(length)] for k, v in measured.items()}, flush=True)
+        print(length, {k: v[str(length)] for k, v in measured.items() if str(length) in v}, flush=True)
         path.write_text(json.dumps(measured, indent=1) + "\n")
+    draw_measured(measured, out)
     card.write_card(out)
+
+
+def draw_measured(measured: dict[str, Any], out: Path) -> None:
+    """measured.png: the score of each PocketBench family over the prompt's length."""
+    if not measured.get("pocket"):
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    lengths = sorted(int(length) for length in measured["pocket"])
+    for family in FAMILIES:
+        axis.plot(lengths, [measured["pocket"][str(n)][family]["score"] for n in lengths], marker="o", label=family)
+    axis.set(xscale="log", xlabel="prompt tokens", ylabel="score", ylim=(0, 102), title="PocketBench, full cache")
+    axis.set_xticks(lengths, [str(n) for n in lengths], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.legend(fontsize=7, ncols=2)
+    figure.savefig(out / "measured.png", dpi=110)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -351,6 +383,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--note", action="append", default=[], help="a remark for the model card; may be repeated")
     parser.add_argument(
         "--measure", type=int, default=0, metavar="N", help="no training: N samples per length, new card"
+    )
+    parser.add_argument(
+        "--families", action="store_true", help="for --measure: PocketBench too, N samples of each family"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="for --measure")
     parser.add_argument(

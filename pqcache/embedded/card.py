@@ -10,17 +10,18 @@ _TEXT = """# The embedded model
 
 A Qwen2 model of {parameters:.1f} million parameters ({layers} layers, hidden size {hidden}, {heads} query heads on
 {kv_heads} key/value heads of dimension {head_dim}, contexts to {context}) with a byte-level BPE tokenizer of {vocab} entries. It
-does one thing: it finds a sentence `The <key> is <value>.` in a long text and restates it when asked `What is the <key>?`. It was
-made to tell KV-cache methods apart without a download. It knows no facts, follows no other instruction, and writes
-nothing of its own.
+does one thing: it finds sentences such as `The <key> is <value>.` in a long text and restates them when asked
+`What is the <key>?`.{families} It was made to tell KV-cache methods apart without a download. It knows no facts, follows no
+other instruction, and writes nothing of its own.
 
     tokenizer.apply_chat_template([{{"role": "user", "content": text}}], add_generation_prompt=True)
     # <bos> text <answer>     the answer ends with <eos>
 
 ## Training
 
-`python scripts/train_embedded.py --minutes {minutes_planned:.0f}` trains it from nothing but this repository and the Python
-standard library. This one saw {tokens:.1f} million tokens in {steps} steps ({minutes:.0f} minutes;\n{device}; seed {seed}).
+`python scripts/train_embedded.py` trains it from nothing but this repository and the Python standard library:
+
+{runs}
 
 - Data, all made on the fly (`pqcache/embedded/training.py`): sentences with pseudo-word, random-token and prose-word keys and
   values, many keys near-duplicates of another; as filler generated sentences, prose of the Python language reference
@@ -29,8 +30,6 @@ standard library. This one saw {tokens:.1f} million tokens in {steps} steps ({mi
   rejected (`tests/embedded/test_held_out.py`).
 - Start: look-back and matching heads are put in place before training (`pqcache/embedded/network.py`); all weights are trained.
 - Loss on answer tokens; position ids jump in half of the rows, up to {context}.
-- Stages (share of the training, tokens per row x rows, share of question and answer tokens): {stages}.
-- AdamW, learning rate {lr}, linear decay from {decay_from:.0%} of the training on, bf16 autocast.
 {notes}
 ![learning curve](learning_curve.png)
 
@@ -60,6 +59,15 @@ def _measured_table(measured: dict[str, Any]) -> str:
             for k, v in sorted(pocket.items(), key=_length)
         ]
         parts.append("")
+    if families := measured.get("pocket"):
+        names = list(next(iter(families.values())))
+        parts.append("PocketBench, official metric of each family, share of fully right answers in brackets:\n")
+        parts.append(f"| tokens | samples each | mean | {' | '.join(names)} |\n|---|---|---|{'---|' * len(names)}")
+        for length, cells in sorted(families.items(), key=_length):
+            mean = sum(cells[k]["score"] for k in names) / len(names)
+            each = " | ".join(f"{cells[k]['score']:.0f} ({cells[k]['whole']:.0f})" for k in names)
+            parts.append(f"| {length} | {cells[names[0]]['n']} | {mean:.1f} | {each} |")
+        parts.append("\n![score per family and length](measured.png)\n")
     if prose := measured.get("prose_needle"):
         parts.append("Keyword accuracy of one needle in essays (never trained on), by depth from start to end:\n")
         parts.append("| tokens | per depth | mean |\n|---|---|---|")
@@ -70,15 +78,35 @@ def _measured_table(measured: dict[str, Any]) -> str:
     return "\n".join(parts) if parts else "Nothing measured yet: `python scripts/train_embedded.py --measure 50`.\n"
 
 
+def _run(run: dict[str, Any]) -> str:
+    """One training run in a few lines."""
+    recipe = run["recipe"]
+    stages = "; ".join(
+        f"to {s['until']:.0%}: {s['length']} x {s['rows']}, {s['query_share']:.0%}"
+        + (f", {s['family_rows']:.0%} families" if s.get("family_rows") else "")
+        for s in recipe["stages"]
+    )
+    decay = f", linear decay from {recipe['decay_from']:.0%} of the run on" if recipe["decay_from"] < 1 else ""
+    return (
+        f"- `--recipe {run.get('recipe_name') or 'needle'}`: {run['tokens'] / 1e6:.1f} million tokens in {run['steps']} steps"
+        f" ({run['minutes'] / 60:.1f} hours; {run['device']}; seed {run['seed']}; heads of {run.get('head_dim') or 64}).\n"
+        f"  Stages (share of the run, tokens per row x rows, share of question and answer tokens): {stages}.\n"
+        f"  AdamW, learning rate {recipe['lr']}{decay}, bf16 autocast."
+    )
+
+
 def write_card(folder: Path) -> None:
     """Writes README.md; needs config.json and training.json, uses measured.json if it is there."""
     config = json.loads((folder / "config.json").read_text())
     training = json.loads((folder / "training.json").read_text())
     path = folder / "measured.json"
     measured = json.loads(path.read_text()) if path.exists() else {}
-    recipe = training["recipe"]
-    stages = "; ".join(
-        f"to {s['until']:.0%}: {s['length']} x {s['rows']}, {s['query_share']:.0%}" for s in recipe["stages"]
+    runs = [*training.get("earlier", []), training]
+    notes = [note for run in runs for note in run["notes"] or []]
+    families = (
+        " It also answers the eight families of PocketBench (`pqcache/embedded/families`)."
+        if measured.get("pocket")
+        else ""
     )
     text = _TEXT.format(
         parameters=training["parameters"] / 1e6,
@@ -89,16 +117,9 @@ def write_card(folder: Path) -> None:
         head_dim=config["head_dim"],
         context=config["max_position_embeddings"],
         vocab=config["vocab_size"],
-        minutes_planned=max(training["minutes"], 1),
-        tokens=training["tokens"] / 1e6,
-        steps=training["steps"],
-        minutes=training["minutes"],
-        device=training["device"],
-        seed=training["seed"],
-        stages=stages,
-        lr=recipe["lr"],
-        decay_from=recipe["decay_from"],
-        notes="".join(f"- {note}\n" for note in training["notes"]),
+        families=families,
+        runs="\n".join(_run(run) for run in runs),
+        notes="".join(f"- {note}\n" for note in notes),
         measured=_measured_table(measured),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
