@@ -72,7 +72,7 @@ class Recipe:
 FAMILY = Recipe(  # after "needle": the families of PocketBench
     stages=(
         Stage(until=0.5, length=512, rows=8, query_share=0.45, family_rows=0.8),
-        Stage(until=0.7, length=1024, rows=4, query_share=0.45, family_rows=0.8),
+        Stage(until=0.9, length=1024, rows=4, query_share=0.45, family_rows=0.8),
         Stage(until=1.0, length=2048, rows=2, query_share=0.4, family_rows=0.8),
     ),
     lr=1e-3, decay_from=2.0, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
@@ -80,12 +80,10 @@ FAMILY = Recipe(  # after "needle": the families of PocketBench
 
 LONG = Recipe(  # after "families": heads of dimension 128, long texts
     stages=(
-        Stage(until=0.3, length=1024, rows=4, query_share=0.45, family_rows=0.75),
-        Stage(until=0.6, length=2048, rows=2, query_share=0.4, family_rows=0.75),
-        Stage(until=0.95, length=4096, rows=1, query_share=0.25, family_rows=0.75),
-        Stage(until=1.0, length=8192, rows=1, query_share=0.1, family_rows=0.75),
+        Stage(until=0.4, length=2048, rows=2, query_share=0.4, family_rows=0.75),
+        Stage(until=1.0, length=4096, rows=1, query_share=0.25, family_rows=0.75),
     ),
-    lr=8e-4, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
+    lr=8e-4, warmup_steps=20, decay_from=0.5, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
 )  # fmt: skip
 
 TINY = Recipe(

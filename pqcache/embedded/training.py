@@ -28,7 +28,7 @@ from pqcache.embedded.words import pseudo_words, words_in
 # apart; all other answer tokens (weight 1) follow from the ones before them.
 FIRST_KEY_WEIGHT, FIRST_VALUE_WEIGHT = 4.0, 4.0
 FAMILY_ODDS = {"hop": 4, "decisions": 4, "count": 4, "chain": 4}  # to 1 for the others, which are learned sooner
-_CUES = " is| to| and| has| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
+_CUES = " is| to| with| decision| stop| proposal|(|.| of|The|return| from|<answer>| the".split(
     "|"
 )  # what follows has to be decided
 _WRAPPER = (

@@ -18,7 +18,7 @@ from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words, words_in
 
 TEMPLATE = words_in(
-    "The of is decision stop the last There are A B C D E F G sample note way from to and has return and then"
+    "The of is decision stop the last There are A B C D E F G sample note way from to with return and then"
 )
 
 
@@ -74,7 +74,7 @@ def test_every_step_of_an_answer_stands_in_exactly_one_piece(family: str, tok: P
         assert len(set(scene.pieces)) == len(scene.pieces)
         if family in ("labels", "passages", "code"):
             continue  # keys of their own, below
-        keys = [re.match(r".* is |.* has the \w+ ", piece)[0] for piece in scene.pieces]  # type: ignore[index]
+        keys = [re.match(r".* with the \w+ |.* is ", piece)[0] for piece in scene.pieces]  # type: ignore[index]
         assert len(set(keys)) == len(keys)
         for ask in scene.asks:
             sentences = re.findall(r"The [^.]* is [^.]*\.", ask.answer)
@@ -83,8 +83,9 @@ def test_every_step_of_an_answer_stands_in_exactly_one_piece(family: str, tok: P
                 sentences = [f"The way from {a} is to {b}." for a, b in zip(stations, stations[1:])]
                 assert 4 <= len(sentences) <= 9
             elif family == "hop":
-                first, second = ask.answer.split(", and ")
-                sentences = [f"{first}.", second]
+                first, second = ask.answer.split(" with ")
+                name = first.rpartition(" ")[2]
+                sentences = [f"{first}.", f"There is {name} with {second}"]
             assert sentences and set(sentences) <= set(scene.pieces)
             assert ask.source == sentences[0]
 

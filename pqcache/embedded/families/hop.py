@@ -26,10 +26,10 @@ def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) ->
 
     def chain(relation: str, name: str, attribute: str, other: str) -> None:
         values = " ".join(lexicon.values(n_values))
-        bridge, target = f"The {relation} of {name} is {other}.", f"{other} has the {attribute} {values}."
+        bridge, target = f"The {relation} of {name} is {other}.", f"There is {other} with the {attribute} {values}."
         pieces.extend((bridge, target))
-        question = f"What is the {relation} of {name}, who has the {attribute}?"
-        asks.append(Ask(question, f"{bridge.removesuffix('.')}, and {target}", values, bridge))
+        question = f"What is the {relation} of {name} with the {attribute}?"
+        asks.append(Ask(question, f"{bridge[:-1]}{target.removeprefix(f'There is {other}')}", values, bridge))
 
     for _ in range(units):
         relation, second = rng.sample(RELATIONS, 2)

@@ -96,8 +96,8 @@ def dataset(docs: Docs, family: str, **_: Any) -> dict:
 
 
 def final(response: str) -> str:
-    """The answer proper of a sentence that restates its key: what follows the last " is " or " has the <word> "."""
-    return re.split(r" is | has the \w+ ", response)[-1].strip().removesuffix(".")
+    """The answer proper of a sentence that restates its key: what follows the last " is " or " with the <word> "."""
+    return re.split(r" is | with the \w+ ", response)[-1].strip().removesuffix(".")
 
 
 def score(family: str, response: str, doc: dict) -> float:
