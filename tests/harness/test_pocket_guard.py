@@ -1,0 +1,34 @@
+"""Method quality does not get worse unseen: a fixed subset of PocketBench against the rows recorded for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import run
+from pqcache.harness.results import Row, read_row
+
+RECORDED = Path(__file__).resolve().parents[2] / "results" / "reference" / "pocket_guard"
+
+
+def rows_of(folder: Path) -> dict[str, Row]:
+    rows = [row for path in sorted(folder.glob("*/row.json")) if (row := read_row(path)) is not None]
+    return {row["method"]: row for row in rows}
+
+
+@pytest.mark.skipif(not RECORDED.exists(), reason="no rows recorded")
+def test_full_oracle_and_pqcache_reach_their_recorded_scores(tmp_path: Path) -> None:
+    torch.set_num_threads(max(torch.get_num_threads(), 2))
+    recorded = rows_of(RECORDED)
+    assert run.main(["experiment=pocket_guard", f"out={tmp_path}", "wandb=disabled"]) == 0
+    measured = rows_of(tmp_path)
+    assert measured.keys() == recorded.keys() == {"full", "oracle", "pqcache"}
+    for method, row in measured.items():
+        old = recorded[method]
+        assert row["sample_scores"].keys() == old["sample_scores"].keys()
+        assert [*row["sample_scores"]["pocket_chain"]] == [*old["sample_scores"]["pocket_chain"]]  # the same documents
+        assert row["score"] is not None and old["score"] is not None and old["score_interval"] is not None
+        one_sample = 100.0 / row["n_samples"]  # other arithmetic may turn one near tie
+        assert row["score"] >= min(old["score_interval"][0], old["score"] - one_sample), method
