@@ -298,7 +298,7 @@ def write_facts(model: Qwen2ForCausalLM, progress: Progress, recipe: Recipe, arg
         "tokens": progress.tokens,
         "seed": args.seed,
         "device": f"{torch.get_num_threads()} CPU threads" if args.device == "cpu" else torch.cuda.get_device_name(),
-        "init": args.init,
+        "init": Path(args.init).name if args.init else None,
         "notes": args.note,
         "recipe": asdict(recipe),
     }

@@ -15,8 +15,9 @@ def maker() -> RowMaker:
 
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.45), (1024, 0.4), (4096, 0.0)])
-def test_rows(maker: RowMaker, length: int, share: float) -> None:
-    ids, weights, positions = maker.batch(0, 7, Stage(1.0, length, 6, share))
+@pytest.mark.parametrize("families", [0.0, 1.0])
+def test_rows(maker: RowMaker, length: int, share: float, families: float) -> None:
+    ids, weights, positions = maker.batch(0, 7, Stage(1.0, length, 6, share, families))
     assert ids.shape == weights.shape == positions.shape == (6, length)
     assert (ids[:, 0] == maker.bos).all()
     assert (np.diff(positions, axis=1) >= 1).all() and positions.max() < MAX_POSITION

@@ -1,0 +1,46 @@
+"""Widened heads compute what the narrow ones did, and what was added can be trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from pqcache.embedded import network
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Qwen2ForCausalLM:
+    config = network.make_config(96, 3, 96, 6, 3, 64, {"bos": 1, "eos": 2, "pad": 0})
+    config.head_dim = 16
+    model = Qwen2ForCausalLM(config).float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)  # biases too
+    return model
+
+
+def test_widened_heads_compute_the_same_function(narrow: Qwen2ForCausalLM) -> None:
+    wide = network.widened(narrow, 32, seed=0)
+    assert wide.config.head_dim == 32 and wide.config.max_position_embeddings == network.MAX_POSITION
+    ids = torch.randint(96, (2, 300), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(300).expand(2, -1) * 50  # far apart too
+    with torch.no_grad():
+        before, after = (network.hidden_states(model, ids, positions) for model in (narrow, wide))
+    torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
+
+
+def test_new_query_dimensions_receive_gradients(narrow: Qwen2ForCausalLM) -> None:
+    wide = network.widened(narrow, 32, seed=0)
+    ids = torch.randint(96, (2, 64), generator=torch.Generator().manual_seed(1))
+    loss, _, _ = network.answer_loss(wide, ids, torch.ones(2, 64), torch.arange(64).expand(2, -1))
+    loss.backward()
+    gradient = wide.model.layers[1].self_attn.q_proj.weight.grad
+    assert gradient is not None
+    assert (gradient.view(6, 32, -1)[:, 1::2].abs().amax(dim=-1) > 0).all()  # the RoPE pairs in between are new
+
+
+def test_only_multiples_of_the_head_dimension(narrow: Qwen2ForCausalLM) -> None:
+    with pytest.raises(ValueError, match="head_dim=24: must be a multiple of 16"):
+        network.widened(narrow, 24, seed=0)
