@@ -25,7 +25,7 @@ def test_rouge_l() -> None:
 
 
 def test_an_endless_sentence_scores_nothing() -> None:
-    text = " ".join(f"w{i}" for i in range(1500))
+    text = " ".join(f"w{i}" for i in range(700))
     assert longbench.rouge_l(text, text) == 0.0
 
 
