@@ -163,8 +163,9 @@ class Coded(Method):
     codec, codec_options: the method that codes, and its hyper-parameters. codec_budget: the share of 16-bit codes it takes,
     where it has one (zipcache, mikv); 1.0 keeps tokens exact, whatever the codec.
 
-    A retrieval policy's sinks and local window are coded like everything else, and its index is built from the exact keys. Of
-    generated tokens, probes see the attention over what was selected.
+    Deviations from the parts alone: a retrieval policy's sinks and local window are coded like everything else, its index is
+    built from the exact keys, and of generated tokens, probes see the attention over what was selected. Evictors prune once.
+    Where a later turn's eviction leaves heads with unequal numbers of packed tokens, the surplus is decoded and packed again.
     """
 
     name: ClassVar[str] = "coded"

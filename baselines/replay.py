@@ -56,9 +56,11 @@ class Replay(RetrievalMethod):
     """trace: a file, or a folder of them of which the one of the running prompt is taken. store: where K and V live in the
     replay, whatever they did in the recorded run.
 
-    The budget is the recorded one. With the recorded run's store the replay moves the same K and V and attends the same tokens;
-    bytes of the recorded method's index (selection) are not moved again, a cache of a store's own (ClusterKV's last steps)
-    is not rebuilt. One row at a time.
+    The budget is the recorded one. With the recorded run's store the replay moves the same K and V and attends the same tokens.
+    One row at a time.
+
+    Deviations from the recorded run: bytes of its index (selection) are not moved again, and a cache of a store's own
+    (ClusterKV's last steps) is not rebuilt.
     """
 
     name: ClassVar[str] = "replay"
