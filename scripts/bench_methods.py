@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
 from baselines.coded import Coded
+from baselines.evict_retrieve import EvictRetrieve
 from baselines.full import Full
 from baselines.gear import GEAR
 from baselines.h2o import H2O
@@ -39,6 +40,7 @@ from baselines.infllm import InfLLM, InfLLMLayer
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
+from baselines.kvcrush_mixed import KVCrushMixed
 from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.pyramidkv import PyramidKV
@@ -77,6 +79,8 @@ METHODS: dict[str, type[Method]] = {  # all but replay, which needs a recorded r
     "kivi": KIVI,
     "gear": GEAR,
     "coded": Coded,
+    "evict_retrieve": EvictRetrieve,
+    "kvcrush_mixed": KVCrushMixed,
 }
 OPTIONS: dict[str, dict[str, Any]] = {"infinigen": {"calibration_tokens": 128}}  # its time does not depend on the text
 GEOMETRY = {  # query heads, KV heads, head dimension, hidden size
