@@ -7,6 +7,7 @@ from pqcache.selective.decode import GenerationResult, decode_loop, generate
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.selective.shared_prefill import OwnPrefill, Prefill, record
 
 __all__ = [
     "Budget",
@@ -18,7 +19,9 @@ __all__ = [
     "ModelShape",
     "NotApplicable",
     "NotBuilt",
+    "OwnPrefill",
     "Plan",
+    "Prefill",
     "SelectiveCache",
     "SelectiveLayer",
     "StagedLayer",
@@ -27,4 +30,5 @@ __all__ = [
     "decode_loop",
     "generate",
     "partition_plan",
+    "record",
 ]

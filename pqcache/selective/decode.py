@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import Watcher
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
+from pqcache.selective.shared_prefill import Prefill
+from pqcache.selective.shared_prefill import feed as feed_recorded
 
 
 @dataclass
@@ -23,8 +26,8 @@ class GenerationResult:
 
     token_ids: list[int]  # new tokens, the end token included if it was produced
     prompt_tokens: int
-    prefill_s: float  # submission to first token
-    tt2t_s: float | None  # submission to second token; None if there was only one
+    prefill_s: float | None  # submission to first token; None with a prefill that was recorded
+    tt2t_s: float | None  # submission to second token; None if there was only one, or with a recorded prefill
     step_s: list[float]  # each decode step (the second new token, the third, ...)
     index_build_s: float  # time inside the prefill spent on indexes, eviction, packing
     budget_tokens: int | None  # planned per layer and KV head; None if the method ignores the budget
@@ -63,18 +66,23 @@ def decode_loop(
     stop: Callable[[list[int]], bool] | None = None,
     question_tokens: int = 0,
     prefill_chunk: int | None = None,
+    feed: Callable[[Any], torch.Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Greedy tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
 
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
+    feed: gives the cache the prompt before the question instead of a forward pass, and returns its logits (1, vocabulary).
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
     ids = input_ids.to(model.device)
     clock = Clock(ids.device)
     body = ids.shape[1] - question_tokens
-    blocks = list(ids[:, :body].split(prefill_chunk or max(body, 1), dim=1)) + list(ids[:, body:].split(1, dim=1))
+    prompt = list(ids[:, :body].split(prefill_chunk or max(body, 1), dim=1)) if feed is None else []
+    blocks = prompt + list(ids[:, body:].split(1, dim=1))
     tokens: list[int] = []
     blocks = [b for b in blocks if b.shape[1]]
+    if feed is not None:
+        logits = feed(cache)[:, None]
     for block in blocks:
         logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     while True:
@@ -100,10 +108,13 @@ def generate(
     attn: str = "auto",
     observers: Collection[Callable] = (),
     watchers: Collection[Watcher] = (),
+    prefill: Prefill | None = None,
 ) -> GenerationResult:
     """Greedy generation of one prompt, input_ids (1, s), under `method`.
 
-    Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together.
+    prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
+    Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together, and
+    OwnPrefill if a recorded prefill is not what this method would have computed.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: allowed is (1, s) with s >= 1")
@@ -112,6 +123,8 @@ def generate(
     s = input_ids.shape[1]
     if not 0 <= question_tokens < s:
         raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
+    if prefill is not None and (prefill.tokens != s - question_tokens or prefill_chunk is not None):
+        raise ValueError(f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}, in one block")
     cache = SelectiveCache(model, method, attn=attn)
     cache.observers.extend(observers)
     cache.watchers.extend(watchers)
@@ -120,8 +133,13 @@ def generate(
         tokens, marks = decode_loop(
             model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
             question_tokens=question_tokens, prefill_chunk=prefill_chunk,
+            feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
         )  # fmt: skip
-    return report(cache, tokens, marks, s, s - question_tokens)
+    result = report(cache, tokens, marks, s, s - question_tokens)
+    if prefill is not None:
+        prefill.check_unchanged()
+        result.prefill_s = result.tt2t_s = None
+    return result
 
 
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:

@@ -1,0 +1,168 @@
+"""One dense prefill that serves several methods.
+
+Most methods attend to the prompt exactly and differ only in what they do with its K and V afterwards, so a prompt that is
+asked of many methods needs one forward pass. `record` keeps what every attention module was given and returned; `feed`
+hands it to another cache's layers, which evict, pack or index as they would have in a forward pass of their own.
+
+    prefill = record(model, input_ids)
+    for method in methods:
+        result = generate(model, method, input_ids, max_new_tokens=32, prefill=prefill)
+
+Scores and bytes are those of a run with a prefill of its own; times of the prompt are not, so none are reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pqcache.selective.attach import attach
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher
+from pqcache.selective.method import Method, ModelShape
+
+
+class OwnPrefill(ValueError):
+    """This method does not attend to the prompt exactly: it needs a forward pass of its own."""
+
+
+@dataclass
+class Call:
+    """What one attention module was given for the prompt, and what it returned."""
+
+    q: torch.Tensor  # (1, h, s, d)
+    k: torch.Tensor  # (1, h_kv, s, d)
+    v: torch.Tensor
+    out: torch.Tensor  # (1, s, h, d)
+    module: nn.Module
+    hidden: torch.Tensor  # (1, s, D)
+    cos: torch.Tensor
+    sin: torch.Tensor
+    position_ids: torch.Tensor | None
+    modules: list[nn.Module]
+    rotary: nn.Module
+    scaling: float
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k, self.v, self.out, self.hidden
+
+    def kernel(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple:
+        """Stands in for the dense attention of this very block; anything else is not what was recorded."""
+        same = [a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in ((q, self.q), (k, self.k), (v, self.v))]
+        if module is not self.module or not all(same):
+            raise OwnPrefill("attends to something else than the prompt's own keys and values")
+        return self.out, None
+
+
+@dataclass
+class Prefill:
+    """A prompt's dense prefill: one Call per layer, and the logits (1, vocabulary) of the prompt's last token."""
+
+    tokens: int
+    attn: str
+    logits: torch.Tensor
+    calls: list[Call]
+    _versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._versions = self._count()
+
+    def _count(self) -> list[int]:
+        return [tensor._version for call in self.calls for tensor in call.tensors()]
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if a method wrote into what others will read."""
+        if self._count() != self._versions:
+            raise RuntimeError("a method changed the recorded prefill in place")
+
+
+class _Tape(Watcher):
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def watch(
+        self,
+        layer: SelectiveLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        ctx: LayerContext,
+    ) -> None:
+        shared = (ctx.module, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids, ctx.modules, ctx.rotary, ctx.scaling)
+        self.calls.append(Call(q, k, v, out, *shared))
+
+
+class _Passing(DenseLayer):
+    """Attends to the prompt and keeps nothing."""
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+
+
+class _Recording(Method):
+    name: ClassVar[str] = "recording"
+    ignores_budget: ClassVar[bool] = True
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
+        return _Passing(layer_idx, shape)
+
+
+@torch.no_grad()
+def record(model: PreTrainedModel, input_ids: torch.Tensor, attn: str = "auto") -> Prefill:
+    """The dense prefill of input_ids (1, s). Holds q, k, v, the output and the input of every layer."""
+    cache = SelectiveCache(model, _Recording(), attn=attn)
+    tape = _Tape()
+    cache.watchers.append(tape)
+    ids = input_ids.to(model.device)
+    cache.begin([ids.shape[1]], token_ids=ids)
+    with attach(model):
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    return Prefill(ids.shape[1], cache.attn, logits, tape.calls)
+
+
+@torch.no_grad()
+def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
+    """Give a begun cache its prompt from a recording, inside attach(model). Returns the logits (1, vocabulary).
+
+    Raises OwnPrefill if the method does not attend to the prompt exactly; `begin` makes the cache usable again.
+    """
+    if cache.attn != prefill.attn:
+        raise OwnPrefill(f"attn={cache.attn}, but the recording was made with {prefill.attn}")
+    kernel = cache.kernel
+    cache.open_forward()
+    try:
+        for index, call in enumerate(prefill.calls):
+            layer = cache.layers[index]
+            ctx = LayerContext(
+                layer_idx=index,
+                module=call.module,
+                cache=cache,
+                hidden=call.hidden,
+                cos=call.cos,
+                sin=call.sin,
+                position_ids=call.position_ids,
+                modules=call.modules,
+                rotary=call.rotary,
+                step=cache.plan_step(1, prefill.tokens, None),
+            )
+            ctx.scaling = call.scaling
+            cache.bound = index
+            layer.on_layer_input(ctx)
+            if index + 1 < len(cache.layers):
+                cache.layers[index + 1].on_previous_input(ctx)
+            layer.update(call.k, call.v)
+            cache.kernel = call.kernel
+            out = layer.attend(call.q, call.k, call.v, None, ctx)
+            if out is not call.out:
+                raise OwnPrefill("returns something else than exact attention")
+    finally:
+        cache.kernel = kernel
+    cache.close_forward()
+    return prefill.logits

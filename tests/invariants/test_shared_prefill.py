@@ -1,0 +1,67 @@
+"""A recorded dense prefill serves every method as its own would: same tokens, same bytes, nothing written into it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.full import Full
+from baselines.snapkv import SnapKV
+from pqcache.selective import Budget, OwnPrefill, Prefill, generate, record
+from tests.invariants import drive
+from tests.invariants.cases import Case
+from tests.invariants.conftest import build
+
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.tensor([drive.tokens(90, seed=3)])
+
+
+@pytest.fixture(scope="module")
+def recorded(ids: torch.Tensor) -> Prefill:
+    return record(build("llama"), ids)
+
+
+def test_as_with_its_own_prefill(llama: PreTrainedModel, case: Case, ids: torch.Tensor, recorded: Prefill) -> None:
+    torch.manual_seed(0)
+    own = generate(llama, case.make(), ids, max_new_tokens=NEW)
+    torch.manual_seed(0)
+    if case.sparse_prefill:
+        with pytest.raises(OwnPrefill):
+            generate(llama, case.make(), ids, max_new_tokens=NEW, prefill=recorded)
+        return
+    shared = generate(llama, case.make(), ids, max_new_tokens=NEW, prefill=recorded)
+    assert shared.prefill_s is None
+    assert shared.tt2t_s is None
+    times = {"prefill_s", "tt2t_s", "step_s", "index_build_s"}
+    for field in dataclasses.fields(own):
+        if field.name not in times:
+            assert getattr(shared, field.name) == getattr(own, field.name), field.name
+
+
+@pytest.mark.parametrize("question", [0, 7])
+def test_question_goes_through_the_decode_path(llama: PreTrainedModel, ids: torch.Tensor, question: int) -> None:
+    recorded = record(llama, ids[:, : 90 - question])
+    method = SnapKV(budget=Budget(ratio=0.3), n_sink=4, w=8)
+    own = generate(llama, method, ids, max_new_tokens=NEW, question_tokens=question)
+    shared = generate(llama, method, ids, max_new_tokens=NEW, question_tokens=question, prefill=recorded)
+    assert shared.token_ids == own.token_ids
+    assert shared.bytes_per_step == own.bytes_per_step
+
+
+def test_writing_into_the_recording_is_found(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    recorded = record(llama, ids)
+    recorded.calls[1].k.mul_(1.0)
+    with pytest.raises(RuntimeError, match="in place"):
+        generate(llama, Full(), ids, max_new_tokens=2, prefill=recorded)
+
+
+def test_another_prompt_is_refused(llama: PreTrainedModel, ids: torch.Tensor, recorded: Prefill) -> None:
+    with pytest.raises(ValueError, match="prefill of 90 tokens: allowed is the prompt's 80"):
+        generate(llama, Full(), ids[:, :80], max_new_tokens=2, prefill=recorded)
