@@ -20,7 +20,13 @@ from pqcache.harness.registry import is_built, method_class, suggestion
 
 _UNTRACEABLE = "is not determined by the tokens it selects; diagnostics=true measures it"
 GROUPS = ("model", "method", "task", "experiment")
-NOT_HASHED = ("out", "wandb", "limit", "cache_dir")  # where and how much is run, not what: no part of a cell's identity
+NOT_HASHED = (
+    "out",
+    "wandb",
+    "limit",
+    "cache_dir",
+    "shared_prefill",
+)  # where and how much is run, not what: no part of a cell's identity
 
 
 class Refused(Exception):
@@ -47,6 +53,9 @@ class RunOptions:
     # recall, attention mass and output error of what is attended; trace: also a file of what was, for method=replay
     diagnostics: bool | Literal["trace"] = False
     smoke: bool = False  # a table's command on tiny inputs (not built yet)
+    shared_prefill: bool = (
+        False  # cells of one model and task share each prompt's dense prefill; TT2T then from few samples
+    )
     cache_dir: str = "~/.cache/pqcache"  # prepared method data, machine profiles, compiled kernels
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pqcache.harness.cells import write_text
 from pqcache.harness.results import Row, read_row
-from pqcache.harness.tables import budget_text, number, signed, size, span
+from pqcache.harness.tables import MISSING, budget_text, number, signed, size, span
 
 
 def group_rows(folder: Path) -> list[Row]:
@@ -47,14 +47,39 @@ def table(rows: Sequence[Row]) -> str:
             span(row["score_interval"]),
             "" if full else signed(row["paired_difference"]),
             "" if full else span(row["paired_interval"], signed),
-            *(number(row["tasks"][task]["score"] if task in row["tasks"] else None) for task in tasks),
+            *(_family(row, task) for task in tasks),
             number(row["attended_tokens"], 0),
             size(sum(row["bytes_per_step"].values())),
             number(row["tt2t_s"], 3),
             number(row["tpot_p50_ms"], 2),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines) + f"\n\n{_caption(rows)}"
+
+
+def _family(row: Row, task: str) -> str:
+    """A sub-task's score and interval."""
+    if task not in row["tasks"]:
+        return MISSING
+    found = row["tasks"][task]
+    return f"{number(found['score'])} {span(found['score_interval'])}".strip()
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    """What the columns are of: prompt, samples, where TT2T was measured, machines."""
+    prompt = sum(row["prompt_tokens"] for row in rows) / len(rows)
+    lines = [
+        f"{rows[0]['model']}, {rows[0]['task']}: {prompt:.0f} prompt tokens and"
+        f" {sum(row['generated_tokens'] for row in rows) / len(rows):.0f} new ones on average;"
+        " mean: unweighted over the tasks; intervals: 95 % bootstrap over samples."
+    ]
+    timed = sorted({row["tt2t_samples"] for row in rows if row["tt2t_samples"] < row["n_samples"]})
+    if timed:
+        lines.append(
+            f"TT2T: median of {'-'.join(map(str, timed[:: max(len(timed) - 1, 1)]))} samples with a prefill of their own;"
+            " the others' scores come from one dense prefill for all methods."
+        )
+    return " ".join([*lines, f"Machine: {' / '.join(dict.fromkeys(row['device'] for row in rows))}."])
 
 
 def _point(row: Row) -> tuple[float, float, float, float]:

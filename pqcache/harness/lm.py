@@ -13,6 +13,7 @@ import contextlib
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +31,23 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from pqcache.harness.diagnostics import Recorder
-    from pqcache.selective import GenerationResult, Method
+    from pqcache.selective import GenerationResult, Method, Prefill
 
 DEFAULT_NEW_TOKENS = 256
 Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, response) -> 0..100
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request in the model's terms."""
+
+    task: str
+    doc_id: int
+    text: str  # the prompt, wrapped
+    ids: list[int]
+    until: list[str]  # stop strings
+    new_tokens: int  # at most
+    mark: str  # the sample's fingerprint
 
 
 class HarnessLM(LM):
@@ -85,7 +99,7 @@ class HarnessLM(LM):
             tqdm(total=len(requests), desc=self.label, unit="sample", disable=disable_tqdm, leave=False) as bar,
         ):
             for request in requests:
-                sample = self._answer(request)
+                sample = self.answer(request)
                 answers.append(sample["response"])
                 scores = [s["score"] for s in self.used.values() if s["score"] is not None]
                 if scores:
@@ -101,7 +115,33 @@ class HarnessLM(LM):
 
     # -- one sample ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, request: Instance) -> Sample:
+    def prompt(self, request: Instance) -> tuple[list[int], int]:
+        """The token ids of a request, and how many of the last of them go through the decode path."""
+        asked = self._read(request)
+        return asked.ids, self._question(asked)
+
+    def has(self, request: Instance) -> bool:
+        """Whether the log holds the sample."""
+        asked = self._read(request)
+        return self.log.find(asked.task, asked.doc_id, asked.mark) is not None
+
+    def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
+        """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
+        asked = self._read(request)
+        task, doc_id, mark = asked.task, asked.doc_id, asked.mark
+        sample = self.log.find(task, doc_id, mark)
+        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
+            sample = self._generate(asked, request.doc, prefill)
+            if self.recorder is not None:
+                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
+            self.log.append(sample)
+        else:
+            self.resumed += 1
+        self.used[task, doc_id] = sample
+        return sample
+
+    def _read(self, request: Instance) -> _Asked:
+        """What a request asks for, in the model's terms. Raises ValueError if it is too long for the model."""
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
@@ -115,16 +155,10 @@ class HarnessLM(LM):
         if self.bos_count is None:
             self.bos_count = ids.count(bos) if (bos := self.loaded.tokenizer.bos_token_id) is not None else 0
         mark = fingerprint(ids, {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights})
-        sample = self.log.find(task, doc_id, mark)
-        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
-            sample = self._generate(task, doc_id, text, ids, until, new_tokens, mark, request.doc)
-            if self.recorder is not None:
-                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
-            self.log.append(sample)
-        else:
-            self.resumed += 1
-        self.used[task, doc_id] = sample
-        return sample
+        return _Asked(task, doc_id, text, ids, until, new_tokens, mark)
+
+    def _question(self, asked: _Asked) -> int:
+        return self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
 
     def _settings(self, settings: dict[str, Any]) -> tuple[list[str], int]:
         """(stop strings, new tokens) of a request; anything but greedy decoding is refused."""
@@ -135,17 +169,8 @@ class HarnessLM(LM):
         new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
         return [s for s in until if s], int(new_tokens)
 
-    def _generate(
-        self,
-        task: str,
-        doc_id: int,
-        text: str,
-        ids: list[int],
-        until: list[str],
-        new_tokens: int,
-        mark: str,
-        doc: dict,
-    ) -> Sample:
+    def _generate(self, asked: _Asked, doc: dict, prefill: Prefill | None = None) -> Sample:
+        task, doc_id, ids, until = asked.task, asked.doc_id, asked.ids, asked.until
         tokenizer = self.loaded.tokenizer
         stop_ids = self.loaded.stop_ids()
         vocabulary = tokenizer.get_vocab()
@@ -156,17 +181,18 @@ class HarnessLM(LM):
             warm_up(self.loaded.model, self.method, ids, self.attn)
         # A random step of a method must not depend on which samples ran before, or a resumed run would differ.
         torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
-        question = self.loaded.question_tokens(text) if self.question_as_decode else 0
+        question = self._question(asked)
         result = generate(
             self.loaded.model,
             self.method,
             torch.tensor([ids], device=self.loaded.model.device),
-            max_new_tokens=new_tokens,
+            max_new_tokens=asked.new_tokens,
             eos_token_ids=tuple(sorted(stop_ids)),
             stop=stopper(tokenizer, until),
             question_tokens=question,
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
+            prefill=prefill,
         )
         answer = result.token_ids
         while answer and answer[-1] in stop_ids:
@@ -174,7 +200,7 @@ class HarnessLM(LM):
         response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
         score = self.scorer(task, doc, response) if self.scorer is not None else None
         kernel = attention_kernel(self.attn)[0]
-        return _sample(task, doc_id, mark, response, score, question, result, kernel, self.facts)
+        return _sample(task, doc_id, asked.mark, response, score, question, result, kernel, self.facts)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:

@@ -26,6 +26,9 @@ from pqcache.harness.tasks import TaskSpec, build_task, longest_prompt
 if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
 
+    from pqcache.harness.diagnostics import Recorder
+    from pqcache.harness.lm import HarnessLM
+
 
 @dataclass
 class Session:
@@ -120,6 +123,8 @@ def run_cells(plan: Plan, session: Session) -> dict[str, Outcome]:
     environment.quiet()
     outcomes: dict[str, Outcome] = {}
     ordered = sorted(plan.cells, key=_model_order(plan))
+    if ordered[0].run.shared_prefill:
+        _share_prefills(ordered, session)
     for index, cell in enumerate(ordered):
         if plan.sweep:
             print(f"[{index + 1}/{len(ordered)}] {cell.label}", flush=True)
@@ -130,6 +135,21 @@ def run_cells(plan: Plan, session: Session) -> dict[str, Outcome]:
         if plan.sweep:
             print(f"      {_line(outcomes[cell.name])}", flush=True)
     return outcomes
+
+
+def _share_prefills(cells: list[Cell], session: Session) -> None:
+    """Compute what cells can compute from one prefill; they find it in their logs."""
+    from pqcache.harness import sharing
+
+    def make(cell: Cell, log: SampleLog) -> tuple[HarnessLM, TaskDict]:
+        lm, _, tasks = _adapter(session, cell, log)
+        return lm, tasks
+
+    for group in sharing.groups(cells):
+        try:
+            sharing.run_group(group, make)
+        except KeyboardInterrupt:
+            raise Interrupted(f"the prompts of {len(group)} cells") from None
 
 
 def _model_order(plan: Plan) -> Any:
@@ -228,11 +248,10 @@ def _run_or_record(session: Session, cell: Cell) -> Outcome:
         return Outcome("failed", reason=f"{type(error).__name__}: {error}")
 
 
-def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
-    """Evaluate one cell, reusing the samples in its log, and write its row."""
-    from lm_eval.evaluator import evaluate
-
-    from pqcache.harness.diagnostics import Recorder
+def _adapter(
+    session: Session, cell: Cell, log: SampleLog, recorder: Recorder | None = None
+) -> tuple[HarnessLM, TaskSpec, TaskDict]:
+    """A cell's method behind lm-eval's interface, and its task."""
     from pqcache.harness.lm import HarnessLM
 
     loaded = session.model(cell)
@@ -245,9 +264,6 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         value = tasks["tasks"][task].process_results(doc, [response]).get(metric)
         return None if value is None else float(value) * spec.scale
 
-    recorder = None
-    if cell.run.diagnostics:
-        recorder = Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
     lm = HarnessLM(
         loaded,
         cell.method,
@@ -261,6 +277,20 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         facts=session.facts(loaded.device),
         recorder=recorder,
     )
+    return lm, spec, tasks
+
+
+def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    """Evaluate one cell, reusing the samples in its log, and write its row."""
+    from lm_eval.evaluator import evaluate
+
+    from pqcache.harness.diagnostics import Recorder
+
+    recorder = None
+    if cell.run.diagnostics:
+        recorder = Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
+    lm, spec, tasks = _adapter(session, cell, log, recorder)
+    loaded = lm.loaded
     with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's own progress bars; the adapter keeps the real stream
         evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
     assert evaluated is not None

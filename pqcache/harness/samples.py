@@ -33,8 +33,11 @@ class Sample(TypedDict):
     new_tokens: int  # tokens generated, eos included
     prompt_tokens: int
     question_tokens: int  # prompt tokens fed through the decode path
-    prefill_s: float  # submitting the prompt -> first token; with diagnostics, all times include the measuring
-    tt2t_s: float | None  # submitting the prompt -> second token; None if one token was generated
+    # Submitting the prompt -> first token; None if another cell's prefill served; with diagnostics, times include measuring.
+    prefill_s: float | None
+    tt2t_s: (
+        float | None
+    )  # submitting the prompt -> second token; None if one token was generated, or with such a prefill
     step_s: list[float]  # every decode step
     index_build_s: float
     budget_tokens: float | None  # tokens planned per layer and KV head; None: the method ignores the budget

@@ -20,6 +20,11 @@ COLUMNS = ("score", "to Full", "95 % interval", "attended", "MiB", "TT2T s", "TP
 # -- one row -----------------------------------------------------------------------------------------------------------
 
 
+def _own_prefills(row: Row) -> str:
+    """Which samples TT2T and prefill are of, where other cells' prefill served the rest."""
+    return f" (of {row['tt2t_samples']} samples)" if row["tt2t_samples"] < row["n_samples"] else ""
+
+
 def row_text(row: Row, path: Path | None) -> str:
     """A row in a few lines; the last one is the path of its row.json."""
     if row["paired_difference"] is None:
@@ -38,7 +43,7 @@ def row_text(row: Row, path: Path | None) -> str:
         "time": (
             f"TT2T {number(row['tt2t_s'], 3)} s,"
             f" TPOT {number(row['tpot_p50_ms'], 2)} ms (p95 {number(row['tpot_p95_ms'], 2)}),"
-            f" prefill {number(row['prefill_s'], 3)} s, index build {number(row['index_build_s'], 3)} s"
+            f" prefill {number(row['prefill_s'], 3)} s{_own_prefills(row)}, index build {number(row['index_build_s'], 3)} s"
         ),
         "machine": f"{row['device']}, {row['attn']}, commit {(row['git_commit'] or MISSING)[:12]}",
     }

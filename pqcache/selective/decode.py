@@ -124,7 +124,9 @@ def generate(
     if not 0 <= question_tokens < s:
         raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
     if prefill is not None and (prefill.tokens != s - question_tokens or prefill_chunk is not None):
-        raise ValueError(f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}, in one block")
+        raise ValueError(
+            f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}, in one block"
+        )
     cache = SelectiveCache(model, method, attn=attn)
     cache.observers.extend(observers)
     cache.watchers.extend(watchers)

@@ -19,9 +19,10 @@ def test_table_and_picture_of_a_pocket_run(
     capsys.readouterr()
     (folder,) = {path.parent.parent for path in tmp_path.rglob("row.json")}
     groups.main([str(folder)])
-    head, rule, full, oracle = capsys.readouterr().out.splitlines()
+    head, rule, full, oracle, _, caption = capsys.readouterr().out.splitlines()
     assert " | qa | hop | decisions | labels | passages | count | chain | code | " in head
     assert full.startswith("| full | 1 |") and oracle.startswith("| oracle | 0.5 |")
+    assert caption.startswith(f"{tiny}, pocket: ") and "Machine: " in caption
     assert (folder / "groups.png").stat().st_size > 1000 and (folder / "groups.md").exists()
     row = json.loads(next(folder.glob("*oracle*/row.json")).read_text())
     means = [task["score"] for task in row["tasks"].values()]
