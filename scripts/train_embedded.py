@@ -102,7 +102,7 @@ class Progress:
     step: int = 0
     seconds: float = 0.0  # spent in training, over all runs
     tokens: int = 0
-    curve: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)
 
 
 def tokenizer_texts() -> Iterator[str]:
@@ -155,32 +155,59 @@ def export(model: Qwen2ForCausalLM, tok: PreTrainedTokenizerBase, out: Path) -> 
     staging.rmdir()
 
 
-def write_curve(curve: list[dict[str, float]], out: Path) -> None:
-    """learning_curve.csv, and a picture of it if matplotlib is installed."""
+CURVE = ("recipe", "step", "tokens", "minutes", "length", "loss", "accuracy", "first_value")  # then free-running scores
+EVERY = 5  # steps between two points of the learning curve
+
+
+def earlier_curve(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The learning curve of the weights that training starts from."""
+    path = Path(args.init) / "learning_curve.csv" if args.init else None
+    if path is None or not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_curve(curve: Sequence[dict[str, Any]], out: Path) -> None:
+    """learning_curve.csv of all runs one after the other, and a picture of it if matplotlib is installed."""
     if not curve:
         return
+    names = [*CURVE, *dict.fromkeys(key for point in curve for key in point if key not in CURVE)]
     with replacing(out / "learning_curve.csv") as path, open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(curve[0]))
+        writer = csv.DictWriter(file, fieldnames=names, restval="")
         writer.writeheader()
         writer.writerows(curve)
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ImportError:
         return
-    figure, axis = pyplot.subplots(figsize=(6, 3.5))
-    for key in (k for k in curve[0] if k.startswith("needle_") or k in FAMILIES):
-        axis.plot([p["minutes"] for p in curve], [p[key] for p in curve], label=key)
-    axis.plot(
-        [p["minutes"] for p in curve], [100 * p["first_value"] for p in curve], ":", label="first value, training"
-    )
-    axis.set(xlabel="minutes", ylabel="score", ylim=(0, 101), title="Free-running score, full cache")
-    axis.legend()
-    figure.tight_layout()
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    start, scores = 0.0, [name for name in names if name not in CURVE]
+    for number, recipe in enumerate(dict.fromkeys(point["recipe"] for point in curve)):
+        points = [point for point in curve if point["recipe"] == recipe]
+        hours = [start + float(point["minutes"]) / 60 for point in points]
+        wrong = [100 * (1 - float(point["accuracy"])) for point in points]
+        axis.plot(hours, wrong, color=f"C{number}", linewidth=1.2, label=f"{recipe}: answer tokens wrong, in training")
+        tested = [
+            (at, sum(100 - float(point[k]) for k in scores if point.get(k)) / n)
+            for at, point in zip(hours, points, strict=True)
+            if (n := sum(bool(point.get(k)) for k in scores))
+        ]
+        if tested:
+            axis.plot(
+                *zip(*tested, strict=True),
+                "o",
+                color=f"C{number}",
+                markersize=4,
+                label=f"{recipe}: 100 - free-running score",
+            )
+        start = hours[-1]
+    axis.set(xlabel="hours of training", ylabel="%", yscale="log", title="Learning curve, full cache")
+    axis.legend(fontsize=7)
     figure.savefig(out / "learning_curve.png", dpi=110)
-    pyplot.close(figure)
 
 
 def learning_rate(recipe: Recipe, step: int, share: float) -> float:
@@ -201,7 +228,7 @@ def train(args: argparse.Namespace) -> None:
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas)
     forward = torch.compile(network.hidden_states, dynamic=False) if args.compile else network.hidden_states
-    progress = Progress()
+    progress, before = Progress(), earlier_curve(args)
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=args.device, weights_only=False)
@@ -218,12 +245,16 @@ def train(args: argparse.Namespace) -> None:
     def share_done() -> float:
         return progress.step / args.steps if args.steps else progress.seconds / 60 / args.minutes
 
-    def watch(loss: float, accuracy: float, first: float, stage: Stage) -> None:
+    def note(stage: Stage) -> dict[str, Any]:
+        """A point of the learning curve: running means in training."""
+        figures = (args.recipe, progress.step, progress.tokens, round(progress.seconds / 60, 2), stage.length)
+        means = (round(mean["loss"], 4), round(mean["accuracy"], 4), round(mean["first"], 4))
+        progress.curve.append(dict(zip(CURVE, (*figures, *means), strict=True)))
+        return progress.curve[-1]
+
+    def watch(stage: Stage) -> None:
         model.eval()
-        point: dict[str, float] = {
-            "minutes": round(progress.seconds / 60, 2), "step": progress.step, "tokens": progress.tokens,
-            "length": stage.length, "loss": round(loss, 4), "accuracy": round(accuracy, 4), "first_value": round(first, 4),
-        }  # fmt: skip
+        point = note(stage)
         for length in recipe.watch_lengths:
             points = measure.pocket_scores(model, tok, length, recipe.watch_samples, seed=1000)
             point[f"needle_{length}"] = round(sum(points) / len(points), 1)
@@ -231,9 +262,8 @@ def train(args: argparse.Namespace) -> None:
             pairs = measure.family_answers(model, tok, family, recipe.watch_lengths[0], recipe.watch_samples, seed=1000)
             point[family] = round(100 * sum(said == sample["answer"] for sample, said in pairs) / len(pairs), 1)
         model.train()
-        progress.curve.append(point)
         bar.write(json.dumps(point))
-        write_curve(progress.curve, out)
+        write_curve([*before, *progress.curve], out)
         if args.publish_over is not None and point[f"needle_{recipe.watch_lengths[0]}"] > args.publish_over:
             export(model, tok, out)
 
@@ -268,14 +298,16 @@ def train(args: argparse.Namespace) -> None:
             f"step {progress.step} L {stage.length} loss {mean['loss']:.3f} acc {mean['accuracy']:.3f} "
             f"first {mean['first']:.3f} {progress.tokens / progress.seconds:.0f} tok/s"
         )
+        if progress.step % EVERY == 0:
+            note(stage)
         if time.monotonic() - last_save > args.save_every:
             save()
             last_save = time.monotonic()
         if time.monotonic() - last_watch > 60 * args.watch_every:
-            watch(mean["loss"], mean["accuracy"], mean["first"], stage)
+            watch(stage)
             last_watch = time.monotonic()
     if recipe.watch_lengths and any(mean.values()):  # a finished run started again has nothing new to test
-        watch(mean["loss"], mean["accuracy"], mean["first"], recipe.stages[-1])
+        watch(recipe.stages[-1])
     bar.close()
     save()
     export(model, tok, out)
