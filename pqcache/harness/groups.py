@@ -73,11 +73,11 @@ def _caption(rows: Sequence[Row]) -> str:
         f" {sum(row['generated_tokens'] for row in rows) / len(rows):.0f} new ones on average;"
         " mean: unweighted over the tasks; intervals: 95 % bootstrap over samples."
     ]
-    timed = sorted({row["tt2t_samples"] for row in rows if row["tt2t_samples"] < row["n_samples"]})
+    timed = sorted({row["timed_samples"] for row in rows if row["timed_samples"] < row["n_samples"]})
     if timed:
         lines.append(
-            f"TT2T: median of {'-'.join(map(str, timed[:: max(len(timed) - 1, 1)]))} samples with a prefill of their own;"
-            " the others' scores come from one dense prefill for all methods."
+            f"Times: of {'-'.join(map(str, timed[:: max(len(timed) - 1, 1)]))} samples a cell with a prefill of their own;"
+            " the scores of the others come from one dense prefill for all methods."
         )
     return " ".join([*lines, f"Machine: {' / '.join(dict.fromkeys(row['device'] for row in rows))}."])
 

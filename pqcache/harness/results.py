@@ -88,8 +88,8 @@ class Row(TypedDict):
     diagnostics: dict[str, Any] | None  # see Diagnostics
 
     # time; null with diagnostics=true, because measuring slows the steps
+    timed_samples: int  # that the times are of: with shared_prefill, those with a prefill of their own
     tt2t_s: float | None  # prompt submitted -> second token (median over samples)
-    tt2t_samples: int  # of so many samples: with shared_prefill, those with a prefill of their own; prefill_s likewise
     tpot_p50_ms: float | None  # decode step, pooled over samples, first two steps of each dropped
     tpot_p95_ms: float | None
     prefill_s: float | None  # prompt submitted -> first token (median)
@@ -124,7 +124,7 @@ def build_row(
     planned = _mean(s["budget_tokens"] for s in samples)
     steps = [len(s["step_s"]) for s in samples]
     extra = _merge([s["extra"] for s in samples])
-    timed = [] if diagnostics is not None else samples
+    timed = [] if diagnostics is not None else [s for s in samples if s["prefill_s"] is not None]
     return {
         "model": _model_name(identity["model"]),
         "model_options": _rest(identity["model"]),
@@ -172,8 +172,8 @@ def build_row(
         "peak_bytes": _by_key([s["peak_bytes"] for s in samples], combine=max),
         "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], steps),
         "diagnostics": diagnostics,
+        "timed_samples": len(timed),
         "tt2t_s": percentile((s["tt2t_s"] for s in timed), 0.5),
-        "tt2t_samples": sum(s["tt2t_s"] is not None for s in timed),
         "tpot_p50_ms": tpot_ms((s["step_s"] for s in timed), 0.5),
         "tpot_p95_ms": tpot_ms((s["step_s"] for s in timed), 0.95),
         "prefill_s": percentile((s["prefill_s"] for s in timed), 0.5),
@@ -245,7 +245,7 @@ def read_row(path: Path) -> Row | None:
         return None
     if isinstance(value, dict):
         value.setdefault("diagnostics", None)  # rows written before there were any
-        value.setdefault("tt2t_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
+        value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
     complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()
     return cast(Row, value) if complete else None
 

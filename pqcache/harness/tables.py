@@ -22,7 +22,7 @@ COLUMNS = ("score", "to Full", "95 % interval", "attended", "MiB", "TT2T s", "TP
 
 def _own_prefills(row: Row) -> str:
     """Which samples TT2T and prefill are of, where other cells' prefill served the rest."""
-    return f" (of {row['tt2t_samples']} samples)" if row["tt2t_samples"] < row["n_samples"] else ""
+    return f" (of {row['timed_samples']} samples)" if row["timed_samples"] < row["n_samples"] else ""
 
 
 def row_text(row: Row, path: Path | None) -> str:
