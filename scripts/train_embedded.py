@@ -188,12 +188,12 @@ def write_curve(curve: Sequence[dict[str, Any]], out: Path) -> None:
     start, scores = 0.0, [name for name in names if name not in CURVE]
     for number, recipe in enumerate(dict.fromkeys(point["recipe"] for point in curve)):
         points = [point for point in curve if point["recipe"] == recipe]
-        hours = [start + float(point["minutes"]) / 60 for point in points]
-        wrong = [100 * (1 - float(point["accuracy"])) for point in points]
-        axis.plot(hours, wrong, color=f"C{number}", linewidth=1.2, label=f"{recipe}: answer tokens wrong, in training")
+        seen = [start + float(point["tokens"]) / 1e6 for point in points]
+        wrong = [max(0.1, 100 * (1 - float(point["accuracy"]))) for point in points]
+        axis.plot(seen, wrong, color=f"C{number}", linewidth=1.2, label=f"{recipe}: answer tokens wrong, in training")
         tested = [
-            (at, sum(100 - float(point[k]) for k in scores if point.get(k)) / n)
-            for at, point in zip(hours, points, strict=True)
+            (at, max(0.1, sum(100 - float(point[k]) for k in scores if point.get(k)) / n))
+            for at, point in zip(seen, points, strict=True)
             if (n := sum(bool(point.get(k)) for k in scores))
         ]
         if tested:
@@ -204,8 +204,8 @@ def write_curve(curve: Sequence[dict[str, Any]], out: Path) -> None:
                 markersize=4,
                 label=f"{recipe}: 100 - free-running score",
             )
-        start = hours[-1]
-    axis.set(xlabel="hours of training", ylabel="%", yscale="log", title="Learning curve, full cache")
+        start = seen[-1]
+    axis.set(xlabel="million tokens of training", ylabel="%", yscale="log", title="Learning curve, full cache")
     axis.legend(fontsize=7)
     figure.savefig(out / "learning_curve.png", dpi=110)
 
