@@ -7,6 +7,7 @@ is one turn; the chat template renders exactly that.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -58,3 +59,8 @@ def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenize
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json (the chat template goes into the latter)."""
     tokenizer.save_pretrained(folder, save_jinja_files=False)
+    path = folder / "tokenizer_config.json"
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("is_local", "local_files_only"):  # where this process read it from is no property of the tokenizer
+        facts.pop(key, None)
+    path.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
