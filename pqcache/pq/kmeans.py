@@ -9,6 +9,7 @@ import torch
 from pqcache import kernels
 
 _FEW = 64  # fewer points per group are not worth laying out the centroids for the compiled kernel
+_SAMPLE = 160  # points per cluster that place its centroid well enough for another round
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
 
@@ -54,7 +55,21 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     A group stops when its assignment no longer changes, or when its centroids move by no more than
     tol * mean_d Var(x_d) in total (squared). Empty clusters take the points farthest from their centroids, which leave their
     old clusters (scikit-learn's rule, which the published system runs). Codes always belong to the returned centroids.
+
+    Of many points (from 2 * 160 per cluster on) all rounds but the last see evenly spaced ones, at least 160 per cluster: rounds
+    that move centroids far do not need every point. Inertia stays within 0.5 % of rounds over all points at a good half of
+    the time (scripts/bench_kernels.py).
     """
+    stride = x.shape[1] // (_SAMPLE * init.shape[1])
+    if stride < 2 or max_iter < 2:
+        return _lloyd(x, init, max_iter, tol)
+    early = _lloyd(x[:, ::stride], init, max_iter - 1, tol)
+    result = _lloyd(x, early.centroids, max_iter - early.rounds, tol)
+    return result._replace(rounds=early.rounds + result.rounds)
+
+
+def _lloyd(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float) -> KMeansResult:
+    """Every round over every point."""
     points = (_NativePoints if kernels.native(x, init) else _Points)(x.float())
     centroids = init.float() - points.middle
     limit = tol * points.variance  # (G,)

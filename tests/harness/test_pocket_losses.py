@@ -27,7 +27,9 @@ def test_table_and_picture(command: Callable[..., int], tmp_path: Path, capsys: 
     row = next(r for r in group_rows(mass) if r["method"] == "snapkv")
     assert len(measured) == 8
     assert all(0 < m.worst_head <= m.mean < 1 and m.p5 <= m.mean for m in measured.values())
-    assert min(m.mean for m in measured.values()) <= row["diagnostics"]["mass"] <= max(m.mean for m in measured.values())
+    assert (
+        min(m.mean for m in measured.values()) <= row["diagnostics"]["mass"] <= max(m.mean for m in measured.values())
+    )
     lost = pocket_losses.losses(group_rows(scores))["snapkv", "0.3"]
     rows = {r["method"]: r for r in group_rows(scores)}
     for task, loss in lost.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +189,27 @@ def test_bad_hyper_parameters_name_field_value_and_allowed(hyper: dict, message:
         PQCache(**hyper)
     with pytest.raises(NotBuilt):
         PQCache(max_iter="adaptive")
+
+
+def test_kmeans_of_many_points_samples_all_rounds_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last round and the codes see every point; inertia is that of rounds over all of them to 0.5 %."""
+    from pqcache.pq import kmeans as module
+
+    seen = []
+    original = module._lloyd
+
+    def noting(x: torch.Tensor, *rest: Any) -> Any:
+        seen.append(x.shape[1])
+        return original(x, *rest)
+
+    monkeypatch.setattr(module, "_lloyd", noting)
+    x = torch.randn(2, 8000, 8, generator=torch.Generator().manual_seed(0))
+    init = x[:, initial_positions(8000, 16, 0)]
+    result = kmeans(x, init, 5, tol=0)
+    assert seen == [2667, 8000] and result.rounds == 5
+    assert torch.equal(result.codes, assign(x, result.centroids)[0])
+    whole = original(x, init, 5, 0)
+    assert _inertia(x, result.centroids) <= 1.005 * _inertia(x, whole.centroids)
+    seen.clear()
+    assert torch.equal(kmeans(x[:, :5000], init, 5).codes, original(x[:, :5000], init, 5, 1e-4).codes)
+    assert seen == [5000]  # fewer than 2 * 160 per cluster: all of them in every round
