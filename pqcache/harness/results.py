@@ -50,6 +50,7 @@ class Row(TypedDict):
     hyper_parameters: dict[str, Any]  # the rest of method.*, defaults filled in
     task: str
     task_options: dict[str, Any]  # the rest of task.*
+    data: dict[str, Any]  # what the task read: source, revision, sha256 by file; {} where it makes its documents itself
     seed: int  # of the task's documents and of everything random in the method
     n_samples: int
     protocol: str  # aligned | paper: budget rule, sinks and dense layers of the method
@@ -114,6 +115,7 @@ def build_row(
     kv_dtype: str,
     metrics: Mapping[str, dict[str, float]] | None = None,
     diagnostics: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
 ) -> Row:
     """The row of a finished cell, not yet compared to Full."""
     samples = list(samples)
@@ -132,6 +134,7 @@ def build_row(
         "hyper_parameters": _rest(identity["method"]),
         "task": identity["task"]["name"],
         "task_options": _rest(identity["task"]),
+        "data": dict(data or {}),
         "seed": identity["seed"],
         "n_samples": sum(len(s) for s in scores.values()),
         "protocol": identity["protocol"],
@@ -246,6 +249,7 @@ def read_row(path: Path) -> Row | None:
     if isinstance(value, dict):
         value.setdefault("diagnostics", None)  # rows written before there were any
         value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
+        value.setdefault("data", {})
     complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()
     return cast(Row, value) if complete else None
 

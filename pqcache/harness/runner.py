@@ -21,7 +21,7 @@ from pqcache.harness.cells import Cell, Plan, open_folder, write_status
 from pqcache.harness.config import Refused, existing
 from pqcache.harness.results import Row
 from pqcache.harness.samples import Busy, SampleLog
-from pqcache.harness.tasks import TaskSpec, build_task, longest_prompt
+from pqcache.harness.tasks import TaskSpec, build_task, longest_prompt, prepare_task
 
 if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
@@ -121,6 +121,7 @@ def run_cells(plan: Plan, session: Session) -> dict[str, Outcome]:
     _check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     environment.quiet()
+    _prepare_tasks(plan)
     outcomes: dict[str, Outcome] = {}
     ordered = sorted(plan.cells, key=_model_order(plan))
     if ordered[0].run.shared_prefill:
@@ -166,6 +167,22 @@ def _check_out(out: Path) -> None:
         os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing(out)))
     except OSError as error:
         raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
+
+
+def _prepare_tasks(plan: Plan) -> None:
+    """Refuse tasks whose published data cannot be had, before any weights are loaded."""
+    errors: dict[str, list[str]] = {}
+    for cell in plan.cells:
+        options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+        key = json.dumps([cell.identity["task"], cell.run.limit], sort_keys=True)
+        if key not in errors and cell.skip is None:
+            errors[key] = []
+            try:
+                prepare_task(cell.identity["task"]["name"], options, limit=cell.run.limit)
+            except ValueError as error:
+                errors[key] = [" ".join(str(error).split())]
+    if lines := [line for found in errors.values() for line in found]:
+        raise Refused(lines)
 
 
 def _check_models(plan: Plan, session: Session) -> None:
@@ -307,6 +324,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         kv_dtype=loaded.dtype,
         metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
         diagnostics=recorder.row(lm.used.values()) if recorder is not None else None,
+        data=spec.data,
     )
     others = [r for path in folder.parent.glob("*/row.json") if (r := results.read_row(path)) is not None]
     row = results.pair_with_full(row, results.find_full(row, [*(r for r in others if r["folder"] != cell.name), row]))

@@ -10,7 +10,8 @@
 A task module has `Options` (a dataclass: the fields are the `task.*` keys; it checks itself when it is made, before any
 model is loaded), `longest(options, *, limit, model_name)`, the tokens of its longest prompt and the key that says so, and
 `build(options, *, seed, tokenizer, count_tokens, limit, model_name)`, which returns the TaskSpec and the documents of
-each lm-eval task.
+each lm-eval task. One that reads published data also has `prepare(options, *, limit)`, which gets them (from the hub)
+and checks them before any model is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _MODULES: dict[str, ModuleType | pocket.Suite] = {"needle": needle, "needle_pocket": needle_pocket, **pocket.SUITES}
 TASKS: tuple[str, ...] = tuple(_MODULES)
 
-__all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "longest_prompt", "task_options"]
+__all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "longest_prompt", "prepare_task", "task_options"]
 
 
 def _module(name: str) -> ModuleType | pocket.Suite:
@@ -52,6 +53,13 @@ def longest_prompt(name: str, options: dict[str, Any], *, limit: int | None, mod
     module = _module(name)
     key, tokens = module.longest(module.Options(**options), limit=limit, model_name=model_name)
     return key, tokens, module.MAX_NEW_TOKENS
+
+
+def prepare_task(name: str, options: dict[str, Any], *, limit: int | None) -> None:
+    """Get and check the data a task reads. Raises a one-line ValueError that says what is missing and what to do."""
+    module = _module(name)
+    if hasattr(module, "prepare"):
+        module.prepare(module.Options(**options), limit=limit)
 
 
 def build_task(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ class TaskSpec:
     max_new_tokens: int
     figure: Figure | None = None  # (sample rows, folder, title) -> the drawn file; None if there is nothing to draw
     note: str | None = None  # one line to print when the documents are made
+    data: dict[str, Any] = field(default_factory=dict)  # row["data"]: source, revision, sha256 of the files read
+    prompt: dict[str, Any] = field(default_factory=dict)  # the task's part of row["prompt_protocol"]
 
 
 class Docs:
