@@ -10,6 +10,7 @@ A sample found in the log is not computed again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 import zlib
 from collections.abc import Callable
@@ -48,6 +49,20 @@ class _Asked:
     until: list[str]  # stop strings
     new_tokens: int  # at most
     mark: str  # the sample's fingerprint
+    stop_token: str | None  # its last token ends the answer and cannot begin it
+    wrapper: str  # see LoadedModel.wrapper
+    cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What the row says of a prompt."""
+
+    wrapper: str
+    cut: tuple[int, int] | None
+    tokens: int
+    bos_count: int | None
+    sha256: str  # of the wrapped text
 
 
 class HarnessLM(LM):
@@ -84,7 +99,7 @@ class HarnessLM(LM):
         self.used: dict[tuple[str, int], Sample] = {}  # the samples of this evaluation, found or computed
         self.resumed = 0
         self.warm = False
-        self.bos_count: int | None = None
+        self.prompts: dict[tuple[str, int], _Prompt] = {}  # of the same samples
 
     @property
     def tokenizer_name(self) -> str:
@@ -132,12 +147,18 @@ class HarnessLM(LM):
         sample = self.log.find(task, doc_id, mark)
         if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
             sample = self._generate(asked, request.doc, prefill)
+            if asked.cut is not None:
+                sample["extra"]["cut_tokens"] = asked.cut[1]
             if self.recorder is not None:
                 self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
             self.log.append(sample)
         else:
             self.resumed += 1
         self.used[task, doc_id] = sample
+        bos = self.loaded.tokenizer.bos_token_id
+        bos_count = asked.ids.count(bos) if bos is not None else None
+        digest = hashlib.sha256(asked.text.encode()).hexdigest()
+        self.prompts[task, doc_id] = _Prompt(asked.wrapper, asked.cut, len(asked.ids), bos_count, digest)
         return sample
 
     def _read(self, request: Instance) -> _Asked:
@@ -145,20 +166,64 @@ class HarnessLM(LM):
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
-        text = self.loaded.wrap(prompt)
+        text, wrapper, cut = self._prompt(task, prompt, settings)
         ids = self.loaded.encode(text)
         if self.loaded.max_length is not None and len(ids) + new_tokens > self.loaded.max_length:
             raise ValueError(
                 f"{task} sample {doc_id}: {len(ids)} prompt tokens + {new_tokens} new ones exceed the"
                 f" {self.loaded.max_length} tokens the model was made for (model.max_length)"
             )
-        if self.bos_count is None:
-            self.bos_count = ids.count(bos) if (bos := self.loaded.tokenizer.bos_token_id) is not None else 0
-        mark = fingerprint(ids, {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights})
-        return _Asked(task, doc_id, text, ids, until, new_tokens, mark)
+        rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
+        if stop_token := settings.get("stop_token"):
+            rules["stop_token"] = stop_token
+        return _Asked(task, doc_id, text, ids, until, new_tokens, fingerprint(ids, rules), stop_token, wrapper, cut)
 
     def _question(self, asked: _Asked) -> int:
         return self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
+
+    def _prompt(self, task: str, prompt: str, settings: dict[str, Any]) -> tuple[str, str, tuple[int, int] | None]:
+        """(what the model is to read, its wrapper, how it was cut), by the task's `wrapper` and `cut_middle`.
+
+        wrapper: see LoadedModel.wrapper. cut_middle: tokens a prompt may have before it is wrapped; 0: as many as the
+        model has room for beside an answer of `longest_answer` tokens.
+        """
+        cut = None
+        if "cut_middle" in settings:
+            most = settings["cut_middle"] or self.loaded.room(settings.get("longest_answer", self.max_new_tokens))
+            if most is not None:
+                if most < 2:
+                    longest = self.loaded.max_length
+                    raise ValueError(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
+                prompt, dropped = self.loaded.cut_middle(prompt, most)
+                cut = most, dropped
+        wanted = settings.get("wrapper", "template")
+        return self.loaded.wrap(prompt, wanted), self.loaded.wrapper(wanted), cut
+
+    @property
+    def first_prompt(self) -> dict[str, Any] | None:
+        """What tells the prompts of one evaluation from another's."""
+        for (task, doc_id), prompt in self.prompts.items():
+            return {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
+        return None
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """The prompt side of the row: what was done to the prompts of this evaluation."""
+        prompts = self.prompts.values()
+        wrappers = dict.fromkeys(prompt.wrapper for prompt in prompts)
+        bare = dict.fromkeys(task for (task, _), prompt in self.prompts.items() if prompt.wrapper == "none")
+        cuts = [prompt.cut for prompt in prompts if prompt.cut is not None]
+        lengths = dict.fromkeys(most for most, _ in cuts)
+        return {
+            "wrapper": " / ".join(wrappers) or self.loaded.wrapper(),
+            "unwrapped": list(bare) if self.loaded.chat else [],
+            "system": self.loaded.system if self.loaded.chat else None,
+            "bos_count": max((prompt.bos_count for prompt in prompts if prompt.bos_count is not None), default=None),
+            "truncation": ", ".join(f"middle, to {most} tokens before wrapping" for most in lengths)
+            or "none; longer is refused",
+            "truncated_prompts": sum(dropped > 0 for _, dropped in cuts),
+            "first_prompt": self.first_prompt,
+        }
 
     def _settings(self, settings: dict[str, Any]) -> tuple[list[str], int]:
         """(stop strings, new tokens) of a request; anything but greedy decoding is refused."""
@@ -176,6 +241,10 @@ class HarnessLM(LM):
         vocabulary = tokenizer.get_vocab()
         special = set(tokenizer.all_special_tokens)
         stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}  # decoding would drop these
+        not_first: set[int] = set()
+        if asked.stop_token:  # its last token ends the answer too, and neither that nor an end token can begin it
+            stop_ids.add(tokenizer(asked.stop_token, add_special_tokens=False)["input_ids"][-1])
+            not_first = stop_ids
         if not self.warm:
             self.warm = True
             warm_up(self.loaded.model, self.method, ids, self.attn)
@@ -190,6 +259,7 @@ class HarnessLM(LM):
             eos_token_ids=tuple(sorted(stop_ids)),
             stop=stopper(tokenizer, until),
             question_tokens=question,
+            not_first=tuple(sorted(not_first)),
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             prefill=prefill,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")  # where a prompt's last question starts
+INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
+JOIN = 64  # tokens that two halves of a prompt may have more when joined
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
 
 
@@ -36,15 +38,23 @@ class LoadedModel:
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
 
-    @property
-    def protocol(self) -> dict[str, Any]:
-        """The prompt side of a result, as far as the model decides it."""
-        return {"wrapper": "chat template" if self.chat else "none", "system": self.system if self.chat else None}
+    def wrapper(self, wanted: str = "template") -> str:
+        """How prompts are wrapped: none, chat template, or INST.
 
-    def wrap(self, prompt: str) -> str:
-        """The prompt as the one user turn of a chat; unchanged for a model without chat."""
-        if not self.chat:
+        wanted: template | none | inst (INST instead of a chat template that is made of the same marks, without its spaces).
+        """
+        if not self.chat or wanted == "none":
+            return "none"
+        marks = wanted == "inst" and self.system is None and "[INST]" in str(self.tokenizer.chat_template)
+        return INST if marks else "chat template"
+
+    def wrap(self, prompt: str, wanted: str = "template") -> str:
+        """The prompt as the one user turn of a chat; unchanged for a model without chat. wanted: see `wrapper`."""
+        wrapper = self.wrapper(wanted)
+        if wrapper == "none":
             return prompt
+        if wrapper == INST:
+            return INST.replace("{prompt}", prompt)
         turns = [{"role": "system", "content": self.system}] if self.system is not None else []
         turns.append({"role": "user", "content": prompt})
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -58,6 +68,22 @@ class LoadedModel:
         while prefix and ids[: len(prefix)] == prefix:
             ids = ids[len(prefix) :]
         return prefix + ids
+
+    def cut_middle(self, prompt: str, length: int) -> tuple[str, int]:
+        """The prompt, of more than `length` tokens (opening ones included) the first and last halves; and the tokens dropped.
+
+        As LongBench does it: both halves are decoded and joined as text, which may be some tokens more or fewer again.
+        """
+        ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        if len(ids) <= length:
+            return prompt, 0
+        half = length // 2
+        head, tail = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+        return head + tail, len(ids) - 2 * half
+
+    def room(self, new_tokens: int) -> int | None:
+        """Tokens of a bare prompt that leave room for its wrapping, an answer, and what joining two halves may add."""
+        return None if self.max_length is None else self.max_length - new_tokens - self.count("") - JOIN
 
     def count(self, prompt: str) -> int:
         """Tokens the model sees for a prompt: wrapping, system turn and opening tokens included."""

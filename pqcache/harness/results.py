@@ -40,6 +40,20 @@ class Diagnostics(TypedDict):
     folder: str  # of the npz files, beside row.json
 
 
+class PromptProtocol(TypedDict):
+    """`row["prompt_protocol"]`: what was done to a task's text before the model read it. Older rows lack some keys."""
+
+    wrapper: str  # none | chat template | [INST]{prompt}[/INST]; several, where tasks differ: "a / b"
+    unwrapped: list[str]  # tasks whose prompts a chat model got bare
+    system: str | None  # the system turn's text
+    bos_count: int | None  # in a prompt, at most; null: the tokenizer has none
+    truncation: str  # none | middle, and to how many tokens
+    truncated_prompts: int
+    first_prompt: dict[str, Any] | None  # task, doc_id, tokens, and sha256 of the text the tokenizer got
+    question_as_decode: bool  # the last question went token by token through the decode path
+    question_tokens: float | None  # how many (mean over samples)
+
+
 class Row(TypedDict):
     """One cell's result. Byte counts are measured by the ledger; times use a synchronised clock."""
 
@@ -54,7 +68,7 @@ class Row(TypedDict):
     seed: int  # of the task's documents and of everything random in the method
     n_samples: int
     protocol: str  # aligned | paper: budget rule, sinks and dense layers of the method
-    prompt_protocol: dict[str, Any]  # wrapper, system, bos_count, truncation, question_as_decode, question_tokens
+    prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
     attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
     kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
     kmeans_iterations: float | None  # T really used (mean over samples); null for methods without K-Means

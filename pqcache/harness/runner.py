@@ -37,6 +37,7 @@ class Session:
     _model: tuple[str, models.LoadedModel | Exception] | None = None
     _tasks: dict[str, tuple[TaskSpec, TaskDict]] = field(default_factory=dict)
     _facts: dict[str, environment.Facts] = field(default_factory=dict)
+    _prompts: set[str] = field(default_factory=set)
     unloadable: dict[str, Exception] = field(default_factory=dict)  # models whose configuration already failed
 
     def model(self, cell: Cell) -> models.LoadedModel:
@@ -82,6 +83,13 @@ class Session:
                 task.set_fewshot_seed(seed=seed)
             self._tasks[key] = spec, tasks
         return self._tasks[key]
+
+    def show_prompt(self, prompt: dict[str, Any] | None) -> None:
+        """One line that tells prompts apart; the same one is said once."""
+        if prompt is not None and prompt["sha256"] not in self._prompts:
+            self._prompts.add(prompt["sha256"])
+            where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
+            print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
 
     def facts(self, device: str) -> environment.Facts:
         if device not in self._facts:
@@ -311,6 +319,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's own progress bars; the adapter keeps the real stream
         evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
     assert evaluated is not None
+    session.show_prompt(lm.first_prompt)
     rows = _sample_rows(evaluated["samples"], spec)
     scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
     for sample in rows:
@@ -320,7 +329,7 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         cell,
         scores,
         lm.used.values(),
-        prompt_protocol={**loaded.protocol, "bos_count": lm.bos_count, "truncation": "none; longer is refused"},
+        prompt_protocol=lm.protocol,
         kv_dtype=loaded.dtype,
         metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
         diagnostics=recorder.row(lm.used.values()) if recorder is not None else None,

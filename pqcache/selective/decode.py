@@ -67,11 +67,13 @@ def decode_loop(
     question_tokens: int = 0,
     prefill_chunk: int | None = None,
     feed: Callable[[Any], torch.Tensor] | None = None,
+    not_first: Collection[int] = (),
 ) -> tuple[list[int], list[float]]:
     """Greedy tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
 
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
     feed: gives the cache the prompt before the question instead of a forward pass, and returns its logits (1, vocabulary).
+    not_first: tokens that cannot be the answer's first one.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
     ids = input_ids.to(model.device)
@@ -85,6 +87,8 @@ def decode_loop(
         logits = feed(cache)[:, None]
     for block in blocks:
         logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    if not_first:  # a copy: a recorded prompt's logits serve other methods too
+        logits = logits.index_fill(-1, torch.tensor(sorted(not_first), device=ids.device), -torch.inf)
     while True:
         token = int(logits[0, -1].argmax())
         tokens.append(token)
@@ -105,6 +109,7 @@ def generate(
     stop: Callable[[list[int]], bool] | None = None,
     question_tokens: int = 0,
     prefill_chunk: int | None = None,
+    not_first: Collection[int] = (),
     attn: str = "auto",
     observers: Collection[Callable] = (),
     watchers: Collection[Watcher] = (),
@@ -134,7 +139,7 @@ def generate(
     with attach(model):
         tokens, marks = decode_loop(
             model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
-            question_tokens=question_tokens, prefill_chunk=prefill_chunk,
+            question_tokens=question_tokens, prefill_chunk=prefill_chunk, not_first=not_first,
             feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
         )  # fmt: skip
     result = report(cache, tokens, marks, s, s - question_tokens)

@@ -68,7 +68,7 @@ def test_chat_is_the_templates(loaded: LoadedModel) -> None:
     )
     with_system = LoadedModel("m", loaded.model, loaded.tokenizer, True, "Be brief.", None)
     assert "Be brief." in with_system.wrap("Where?")
-    assert with_system.protocol == {"wrapper": "chat template", "system": "Be brief."}
+    assert with_system.wrapper() == "chat template"
 
 
 def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

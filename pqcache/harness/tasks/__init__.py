@@ -19,23 +19,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.tasks import needle, needle_pocket, pocket
+from pqcache.harness.tasks import longbench, needle, needle_pocket, pocket
 from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from lm_eval.tasks import TaskManager
 
-_MODULES: dict[str, ModuleType | pocket.Suite] = {"needle": needle, "needle_pocket": needle_pocket, **pocket.SUITES}
+_Module = ModuleType | pocket.Suite | longbench.Suite
+_MODULES: dict[str, _Module] = {
+    "needle": needle,
+    "needle_pocket": needle_pocket,
+    **pocket.SUITES,
+    **longbench.SUITES,
+}
 TASKS: tuple[str, ...] = tuple(_MODULES)
 
 __all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "longest_prompt", "prepare_task", "task_options"]
 
 
-def _module(name: str) -> ModuleType | pocket.Suite:
+def _module(name: str) -> _Module:
     if name not in _MODULES:
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TASKS)}"

@@ -27,7 +27,6 @@ class TaskSpec:
     figure: Figure | None = None  # (sample rows, folder, title) -> the drawn file; None if there is nothing to draw
     note: str | None = None  # one line to print when the documents are made
     data: dict[str, Any] = field(default_factory=dict)  # row["data"]: source, revision, sha256 of the files read
-    prompt: dict[str, Any] = field(default_factory=dict)  # the task's part of row["prompt_protocol"]
 
 
 class Docs:
