@@ -39,7 +39,7 @@ _CLASSES = {
 
 
 class _Writer:
-    """Words of one row, and how many tokens are left for filler."""
+    """One row's random choices, and how many tokens it may have."""
 
     def __init__(self, rng: Random, room: int, count: Count) -> None:
         self.rng, self.room, self.count = rng, room, count
@@ -56,7 +56,7 @@ class _Writer:
         pieces: list[str] = []
         while True:
             piece = make(len(pieces))
-            room -= self.count(piece) + 2
+            room -= self.count(piece) + 1
             if room < 0 and len(pieces) >= least:
                 return pieces
             pieces.append(piece)
@@ -103,9 +103,8 @@ def _report(w: _Writer, title: str = "Section") -> dict[str, Any]:
     fact, _, _ = _fact(w)
     filler = w.fill(lambda i: f"{title} {i + 1}:\n{w.sentences(2)}", f"{title} 1:\n{fact}")
     parts = [piece.partition("\n")[2] for piece in filler]
-    parts = w.put(fact, parts)
     return {
-        "context": "\n".join(f"{title} {i}:\n{part}" for i, part in enumerate(parts, 1)),
+        "context": "\n".join(f"{title} {i}:\n{part}" for i, part in enumerate(w.put(fact, parts), 1)),
         "input": "",
         "answers": [" ".join([fact, *(part.partition(".")[0] + "." for part in parts[:2])])],
     }
@@ -154,7 +153,8 @@ def _dialogues(w: _Writer) -> dict[str, Any]:
 
 
 def _paragraphs(w: _Writer) -> list[str]:
-    made = w.fill(lambda i: f"Paragraph {i + 1}: {w.sentences(1)}", "", least=2)
+    sentences = max(1, w.room // 1024)  # there are 30 paragraphs at most
+    made = w.fill(lambda i: f"Paragraph {i + 1}: {w.sentences(sentences)}", "", least=2)
     return [piece.partition(": ")[2] for piece in made]
 
 
@@ -171,7 +171,7 @@ def _repeats(w: _Writer) -> dict[str, Any]:
 
 
 def _retrieval(w: _Writer) -> dict[str, Any]:
-    w.room -= 48  # the abstract says a paragraph again
+    w.room -= max(48, w.room // 16)  # the abstract says a paragraph again
     paragraphs = _paragraphs(w)[:30]
     at = w.rng.randrange(len(paragraphs))
     return {
@@ -238,6 +238,10 @@ def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: 
             if taken <= tokens:
                 break
             room -= max(taken - tokens, 4)
+            if room < 0:
+                raise ValueError(
+                    f"task.constructed_tokens={tokens}: too small for a row of {dataset} with this tokenizer"
+                )
         words = len(f"{row['context']} {row['input']}".split())
         rows.append(
             {
