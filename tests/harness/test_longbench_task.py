@@ -567,3 +567,16 @@ def test_documents_of_a_task_do_not_carry_the_context_twice(loaded: models.Loade
     assert "context" not in doc
     assert found.doc_to_text(doc) == doc["prompt"]
     assert found.process_results(doc, doc["answers"]) == {"score": 1.0}
+
+
+def test_a_recorded_prompt_keeps_its_logits_where_tokens_cannot_begin_the_answer(loaded: models.LoadedModel) -> None:
+    from pqcache.selective import record
+
+    ids = torch.tensor([loaded.encode(loaded.wrap("The teacher carried a lamp."))])
+    method = method_class("full")()
+    recorded = record(loaded.model, ids)
+    first = generate(loaded.model, method, ids, max_new_tokens=2).token_ids[0]
+    for not_first in ((first,), (), (first,)):
+        alone = generate(loaded.model, method, ids, max_new_tokens=2, not_first=not_first)
+        shared = generate(loaded.model, method, ids, max_new_tokens=2, not_first=not_first, prefill=recorded)
+        assert alone.token_ids == shared.token_ids
