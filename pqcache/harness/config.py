@@ -20,6 +20,7 @@ from pqcache.harness.registry import is_built, method_class, suggestion
 
 _UNTRACEABLE = "is not determined by the tokens it selects; diagnostics=true measures it"
 GROUPS = ("model", "method", "task", "experiment")
+LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any>
 NOT_HASHED = (
     "out",
     "wandb",
@@ -225,13 +226,18 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
 
     group_defaults: what the chosen files of model, method and task say by themselves, to tell what was changed.
     """
-    from pqcache.harness.tasks import task_options
+    from pqcache.harness.tasks import check_task, task_options
 
     errors: list[str] = []
     names = {group: config[group]["name"] for group in ("model", "method", "task")}
     given = {group: {k: v for k, v in config[group].items() if k != "name"} for group in names}
     base = {group: {k: v for k, v in group_defaults[group].items() if k != "name"} for group in names}
     for group, name in list(names.items()):
+        if group == "task" and group_defaults[group]["name"] == LM_EVAL:  # the one group with names of its own
+            if name == LM_EVAL:
+                raise Refused(["task.name: task=lm_eval needs the name of a task of lm-eval, task.name=<name>"])
+            names[group] = f"{LM_EVAL}:{name}"
+            continue
         if name != group_defaults[group]["name"]:
             errors.append(f"{group}.name={show(name)}: the name is chosen with {group}={show(name)}")
             names[group] = group_defaults[group]["name"]  # the rest can still be checked
@@ -271,6 +277,11 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     task_class = task_options(names["task"])
     good = {k: v for k, v in options["task"].items() if not any(line.startswith(f"task.{k}=") for line in errors)}
     errors += value_errors(task_class, good, base["task"])
+    if not any(line.startswith("task.") for line in errors):
+        try:
+            check_task(names["task"], good)
+        except ValueError as error:
+            errors.append(" ".join(str(error).split()))
 
     skip: tuple[str, str] | None = None
     method: Any = None

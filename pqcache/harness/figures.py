@@ -1,6 +1,7 @@
 """Figures. Drawn without a display: the file is the result.
 
-python -m pqcache.harness.figures <out>     all needle heat maps under <out> side by side: <out>/heatmaps.png
+python -m pqcache.harness.figures <out>                    all needle heat maps under <out> side by side: <out>/heatmaps.png
+python -m pqcache.harness.figures <out> --value words      the share of the needle's words instead: <out>/heatmaps_words.png
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> 
     widest = max(len(lengths) for lengths, _, _ in grids.values())
     figure = Figure(figsize=(max(3.4, 1.0 + 0.5 * widest) * len(grids) + 0.8, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    heading, titles = _split_titles(list(grids))
+    heading, titles = split_titles(list(grids))
     if heading:
         figure.suptitle(heading, fontsize=9)
     axes = figure.subplots(1, len(grids), squeeze=False)[0]
@@ -72,34 +73,38 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> 
     return path
 
 
-def _split_titles(titles: list[str]) -> tuple[str, list[str]]:
+def split_titles(titles: list[str]) -> tuple[str, list[str]]:
     """The words that all of several titles share, and what is left of each."""
     words = [title.split() for title in titles]
     shared = [w for w in words[0] if all(w in other for other in words)] if len(words) > 1 else []
     return " ".join(shared), [" ".join(w for w in title if w not in shared) for title in words]
 
 
-def save_heat_map(rows: Sequence[Mapping[str, Any]], folder: Path, title: str) -> Path | None:
-    """One run's `heatmap.png`, and the samples it shows in `heatmap.json`; None if there is no sample."""
-    path = heat_maps({title: rows}, folder / "heatmap.png")
+def save_heat_map(rows: Sequence[Mapping[str, Any]], folder: Path, title: str, name: str = "heatmap") -> Path | None:
+    """One run's `<name>.png`, and the samples it shows in `<name>.json`; None if there is no sample."""
+    path = heat_maps({title: rows}, folder / f"{name}.png")
     if path is not None:
         samples = [{"meta": {k: row["meta"][k] for k in ("length", "depth")}, "score": row["score"]} for row in rows]
-        (folder / "heatmap.json").write_text(json.dumps({"title": title, "samples": samples}) + "\n")
+        (folder / f"{name}.json").write_text(json.dumps({"title": title, "samples": samples}) + "\n")
     return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the needle heat maps of all runs under a folder side by side.")
     parser.add_argument("out", type=Path, help="the out= folder of the runs")
-    out = parser.parse_args().out
-    found = {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("*/heatmap.json"))}
+    parser.add_argument(
+        "--value", choices=["accuracy", "words"], default="accuracy", help="keywords found, or share of words found"
+    )
+    arguments = parser.parse_args()
+    out, name = arguments.out, {"accuracy": "heatmap", "words": "heatmap_words"}[arguments.value]
+    found = {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob(f"*/{name}.json"))}
     titles = [one["title"] for one in found.values()]
     panels = {one["title"] if titles.count(one["title"]) == 1 else name: one["samples"] for name, one in found.items()}
     if found:  # else nothing is written, not even the folder
         keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
-    path = heat_maps(panels, out / "heatmaps.png")
+    path = heat_maps(panels, out / f"{name.replace('heatmap', 'heatmaps')}.png")
     if path is None:
-        parser.error(f"{out}: no heatmap.json in any folder below; run task=needle with out={out} first")
+        parser.error(f"{out}: no {name}.json in any folder below; run task=needle with out={out} first")
     print(path)
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lm_eval.api.model import LM
 from tqdm import tqdm
 
 from pqcache.harness import environment
+from pqcache.harness.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.models import LoadedModel
 from pqcache.harness.samples import Sample, SampleLog, fingerprint
 from pqcache.harness.timing import warm_up
@@ -65,7 +65,7 @@ class _Prompt:
     sha256: str  # of the wrapped text
 
 
-class HarnessLM(LM):
+class HarnessLM(LikelihoodLM):
     """One model under one method, one sample at a time."""
 
     def __init__(
@@ -82,6 +82,7 @@ class HarnessLM(LM):
         label: str = "",
         facts: environment.Facts | None = None,
         recorder: Recorder | None = None,
+        tokens: TokenTask | None = None,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -96,10 +97,11 @@ class HarnessLM(LM):
         self.facts = facts or environment.facts(loaded.device)
         self.recorder = recorder
         self.stderr = sys.stderr  # the caller may mute lm-eval, but not our progress bar
-        self.used: dict[tuple[str, int], Sample] = {}  # the samples of this evaluation, found or computed
+        self.tokens = tokens
+        self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
         self.warm = False
-        self.prompts: dict[tuple[str, int], _Prompt] = {}  # of the same samples
+        self.prompts: dict[tuple, _Prompt] = {}  # of the same samples
 
     @property
     def tokenizer_name(self) -> str:
@@ -121,12 +123,6 @@ class HarnessLM(LM):
                     bar.set_postfix_str(f"score {sum(scores) / len(scores):.1f}", refresh=False)
                 bar.update()
         return answers
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        raise NotImplementedError("log-likelihood tasks are not built yet; choose a task that generates")
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError("perplexity tasks are not built yet; choose a task that generates")
 
     # -- one sample ----------------------------------------------------------------------------------------------------
 
@@ -155,10 +151,7 @@ class HarnessLM(LM):
         else:
             self.resumed += 1
         self.used[task, doc_id] = sample
-        bos = self.loaded.tokenizer.bos_token_id
-        bos_count = asked.ids.count(bos) if bos is not None else None
-        digest = hashlib.sha256(asked.text.encode()).hexdigest()
-        self.prompts[task, doc_id] = _Prompt(asked.wrapper, asked.cut, len(asked.ids), bos_count, digest)
+        self.note_prompt((task, doc_id), asked.wrapper, asked.cut, asked.ids, asked.text)
         return sample
 
     def _read(self, request: Instance) -> _Asked:
@@ -167,16 +160,42 @@ class HarnessLM(LM):
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
         text, wrapper, cut = self._prompt(task, prompt, settings)
+        if settings.get("begin_answer"):  # the document says how the answer begins: inside the model's turn
+            text += str(request.doc["answer_prefix"])
         ids = self.loaded.encode(text)
-        if self.loaded.max_length is not None and len(ids) + new_tokens > self.loaded.max_length:
-            raise ValueError(
-                f"{task} sample {doc_id}: {len(ids)} prompt tokens + {new_tokens} new ones exceed the"
-                f" {self.loaded.max_length} tokens the model was made for (model.max_length)"
-            )
+        self.check_length(task, doc_id, len(ids), new_tokens)
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
         return _Asked(task, doc_id, text, ids, until, new_tokens, fingerprint(ids, rules), stop_token, wrapper, cut)
+
+    def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
+        bos = self.loaded.tokenizer.bos_token_id
+        bos_count = ids.count(bos) if bos is not None else None
+        self.prompts[key] = _Prompt(wrapper, cut, len(ids), bos_count, hashlib.sha256(text.encode()).hexdigest())
+
+    def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
+        """Warm the kernels up once, and seed.
+
+        A random step of a method must not depend on which samples ran before, or a resumed run would differ.
+        """
+        if not self.warm:
+            self.warm = True
+            warm_up(self.loaded.model, self.method, ids, self.attn)
+        torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
+
+    def finish(
+        self,
+        task: str,
+        doc_id: int,
+        mark: str,
+        response: str,
+        score: float | None,
+        question: int,
+        result: GenerationResult,
+    ) -> Sample:
+        kernel = attention_kernel(self.attn)[0]
+        return _sample(task, doc_id, mark, response, score, question, result, kernel, self.facts)
 
     def _question(self, asked: _Asked) -> int:
         return self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
@@ -202,7 +221,7 @@ class HarnessLM(LM):
     @property
     def first_prompt(self) -> dict[str, Any] | None:
         """What tells the prompts of one evaluation from another's."""
-        for (task, doc_id), prompt in self.prompts.items():
+        for (task, doc_id, *_), prompt in self.prompts.items():
             return {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
         return None
 
@@ -211,7 +230,7 @@ class HarnessLM(LM):
         """The prompt side of the row: what was done to the prompts of this evaluation."""
         prompts = self.prompts.values()
         wrappers = dict.fromkeys(prompt.wrapper for prompt in prompts)
-        bare = dict.fromkeys(task for (task, _), prompt in self.prompts.items() if prompt.wrapper == "none")
+        bare = dict.fromkeys(task for (task, *_), prompt in self.prompts.items() if prompt.wrapper == "none")
         cuts = [prompt.cut for prompt in prompts if prompt.cut is not None]
         lengths = dict.fromkeys(most for most, _ in cuts)
         return {
@@ -245,11 +264,7 @@ class HarnessLM(LM):
         if asked.stop_token:  # its last token ends the answer too, and neither that nor an end token can begin it
             stop_ids.add(tokenizer(asked.stop_token, add_special_tokens=False)["input_ids"][-1])
             not_first = stop_ids
-        if not self.warm:
-            self.warm = True
-            warm_up(self.loaded.model, self.method, ids, self.attn)
-        # A random step of a method must not depend on which samples ran before, or a resumed run would differ.
-        torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
+        self.begin(task, doc_id, ids)
         question = self._question(asked)
         result = generate(
             self.loaded.model,
@@ -269,8 +284,7 @@ class HarnessLM(LM):
             answer = answer[:-1]
         response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
         score = self.scorer(task, doc, response) if self.scorer is not None else None
-        kernel = attention_kernel(self.attn)[0]
-        return _sample(task, doc_id, asked.mark, response, score, question, result, kernel, self.facts)
+        return self.finish(task, doc_id, asked.mark, response, score, question, result)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:

@@ -297,10 +297,11 @@ def _adapter(
         seed=cell.identity["seed"],
         question_as_decode=cell.run.question_as_decode,
         max_new_tokens=spec.max_new_tokens,
-        scorer=scorer,
+        scorer=scorer if spec.value is None else None,
         label=cell.label,
         facts=session.facts(loaded.device),
         recorder=recorder,
+        tokens=spec.tokens,
     )
     return lm, spec, tasks
 
@@ -373,7 +374,7 @@ def _sample_rows(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict[st
                         "task": task,
                         "doc_id": entry["doc_id"],
                         "key": f"{entry['doc_id']}:{entry['doc_hash'][:8]}",
-                        "score": float(entry[metric]) * spec.scale,
+                        "score": spec.value(entry[metric]) if spec.value else float(entry[metric]) * spec.scale,
                         "response": entry["resps"][0][0],
                         "target": entry["target"],
                         "meta": entry["doc"].get("meta"),

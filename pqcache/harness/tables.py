@@ -47,6 +47,8 @@ def row_text(row: Row, path: Path | None) -> str:
         ),
         "machine": f"{row['device']}, {row['attn']}, commit {(row['git_commit'] or MISSING)[:12]}",
     }
+    if other := metrics_text(row):
+        lines["metrics"] = other
     if (measured := row["diagnostics"]) is not None:
         lines["time"] = "not measured: diagnostics slow the steps"
         lines["selection"] = diagnostics_text(measured)
@@ -56,6 +58,13 @@ def row_text(row: Row, path: Path | None) -> str:
     )
     body = [f"  {name:<9} {text}" for name, text in lines.items()]
     return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
+
+
+def metrics_text(row: Row) -> str:
+    """Every metric of a row of one sub-task, as lm-eval names and scales them; nothing where there is only one."""
+    found = [task.get("metrics", {}) for task in row["tasks"].values()]
+    wanted = len(found) == 1 and (len(found[0]) > 1 or "perplexity" in found[0])
+    return ", ".join(f"{name} {value:.4g}" for name, value in found[0].items()) if wanted else ""
 
 
 def diagnostics_text(found: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from pqcache.selective.attach import attach
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.decode import GenerationResult, decode_loop, generate
+from pqcache.selective.decode import GenerationResult, Likelihood, decode_loop, generate, likelihood
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
@@ -15,6 +15,7 @@ __all__ = [
     "GenerationResult",
     "LayerContext",
     "Ledger",
+    "Likelihood",
     "Method",
     "ModelShape",
     "NotApplicable",
@@ -29,6 +30,7 @@ __all__ = [
     "attach",
     "decode_loop",
     "generate",
+    "likelihood",
     "partition_plan",
     "record",
 ]

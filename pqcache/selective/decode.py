@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
 from pqcache.selective.shared_prefill import Prefill
 from pqcache.selective.shared_prefill import feed as feed_recorded
+
+ROWS = 512  # of logits turned into log-probabilities at a time: vocabularies are large
 
 
 @dataclass
@@ -53,6 +55,15 @@ class Clock:
     def mark(self) -> None:
         synchronize(self.device)
         self.marks.append(time.perf_counter() - self.start)
+
+
+@dataclass
+class Likelihood:
+    """Log-probabilities of given tokens under a method, and what computing them cost."""
+
+    logprobs: list[float]  # natural logarithm, one per scored token, from fp32 logits
+    greedy: list[bool]  # whether the token is the likeliest one
+    result: GenerationResult  # step_s: each token fed; token_ids: those scored
 
 
 @torch.no_grad()  # not inference_mode: its tensors could not be updated by a later turn outside it
@@ -147,6 +158,59 @@ def generate(
         prefill.check_unchanged()
         result.prefill_s = result.tt2t_s = None
     return result
+
+
+@torch.no_grad()
+def score_loop(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, *, first: int, prefill: int
+) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Log-probabilities of ids[0, first:] and whether each is the likeliest token, with the time of each forward pass.
+
+    ids (1, t). The first `prefill` tokens are one block, the others go one by one through the decode path; the last one is
+    only predicted. Nothing waits for the device but the clock.
+    """
+    ids = ids.to(model.device)
+    clock = Clock(ids.device)
+    logprobs, greedy = [], []
+    keep = max(1, prefill - first + 1)  # the logits that predict scored tokens; at least the last ones
+    for start, end in [(0, prefill), *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
+        kept = keep if start == 0 else 1
+        out = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=kept)
+        targets = ids[0, end - kept + 1 : end + 1]
+        if end >= first:
+            for logits, target in zip(out.logits[0].split(ROWS), targets.split(ROWS), strict=True):
+                scores = logits.float().log_softmax(-1)
+                logprobs.append(scores.gather(-1, target[:, None])[:, 0])
+                greedy.append(logits.argmax(-1) == target)
+        clock.mark()
+    return torch.cat(logprobs), torch.cat(greedy), clock.marks
+
+
+def likelihood(
+    model: PreTrainedModel,
+    method: Method,
+    ids: torch.Tensor,
+    *,
+    first: int,
+    prefill: int,
+    attn: str = "auto",
+    watchers: Collection[Watcher] = (),
+) -> Likelihood:
+    """Log-probabilities of ids[0, first:], each given all tokens before it, under `method`; ids (1, t).
+
+    The first `prefill` tokens are the prompt; the others are fed one by one through the decode path, so what they
+    predict is computed from the method's cache. What the prompt itself predicts (first < prefill) is exact attention.
+    """
+    s = ids.shape[-1]
+    if ids.ndim != 2 or ids.shape[0] != 1 or not 1 <= first < s or not 1 <= prefill < s:
+        raise ValueError(f"ids {tuple(ids.shape)}, first={first}, prefill={prefill}: allowed is (1, t), both 1..t-1")
+    cache = SelectiveCache(model, method, attn=attn)
+    cache.watchers.extend(watchers)
+    cache.begin([prefill], token_ids=ids[:, :prefill], max_new_tokens=s - prefill)
+    with attach(model):
+        logprobs, greedy, marks = score_loop(model, cache, ids, first=first, prefill=prefill)
+    result = report(cache, ids[0, first:].tolist(), marks, s, prefill)
+    return Likelihood(logprobs.tolist(), greedy.tolist(), replace(result, prompt_tokens=max(first, prefill)))
 
 
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:

@@ -159,13 +159,6 @@ def test_only_greedy(loaded: LoadedModel, tmp_path: Path) -> None:
         adapter(loaded, log).generate_until([ask("Where?", do_sample=True, temperature=0.7)])
 
 
-def test_likelihood_tasks_say_that_they_are_not_built(loaded: LoadedModel, tmp_path: Path) -> None:
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        for call in (adapter(loaded, log).loglikelihood, adapter(loaded, log).loglikelihood_rolling):
-            with pytest.raises(NotImplementedError, match="not built yet"):
-                call([])
-
-
 def test_a_random_step_does_not_depend_on_the_samples_before(loaded: LoadedModel, tmp_path: Path) -> None:
     seen: list[float] = []
 

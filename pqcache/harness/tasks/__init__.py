@@ -21,7 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.tasks import longbench, needle, needle_pocket, pocket
+from pqcache.harness.tasks import (
+    gsm8k_cot,
+    gsm8k_cot_long,
+    humaneval,
+    line_retrieval,
+    longbench,
+    needle,
+    needle_pocket,
+    pg19,
+    pocket,
+    ruler,
+    xsum,
+)
+from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyTask, Loaded
 from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec
 
 if TYPE_CHECKING:
@@ -32,13 +45,31 @@ _MODULES: dict[str, Any] = {  # modules, or objects with the same names in them
     "needle_pocket": needle_pocket,
     **pocket.SUITES,
     **longbench.SUITES,
+    "gsm8k_cot": gsm8k_cot,
+    "gsm8k_cot_long": gsm8k_cot_long,
+    "humaneval": humaneval,
+    "line_retrieval": line_retrieval,
+    "pg19": pg19,
+    "ruler": ruler,
+    "xsum": xsum,
 }
 TASKS: tuple[str, ...] = tuple(_MODULES)
 
-__all__ = ["TASKS", "SampleRow", "TaskSpec", "build_task", "longest_prompt", "prepare_task", "task_options"]
+__all__ = [
+    "TASKS",
+    "SampleRow",
+    "TaskSpec",
+    "build_task",
+    "check_task",
+    "longest_prompt",
+    "prepare_task",
+    "task_options",
+]
 
 
 def _module(name: str) -> Any:
+    if name.startswith(PREFIX):
+        return AnyTask(name)
     if name not in _MODULES:
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TASKS)}"
@@ -58,6 +89,13 @@ def longest_prompt(name: str, options: dict[str, Any], *, limit: int | None, mod
     return key, tokens, module.MAX_NEW_TOKENS
 
 
+def check_task(name: str, options: dict[str, Any]) -> None:
+    """What a task checks of its options together, which are right each by itself. Raises a one-line ValueError."""
+    module = _module(name)
+    if hasattr(module, "check"):
+        module.check(module.Options(**options))
+
+
 def prepare_task(name: str, options: dict[str, Any], *, limit: int | None) -> None:
     """Get and check the data a task reads. Raises a one-line ValueError that says what is missing and what to do."""
     module = _module(name)
@@ -75,7 +113,7 @@ def build_task(
     limit: int | None,
     model_name: str,
     count_tokens: Callable[[str], int],
-) -> tuple[TaskSpec, TaskManager]:
+) -> tuple[TaskSpec, TaskManager | Loaded]:
     """Make the documents of a task and the TaskManager that finds its definition in this package.
 
     The documents stay in memory; `workdir` is for tasks that must keep files. `count_tokens` says how many tokens the
@@ -84,6 +122,8 @@ def build_task(
     from lm_eval.tasks import TaskManager
 
     module = _module(name)
+    if isinstance(module, AnyTask):
+        return module.build_manager(module.Options(**options))
     spec, docs = module.build(
         module.Options(**options),
         seed=seed,

@@ -23,10 +23,13 @@ class TaskSpec:
     lm_eval_tasks: list[str | dict]  # for simple_evaluate(tasks=...), beside the TaskManager
     metric: dict[str, str]  # lm-eval task name -> the per-sample metric that is the score
     scale: float  # metric * scale = 0..100
+    value: Callable[[Any], float] | None = None  # metric -> 0..100, where a factor will not do; scored at the end only
     max_new_tokens: int
     figure: Figure | None = None  # (sample rows, folder, title) -> the drawn file; None if there is nothing to draw
     note: str | None = None  # one line to print when the documents are made
     data: dict[str, Any] = field(default_factory=dict)  # row["data"]: source, revision, sha256 of the files read
+    # Log-likelihood tasks measured in tokens, not text: document -> (token ids, the first scored, tokens prefilled)
+    tokens: Callable[[dict], tuple[list[int], int, int]] | None = None
 
 
 class Docs:

@@ -211,7 +211,12 @@ def process_results(doc: dict, results: list[str]) -> dict[str, float]:
 
 
 def draw(rows: Sequence[SampleRow], folder: Path, title: str) -> Path | None:
-    """The heat map of one run: `heatmap.png` in its folder, and the numbers it shows in `heatmap.json`."""
+    """The heat map of one run: `heatmap.png` in its folder, and the numbers it shows in `heatmap.json`.
+
+    A second one, heatmap_words, shows the word fraction where the answers are at hand.
+    """
     from pqcache.harness.figures import save_heat_map
 
+    graded = [{**row, "score": 100 * word_fraction(row["response"])} for row in rows if "response" in row]
+    save_heat_map(graded, folder, title, "heatmap_words")
     return save_heat_map(rows, folder, title)

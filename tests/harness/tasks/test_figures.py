@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from pqcache.harness.figures import _split_titles, heat_maps, needle_grid
+from pqcache.harness.figures import heat_maps, needle_grid, split_titles
 from pqcache.harness.tasks import needle
 
 ROWS = [
@@ -41,6 +41,29 @@ def test_one_run(tmp_path: Path) -> None:
     assert needle.draw([], tmp_path, "nothing") is None
 
 
+def test_the_share_of_words_has_its_own_map(tmp_path: Path) -> None:
+    rows = [{**row, "response": "A sandwich in Dolores Park."} for row in ROWS]
+    assert needle.draw(rows, tmp_path, "pqcache 0.2") == tmp_path / "heatmap.png"
+    found = json.loads((tmp_path / "heatmap_words.json").read_text())["samples"]
+    assert {round(sample["score"], 6) for sample in found} == {round(100 * 4 / 11, 6)}  # a sandwich in dolores
+    assert (tmp_path / "heatmap_words.png").exists()
+
+
+@pytest.mark.shared
+def test_a_published_grid(shared_data: Path, tmp_path: Path) -> None:
+    """GPT-4's needle scores by a judge (1 to 10): every cell is drawn, and its mean is theirs."""
+    scores = json.loads((shared_data / "misc" / "OpenAI_OriginalResults.json").read_text())
+    rows = [
+        {"meta": {"length": s["token_limit"], "depth": s["depth_percent"]}, "score": 10.0 * s["score"]} for s in scores
+    ]
+    lengths, depths, grid = needle_grid(rows)
+    cells = [value for line in grid for value in line if value == value]
+    assert len(cells) == len({(s["token_limit"], s["depth_percent"]) for s in scores})
+    assert len(lengths) * len(depths) >= len(cells)
+    assert sum(cells) / len(cells) == pytest.approx(sum(s["score"] for s in scores) / len(scores) / 10)
+    assert heat_maps({"gpt-4": rows}, tmp_path / "grid.png") is not None
+
+
 def test_colours_are_pinned_to_0_and_1(tmp_path: Path) -> None:
     path = heat_maps({"all right": [ROWS[0]]}, tmp_path / "right.png")
     assert path is not None
@@ -48,8 +71,8 @@ def test_colours_are_pinned_to_0_and_1(tmp_path: Path) -> None:
 
 
 def test_what_all_titles_say_stands_once() -> None:
-    assert _split_titles(["full 1.0 needle", "pqcache 0.2 needle"]) == ("needle", ["full 1.0", "pqcache 0.2"])
-    assert _split_titles(["full 1.0 needle"]) == ("", ["full 1.0 needle"])
+    assert split_titles(["full 1.0 needle", "pqcache 0.2 needle"]) == ("needle", ["full 1.0", "pqcache 0.2"])
+    assert split_titles(["full 1.0 needle"]) == ("", ["full 1.0 needle"])
 
 
 def test_several_methods_side_by_side(tmp_path: Path) -> None:
@@ -61,6 +84,8 @@ def test_several_methods_side_by_side(tmp_path: Path) -> None:
     one, two = (image.imread(p).shape for p in (tmp_path / "full" / "heatmap.png", tmp_path / "heatmaps.png"))
     assert two[1] > 2 * one[1]
     assert json.loads((tmp_path / "full" / "heatmap.json").read_text())["title"] == "full"
+    none = subprocess.run([*command, str(tmp_path), "--value", "words"], capture_output=True, text=True)
+    assert "no heatmap_words.json" in none.stderr
     empty = subprocess.run([*command, str(tmp_path / "full")], capture_output=True, text=True)
     assert empty.returncode == 2
     assert "no heatmap.json" in empty.stderr

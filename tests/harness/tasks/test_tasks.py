@@ -13,10 +13,11 @@ from lm_eval.api.model import LM
 
 from pqcache.embedded import load_tokenizer
 from pqcache.harness.models import LoadedModel
-from pqcache.harness.tasks import TASKS, build_task, needle, needle_pocket, pocket, task_options
+from pqcache.harness.tasks import build_task, needle, needle_pocket, pocket, task_options
 
-SMALL = {name: {"length": 512} for name in TASKS} | {"needle": {"lengths": [512, 640], "depths": [0, 50, 100]}}
-ALONE = [name for name in TASKS if name != "pocket"]  # of one lm-eval task
+MADE = ("needle", "needle_pocket", *pocket.SUITES)  # of documents that are made here, answered by the embedded model
+SMALL = {name: {"length": 512} for name in MADE} | {"needle": {"lengths": [512, 640], "depths": [0, 50, 100]}}
+ALONE = [name for name in MADE if name != "pocket"]  # of one lm-eval task
 SOME = ["needle", "needle_pocket", "pocket", "pocket_chain"]  # the group runs every family
 
 
@@ -133,7 +134,7 @@ def test_the_pocket_group_is_the_unweighted_mean_of_its_families(tokenizer, tmp_
         model_name="embedded",
         count_tokens=count(tokenizer),
     )
-    assert set(spec.metric) == set(TASKS) - {"needle", "needle_pocket", "pocket"}
+    assert set(spec.metric) == set(MADE) - {"needle", "needle_pocket", "pocket"}
     for task in manager.load(spec.lm_eval_tasks)["tasks"].values():
         assert (
             task.config.generation_kwargs["max_gen_toks"] == pocket.NEW_TOKENS[task.config.task.removeprefix("pocket_")]
@@ -143,7 +144,7 @@ def test_the_pocket_group_is_the_unweighted_mean_of_its_families(tokenizer, tmp_
 
 
 def test_options_have_types_and_defaults() -> None:
-    defaults = {name: {f.name: f.default for f in dataclasses.fields(task_options(name))} for name in TASKS}
+    defaults = {name: {f.name: f.default for f in dataclasses.fields(task_options(name))} for name in MADE}
     assert defaults["needle_pocket"] == defaults["pocket"] == defaults["pocket_chain"] == {"length": 2048}
     assert defaults["needle"] == {"lengths": None, "depths": None, "haystack": None}
 

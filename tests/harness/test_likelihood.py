@@ -1,0 +1,314 @@
+"""Log-likelihoods through the decode path, and any task of lm-eval by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+import run
+from pqcache.harness import likelihood as scoring
+from pqcache.harness import models
+from pqcache.harness.config import ModelOptions, option_fields
+from pqcache.harness.likelihood import LogLikelihood
+from pqcache.harness.lm import HarnessLM
+from pqcache.harness.models import LoadedModel
+from pqcache.harness.registry import method_class
+from pqcache.harness.results import read_row
+from pqcache.harness.samples import SampleLog
+from pqcache.harness.tasks import any_lm_eval
+from pqcache.selective import Budget, likelihood
+
+STORY = "The old man walked over the hill and found a lamp near the river. " * 12
+CHOICES = [" A red box stood there.", " nothing at all", " B"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny: Path) -> LoadedModel:
+    options = {name: default for name, (_, default) in option_fields(ModelOptions).items()}
+    return models.load("hf", dict(options, path=str(tiny)))
+
+
+@pytest.fixture(scope="module")
+def base(loaded: LoadedModel) -> LoadedModel:
+    return LoadedModel("base", loaded.model, loaded.tokenizer, False, None, 4096)
+
+
+def ask(kind: str, *arguments: str, doc_id: int = 0, idx: int = 0) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=idx, metadata=("t", doc_id, 1))
+
+
+def pairs() -> list[Instance]:
+    return [ask("loglikelihood", STORY, choice, idx=i) for i, choice in enumerate(CHOICES)]
+
+
+def plain(loaded: LoadedModel, ids: list[int], first: int) -> list[float]:
+    """Log-probabilities of ids[first:] by one ordinary forward pass."""
+    with torch.no_grad():
+        scores = loaded.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return [float(scores[at - 1, ids[at]]) for at in range(first, len(ids))]
+
+
+def adapter(
+    loaded: LoadedModel, log: SampleLog, method: str = "full", budget: float = 1.0, **options: Any
+) -> HarnessLM:
+    return HarnessLM(loaded, method_class(method)(budget=Budget(ratio=budget)), log, **options)
+
+
+# -- continuations --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel, chat: bool, tmp_path: Path) -> None:
+    model = loaded if chat else base
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        found = adapter(model, log).loglikelihood(pairs())
+    for (value, greedy), choice in zip(found, CHOICES, strict=True):
+        context = model.wrap(STORY) if chat else STORY.rstrip()
+        whole = model.encode(context + (choice.lstrip() if chat else " " + choice))
+        first = len(model.encode(context))
+        wanted = plain(model, whole, first)
+        assert value.tokens == pytest.approx(wanted, abs=2e-5)
+        assert value == pytest.approx(sum(wanted), abs=1e-4)
+        assert not greedy  # a random model
+
+
+def test_greedy_is_what_generation_would_say(base: LoadedModel, tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        ids = base.encode("The teacher")
+        with torch.no_grad():
+            best = base.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0]
+        method = method_class("full")()
+        result = likelihood(base.model, method, best[None], first=len(ids), prefill=len(ids))
+        assert result.greedy == [True] * (len(best) - len(ids))
+        assert result.result.prompt_tokens == len(ids)
+        assert adapter(base, log).loglikelihood([ask("loglikelihood", "The teacher", "zzz")])[0][1] is False
+
+
+def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> None:
+    """Also in a continuation of one token: the context's last token is a decode step."""
+    values: dict[tuple[str, float], list[float]] = {}
+    for method, budget in [("full", 1.0), ("pqcache", 1.0), ("pqcache", 0.3), ("streaming", 0.3), ("snapkv", 0.3)]:
+        with SampleLog(tmp_path / f"{method}{budget}") as log:
+            found = adapter(base, log, method, budget)
+            values[method, budget] = [float(value) for value, _ in found.loglikelihood(pairs())]
+            sample = found.used["t", 0, 2]
+            assert (sample["question_tokens"], sample["score"]) == (1, None)
+            assert sample["budget_tokens"] is None or sample["budget_tokens"] <= sample["prompt_tokens"] * budget + 40
+    full = values["full", 1.0]
+    assert values["pqcache", 1.0] == pytest.approx(full, abs=1e-4)
+    for key in [("pqcache", 0.3), ("streaming", 0.3), ("snapkv", 0.3)]:
+        assert all(abs(value - wanted) > 1e-3 for value, wanted in zip(values[key], full, strict=True)), key
+
+
+def test_question_as_decode_moves_the_question(base: LoadedModel, tmp_path: Path) -> None:
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        found = adapter(base, log, question_as_decode=True)
+        found.loglikelihood([ask("loglikelihood", STORY + "Question: who walked?", " me")])
+    assert found.used["t", 0, 0]["question_tokens"] > 3
+
+
+def test_found_in_the_log(base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        first = adapter(base, log).loglikelihood(pairs())
+        assert len(log) == 3
+    monkeypatch.setattr(scoring, "likelihood", lambda *_, **__: pytest.fail("computed again"))
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        again = adapter(base, log)
+        assert again.loglikelihood(pairs()) == first
+        assert again.resumed == 3
+
+
+def test_what_cannot_be_scored(base: LoadedModel, tmp_path: Path) -> None:
+    short = LoadedModel("base", base.model, base.tokenizer, False, None, 64)
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        with pytest.raises(ValueError, match="adds no token"):
+            adapter(base, log).loglikelihood([ask("loglikelihood", "A", "")])
+        with pytest.raises(ValueError, match=r"exceed the 64 tokens"):
+            adapter(short, log).loglikelihood(pairs())
+    with pytest.raises(ValueError, match=r"both 1\.\.t-1"):
+        likelihood(base.model, method_class("full")(), torch.ones(1, 4, dtype=torch.long), first=4, prefill=1)
+
+
+# -- whole texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 63, 64, 100])
+def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, tmp_path: Path) -> None:
+    model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
+    ids = model.encode(STORY)
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        found = adapter(model, log)
+        (value,) = found.loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
+        assert isinstance(value, LogLikelihood)
+        assert len(value.tokens) == len(ids) - 1  # all but the opening token
+        assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in found.used.values())
+    if size is None:
+        assert value.tokens == pytest.approx(plain(model, ids, 1), abs=2e-5)
+        with SampleLog(tmp_path / "other") as log:
+            (less,) = adapter(model, log, "streaming", 0.3).loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
+        half = len(ids) // 2 - 1
+        assert less.tokens[:half] == pytest.approx(value.tokens[:half], abs=2e-5)  # the prefill is exact
+        assert less.tokens[half + 1 :] != pytest.approx(value.tokens[half + 1 :], abs=1e-3)
+    else:
+        first = min(size + 1, len(ids))
+        assert value.tokens[: first - 1] == pytest.approx(plain(model, ids[:first], 1), abs=2e-5)
+        last = len(ids) - first
+        done = first + (last // size) * size if last % size else first + (last // size - 1) * size
+        window = ids[max(0, len(ids) - size - 1) :]
+        scored = len(ids) - done
+        assert value.tokens[-scored:] == pytest.approx(plain(model, window, len(window) - scored), abs=2e-5)
+
+
+# -- any task ---------------------------------------------------------------------------------------------------------------
+
+CHOICE = """\
+task: my_choice
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{story}}}}\\nQuestion: {{{{question}}}}\\nAnswer:"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+metadata:
+  version: 1.0
+"""
+TEXT = """\
+task: my_text
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{story}}}}"
+metric_list:
+  - metric: byte_perplexity
+  - metric: word_perplexity
+metadata:
+  version: 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Task definitions over a local file, as lm-eval's guide writes them."""
+    folder = tmp_path_factory.mktemp("definitions")
+    data = folder / "data.jsonl"
+    rows = [
+        {
+            "story": STORY[: 300 + 60 * i],
+            "question": f"what is {i}?",
+            "choices": ["one lamp", "two lamps"],
+            "gold": i % 2,
+        }
+        for i in range(3)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "choice.yaml").write_text(CHOICE.format(data=data))
+    (folder / "text.yaml").write_text(TEXT.format(data=data))
+    return folder
+
+
+@pytest.fixture
+def small_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the own definitions: indexing lm-eval's thousands takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr(
+        any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
+    )
+
+
+Command = Callable[..., int]
+
+
+def call(tiny: Path, tmp_path: Path, *typed: str) -> int:
+    base = [
+        "model=hf",
+        f"model.path={tiny}",
+        f"out={tmp_path / 'out'}",
+        "wandb=disabled",
+        f"cache_dir={tmp_path / 'c'}",
+    ]
+    return run.main([*base, "task=lm_eval", *typed])
+
+
+def test_multiple_choice_by_name(
+    tiny: Path, tmp_path: Path, definitions: Path, small_index: None, monkeypatch: Any
+) -> None:
+    typed = ["task.name=my_choice", f"task.include={definitions}", "-m", "method=full,oracle", "budget=0.3", "limit=2"]
+    assert call(tiny, tmp_path, *typed) == 0
+    found = {row["method"]: row for path in (tmp_path / "out").glob("*/row.json") if (row := read_row(path))}
+    assert found["full"]["task"] == "lm_eval:my_choice"
+    row = found["oracle"]
+    assert row["n_samples"] == row["paired_samples"] == 2
+    assert row["score"] in (0.0, 50.0, 100.0)
+    assert set(row["tasks"]["my_choice"]["metrics"]) == {"acc", "acc_norm"}
+    assert row["tpot_p50_ms"] is not None or row["tt2t_s"] is not None
+    lines = (next((tmp_path / "out").glob("*oracle*")) / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 4  # two choices of two documents
+    monkeypatch.setattr(scoring, "likelihood", lambda *_, **__: pytest.fail("computed again"))
+    assert call(tiny, tmp_path, *typed) == 0
+
+
+def test_perplexity_by_name(tiny: Path, tmp_path: Path, definitions: Path, small_index: None) -> None:
+    assert call(tiny, tmp_path, "task.name=my_text", f"task.include={definitions}", "method=full", "limit=2") == 0
+    (path,) = (tmp_path / "out").glob("*/row.json")
+    row = read_row(path)
+    assert row is not None
+    metrics = row["tasks"]["my_text"]["metrics"]
+    assert set(metrics) == {"byte_perplexity", "word_perplexity"}
+    assert row["score"] == pytest.approx(100 / metrics["byte_perplexity"], rel=0.05)  # a mean of two documents
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["task.name=my_choise"], "task.name=my_choise: lm-eval has no such task; did you mean my_choice?"),
+        ([], "task.name: task=lm_eval needs the name"),
+        (["task.name=my_choice", "task.metric=bleu"], "task.metric=bleu: my_choice has acc, acc_norm"),
+        (["task.name=my_choice", "task.num_fewshot=-1"], "task.num_fewshot=-1: must be 0 or more"),
+        (["task.name=my_choice", "task.lenght=1"], "task.lenght: unknown key"),
+        (["task.name=hub_task"], "task.name=hub_task: cannot be loaded"),
+    ],
+)
+def test_one_line_before_any_model(
+    tiny: Path,
+    tmp_path: Path,
+    definitions: Path,
+    small_index: None,
+    typed: list[str],
+    said: str,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    hub = CHOICE.replace("my_choice", "hub_task").replace("path: json", "path: some/where").replace("{data}", "x.json")
+    (definitions / "hub.yaml").write_text(hub.replace("{{{{", "{{").replace("}}}}", "}}"))
+    assert call(tiny, tmp_path, f"task.include={definitions}", "method=full", *typed) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert said in errors[0]
+
+
+def test_scores_of_one_document() -> None:
+    import math
+
+    assert any_lm_eval.percent(1) == 100.0
+    assert any_lm_eval.percent(0.25) == 25.0
+    assert any_lm_eval.percent((-4.0 * math.log(2), 4)) == pytest.approx(50.0)
+    assert any_lm_eval.percent((2, 2)) == 100.0
+    assert any_lm_eval.percent((2, 1)) == 0.0
