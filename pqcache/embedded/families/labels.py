@@ -1,7 +1,7 @@
 """Few-shot label learning: which label an example has can be seen from other examples that share one of its two words.
 
 Every label has three words of its own. An example shows two of them in some order; the pair that is asked for stands in no
-example, so that each of its words has to be matched by itself.
+example, so that each of its words has to be matched by itself: both stand in their places in an example.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) ->
         classes.append(label)
         pairs = list(permutations(words[3 * i : 3 * i + 3], 2))
         rng.shuffle(pairs)
-        shown = [f"The sample {a} {b} is {label}." for a, b in pairs[:4]]
+        first = pairs[0]  # two pairs are kept back that share no place, so that neither takes away the other's examples
+        second = next(pair for pair in pairs if pair[0] != first[0] and pair[1] != first[1])
+        shown = [f"The sample {a} {b} is {label}." for a, b in pairs if (a, b) not in (first, second)]
         pieces += shown
-        for a, b in pairs[4:]:
+        for a, b in (first, second):
             asks.append(Ask(f"What is the sample {a} {b}?", f"The sample {a} {b} is {label}.", label, shown[0]))
     return Scene(tuple(pieces), tuple(asks), tuple(classes))
