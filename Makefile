@@ -11,7 +11,7 @@ RUN       := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format heatmaps pocket clean clean-venv
+.PHONY: help setup demo test test-slow lint format heatmaps pocket tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for 
 pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 	$(RUN) -m pqcache.harness.groups $(OUT)/pocket
+
+tables: $(INSTALLED) ## the papers' tables and figures from OUT/runs: measured beside printed, as Markdown, LaTeX, CSV, PNG
+	$(RUN) -m pqcache.harness.papers tables --out $(OUT)/runs
+
+missing: $(INSTALLED) ## the command that fills each empty cell of every experiment
+	@$(RUN) -m pqcache.harness.papers missing --out $(OUT)/runs
 
 clean: ## remove caches and build files
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

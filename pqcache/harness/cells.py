@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from pqcache.harness import published, smoke
 from pqcache.harness.compose import Composed, Request
 from pqcache.harness.config import NOT_HASHED, Checked, Refused, RunOptions, check, show
 
@@ -37,6 +38,8 @@ class Cell:
     skip: tuple[str, str] | None
     budgets: list[float | int] = field(default_factory=list)  # the budgets it stands for (several: it ignores them)
     names: list[str] = field(default_factory=list)  # the experiment's cells it stands for
+    typed: tuple[str, ...] = ()  # what to type to run this cell alone
+    published: float | None = None  # the paper's number, where an experiment repeats a printed table
 
     @property
     def name(self) -> str:
@@ -59,6 +62,11 @@ class Cell:
         return " ".join(parts)
 
     @property
+    def labels(self) -> list[str]:
+        """What a paper's line of this cell may be called in results/published."""
+        return [*self.names, self.identity["method"]["name"]]
+
+    @property
     def ignores_budget(self) -> bool:
         return bool(getattr(self.method, "ignores_budget", False))
 
@@ -71,6 +79,7 @@ class Plan:
     sweep: bool
     experiment: str | None
     best_of: dict[str, list[str]] = field(default_factory=dict)  # see compose.Request
+    report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def budgets(self) -> list[float | int]:
@@ -84,7 +93,7 @@ def make_plan(request: Request) -> Plan:
     errors = list(request.errors)
     found: dict[str, list[str | None]] = {}  # line -> the experiment's cells it was found in
     cells: dict[str, Cell] = {}
-    for composed in request.composed:
+    for composed in smoke.reduced(request.composed):
         try:
             checked = check(composed.config, composed.group_defaults)
         except Refused as refused:
@@ -102,11 +111,22 @@ def make_plan(request: Request) -> Plan:
     if len({cell.run.out for cell in cells.values()}) > 1:
         errors.append("out: one command writes into one folder")
     for cell in cells.values():
+        cell.published = published_score(request.experiment, cell)
         if not errors:
             errors += [line for line in [foreign_folder(cell)] if line]
     if errors:
         raise Refused(errors)
-    return Plan(list(cells.values()), request.sweep, request.experiment, request.best_of)
+    return Plan(list(cells.values()), request.sweep, request.experiment, request.best_of, request.report)
+
+
+def published_score(experiment: str | None, cell: Cell) -> float | None:
+    """The paper's score of a cell; None outside an experiment whose paper prints one, and for a smoke run."""
+    if experiment is None or cell.run.smoke:
+        return None
+    budget = None if cell.ignores_budget else cell.identity["budget"]
+    model = cell.identity["model"]["name"]
+    found = [published.score(experiment, model=model, method=label, budget=budget) for label in cell.labels]
+    return next((value for value in found if value is not None), None)
 
 
 def _origin(named: list[str | None], every: set[str | None]) -> str:
@@ -117,7 +137,7 @@ def _origin(named: list[str | None], every: set[str | None]) -> str:
 
 def _add(cells: dict[str, Cell], checked: Checked, composed: Composed) -> list[str]:
     """Equal configurations are one cell: a method that ignores the budget runs once and stands for every budget."""
-    new = Cell(checked.identity, checked.changed, checked.run, checked.method, checked.skip)
+    new = Cell(checked.identity, checked.changed, checked.run, checked.method, checked.skip, typed=composed.typed)
     cell = cells.setdefault(new.name, new)
     cell.budgets = list(dict.fromkeys([*cell.budgets, composed.config["budget"]]))
     if composed.cell is not None:

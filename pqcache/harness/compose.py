@@ -27,6 +27,7 @@ from pqcache.harness.config import GROUPS, Refused, show
 from pqcache.harness.registry import METHODS, suggestion
 
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
+VALUE = "++"  # before every override that chooses no file
 CELL = "cell"  # the key that sweeps over an experiment's `cells:`
 EXPERIMENT = "experiment@_global_"  # set here and not in each file, whose first line is the command that runs it
 
@@ -40,6 +41,7 @@ class Composed:
     config: dict[str, Any]
     group_defaults: dict[str, dict[str, Any]]  # what the chosen files of model, method and task say by themselves
     cell: str | None = None
+    typed: tuple[str, ...] = ()  # what to type to compose exactly this one
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Request:
     experiment: str | None
     show_config: bool = False
     best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells whose best it is
+    report: dict[str, Any] = field(default_factory=dict)  # an experiment's `report:`, see papers.Report
     errors: list[str] = field(default_factory=list)  # found so far; the wrong overrides were left out
 
 
@@ -69,7 +72,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     errors: list[str] = []
     overrides = _sound(_parse(arguments.overrides, errors), config_dir, errors)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve())):
-        compose_once = cache(_compose)  # without a sweep, what is read first is also the only cell
+        compose_once = _composer()
         hydra, head = compose_once(tuple(_first(overrides)))
         params = {str(k): v for k, v in (hydra["sweeper"].get("params") or {}).items()}
         sweep = arguments.multirun or str(hydra["mode"]).endswith("MULTIRUN")
@@ -87,7 +90,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
         for choice in _product([*from_file, *overrides], config_dir):
             composed += _cells(choice, head, config_dir, sweep, compose_once)
     best_of = _best_of(head, {c.cell for c in composed}, errors)
-    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, errors)
+    report = head.get("report") or {}
+    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, errors)
 
 
 # -- checking what was typed -------------------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ def _texts(override: Override, config_dir: Path) -> list[str]:
     """An override as Hydra is to see it, one text per value of its sweep. `++`: an unknown key is ours to report."""
     key = override.get_key_element().lstrip("+")
     plain = override.key_or_group in GROUPS or key.split(".")[0] == "hydra"
-    prefix = "" if plain else "++"
+    prefix = "" if plain else VALUE
     if key == "experiment":
         key = EXPERIMENT
     if isinstance(override.value(), Glob):
@@ -203,7 +207,7 @@ def _cells(
     if not cells:
         if picked:
             raise Refused([f"cell={picked[0]}: only an experiment with `cells:` has cells"])
-        return [_composed(rest, None, config_dir, compose_once)]
+        return [_composed(rest, None, config_dir, compose_once, rest)]
     if picked and picked[0] not in cells:
         raise Refused([f"cell={picked[0]}: unknown cell; {suggestion(picked[0], cells)}"])
     names = picked or list(cells)
@@ -218,8 +222,10 @@ def _cells(
         if errors:
             raise Refused(errors)
         own = [o for o in own if o.get_key_element().lstrip("+") not in typed]  # what was typed wins
+        swept = any(o.is_sweep_override() for o in own)
         for point in _product(own, config_dir):
-            composed.append(_composed([*point, *rest], name, config_dir, compose_once))
+            told = [f"{CELL}={name}", *rest, *(point if swept else [])]
+            composed.append(_composed([*point, *rest], name, config_dir, compose_once, told))
     return composed
 
 
@@ -248,23 +254,49 @@ def _text(value: Any) -> str:
         return value
     if isinstance(value, list):
         return json.dumps(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
     return show(value)
 
 
-def _composed(overrides: list[str], cell: str | None, config_dir: Path, compose_once: Composer) -> Composed:
+def _composed(
+    overrides: list[str], cell: str | None, config_dir: Path, compose_once: Composer, told: list[str]
+) -> Composed:
     hydra, config = compose_once(tuple(overrides))
     choices = hydra["runtime"]["choices"]
     defaults = {}
     for group in ("model", "method", "task"):
         loaded = OmegaConf.to_container(OmegaConf.load(config_dir / group / f"{choices[group]}.yaml"))
         defaults[group] = {str(k): v for k, v in loaded.items()} if isinstance(loaded, dict) else {}
-    return Composed(config, defaults, cell)
+    typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in told)
+    return Composed(config, defaults, cell, typed)
 
 
-def _compose(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(hydra's own node, everything else) as plain containers."""
+def _composer() -> Composer:
+    """A function that composes overrides; each choice of groups goes through Hydra once, values are set afterwards."""
+    base = cache(_choose)
+
+    def compose_once(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+        groups = tuple(text for text in overrides if not text.startswith(VALUE))
+        hydra, chosen = base(groups)
+        parsed = OverridesParser.create().parse_overrides([text for text in overrides if text.startswith(VALUE)])
+        config = OmegaConf.create(chosen)
+        try:
+            for override in parsed:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
+            values = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            raise Refused([" ".join(str(error).split())]) from error
+        assert isinstance(values, dict)
+        return hydra, {str(k): v for k, v in values.items()}
+
+    return cache(compose_once)
+
+
+def _choose(groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(hydra's own node, everything else) as plain containers, of a choice of groups and hydra's keys."""
     try:
-        composed = compose(config_name="config", overrides=list(overrides), return_hydra_config=True)
+        composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
         hydra_node = composed.hydra
         params = hydra_node.sweeper.params
         hydra = {
@@ -274,7 +306,7 @@ def _compose(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]
         }
         OmegaConf.set_struct(composed, False)
         del composed["hydra"]
-        config = OmegaConf.to_container(composed, resolve=True)
+        config = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise Refused([" ".join(str(error).split())]) from error
     assert isinstance(config, dict)

@@ -16,6 +16,7 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pqcache.harness import smoke
 from pqcache.harness.registry import is_built, method_class, suggestion
 
 _UNTRACEABLE = "is not determined by the tokens it selects; diagnostics=true measures it"
@@ -53,7 +54,7 @@ class RunOptions:
     protocol: Literal["aligned", "paper"] = "aligned"
     # recall, attention mass and output error of what is attended; trace: also a file of what was, for method=replay
     diagnostics: bool | Literal["trace"] = False
-    smoke: bool = False  # a table's command on tiny inputs (not built yet)
+    smoke: bool = False  # the command on tiny models and inputs, to see that it runs (smoke.py)
     shared_prefill: bool = (
         False  # cells of one model and task share each prompt's dense prefill; TT2T then from few samples
     )
@@ -259,7 +260,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     elsewhere = {key: f"{group}.{key}" for group in ("task", "method", "model") for key in allowed[group]}
     elsewhere |= {key: key for key in top_fields}
 
-    rest = {k: v for k, v in config.items() if k not in (*names, "cells", "cell", "best_of")}
+    rest = {k: v for k, v in config.items() if k not in (*names, "cells", "cell", "best_of", "report")}
     top = check_options("", rest, top_fields, errors, elsewhere)
     options = {
         group: check_options(f"{group}.", given[group], allowed[group], errors, elsewhere)
@@ -272,6 +273,8 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     _check_run(run, errors)
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under either protocol
         run = replace(run, dense_layers=None, protocol="aligned")
+    if run.smoke is True and not errors:
+        run = replace(run, out=str(Path(run.out) / smoke.FOLDER))
     budget = _check_budget(config.get("budget", run.budget), errors)
     _check_model(options["model"], names["model"], errors)
     task_class = task_options(names["task"])
@@ -288,8 +291,6 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     hyper, hyper_defaults = dict(options["method"]), dict(base["method"])
     if not built:
         skip = ("not built", f"method={names['method']}: known, but not built yet")
-    if run.smoke is True:
-        skip = skip or ("not built", "smoke=true: known, but not built yet")
     if built:
         typed = {k: v for k, v in options["method"].items() if not any(e.startswith(f"method.{k}=") for e in errors)}
         method, method_skip = _make_method(names["method"], typed, budget, run, errors)
@@ -347,6 +348,12 @@ def plain(value: Any) -> Any:
 def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **common: Any) -> list[str]:
     """The lines of every option of a dataclass that it refuses: each value is tried by itself, then all together."""
     defaults = {name: default for name, (_, default) in option_fields(cls).items()}
+    try:
+        cls(**values, **common)
+    except ValueError as error:
+        together = " ".join(str(error).split())
+    else:
+        return []  # also where a value is right only beside another one
     lines = []
     for key, value in values.items():
         if key in defaults and value != defaults[key]:
@@ -354,12 +361,7 @@ def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **comm
                 cls(**{**base, key: value}, **common)
             except ValueError as error:
                 lines.append(" ".join(str(error).split()))
-    if not lines:
-        try:
-            cls(**values, **common)
-        except ValueError as error:
-            lines.append(" ".join(str(error).split()))
-    return lines
+    return lines or [together]
 
 
 def _check_run(run: RunOptions, errors: list[str]) -> None:

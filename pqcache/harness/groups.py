@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pqcache.harness.cells import write_text
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.results import Row, rows_under
 from pqcache.harness.tables import MISSING, budget_text, number, signed, size, span
 
 
 def group_rows(folder: Path) -> list[Row]:
     """Every row under a folder whose task is a group, Full first, then by method, budget and changed keys."""
-    rows = [row for path in sorted(folder.rglob("row.json")) if (row := read_row(path)) is not None]
     return sorted(
-        (row for row in rows if len(row["tasks"]) > 1),
+        (row for row in rows_under(folder) if len(row["tasks"]) > 1),
         key=lambda row: (row["method"] != "full", row["method"], -(row["budget_ratio"] or 0.0), row["folder"]),
     )
 

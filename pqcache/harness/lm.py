@@ -24,6 +24,7 @@ from pqcache.harness import environment
 from pqcache.harness.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.models import LoadedModel
 from pqcache.harness.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.smoke import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.timing import warm_up
 from pqcache.selective import attach, generate
 from pqcache.selective.support import attention_kernel
@@ -83,6 +84,7 @@ class HarnessLM(LikelihoodLM):
         facts: environment.Facts | None = None,
         recorder: Recorder | None = None,
         tokens: TokenTask | None = None,
+        smoke: bool = False,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -100,7 +102,8 @@ class HarnessLM(LikelihoodLM):
         self.tokens = tokens
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
-        self.warm = False
+        self.smoke = smoke
+        self.warm = smoke  # whose times nobody reads
         self.prompts: dict[tuple, _Prompt] = {}  # of the same samples
 
     @property
@@ -162,7 +165,7 @@ class HarnessLM(LikelihoodLM):
         text, wrapper, cut = self._prompt(task, prompt, settings)
         if settings.get("begin_answer"):  # the document says how the answer begins: inside the model's turn
             text += str(request.doc["answer_prefix"])
-        ids = self.loaded.encode(text)
+        ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
         self.check_length(task, doc_id, len(ids), new_tokens)
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
         if stop_token := settings.get("stop_token"):
@@ -232,14 +235,15 @@ class HarnessLM(LikelihoodLM):
         wrappers = dict.fromkeys(prompt.wrapper for prompt in prompts)
         bare = dict.fromkeys(task for (task, *_), prompt in self.prompts.items() if prompt.wrapper == "none")
         cuts = [prompt.cut for prompt in prompts if prompt.cut is not None]
-        lengths = dict.fromkeys(most for most, _ in cuts)
+        cut = ", ".join(f"middle, to {most} tokens before wrapping" for most in dict.fromkeys(most for most, _ in cuts))
+        if self.smoke:
+            cut = f"middle, to {PROMPT_TOKENS} tokens (smoke)"
         return {
             "wrapper": " / ".join(wrappers) or self.loaded.wrapper(),
             "unwrapped": list(bare) if self.loaded.chat else [],
             "system": self.loaded.system if self.loaded.chat else None,
             "bos_count": max((prompt.bos_count for prompt in prompts if prompt.bos_count is not None), default=None),
-            "truncation": ", ".join(f"middle, to {most} tokens before wrapping" for most in lengths)
-            or "none; longer is refused",
+            "truncation": cut or "none; longer is refused",
             "truncated_prompts": sum(dropped > 0 for _, dropped in cuts),
             "first_prompt": self.first_prompt,
         }
@@ -251,7 +255,7 @@ class HarnessLM(LikelihoodLM):
         if settings.get("do_sample") or int(settings.get("num_beams") or 1) != 1:
             raise ValueError("only greedy decoding is supported: do_sample=false, num_beams=1")
         new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
-        return [s for s in until if s], int(new_tokens)
+        return [s for s in until if s], min(int(new_tokens), NEW_TOKENS) if self.smoke else int(new_tokens)
 
     def _generate(self, asked: _Asked, doc: dict, prefill: Prefill | None = None) -> Sample:
         task, doc_id, ids, until = asked.task, asked.doc_id, asked.ids, asked.until

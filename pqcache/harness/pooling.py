@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness import statistics
-from pqcache.harness.results import Row, find_full, read_row
+from pqcache.harness.results import Row, find_full, rows_under
 
 _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
 
@@ -84,8 +84,7 @@ def pooled_table(rows: Iterable[Row]) -> str:
 
 
 def main(folder: str) -> None:
-    rows = [row for path in sorted(Path(folder).expanduser().rglob("row.json")) if (row := read_row(path)) is not None]
-    print(pooled_table(rows) or f"{folder}: no configuration was run under several seeds")
+    print(pooled_table(rows_under(Path(folder))) or f"{folder}: no configuration was run under several seeds")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, cast
 from pqcache.harness import statistics
 from pqcache.harness.cells import Cell, write_text
 from pqcache.harness.samples import Busy, Sample, locked
+from pqcache.harness.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.timing import percentile, tpot_ms
 
 
@@ -73,6 +74,7 @@ class Row(TypedDict):
     kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
     kmeans_iterations: float | None  # T really used (mean over samples); null for methods without K-Means
     dense_layers: int  # first layers that stay dense
+    smoke: bool  # a random small model on tiny inputs: no result
 
     # quality
     score: float | None  # 0..100, unweighted mean over sub-tasks
@@ -161,13 +163,14 @@ def build_row(
         "kv_dtype": kv_dtype,
         "kmeans_iterations": extra.get("kmeans_iterations"),
         "dense_layers": identity["dense_layers"] or 0,
+        "smoke": identity["smoke"],
         "score": statistics.mean(scores),
         "score_interval": statistics.interval(scores),
         "full_score": None,
         "paired_difference": None,
         "paired_interval": None,
         "paired_samples": None,
-        "published": None,
+        "published": cell.published,
         "tasks": {
             task: {
                 "score": statistics.mean({task: values}),
@@ -264,8 +267,20 @@ def read_row(path: Path) -> Row | None:
         value.setdefault("diagnostics", None)  # rows written before there were any
         value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
         value.setdefault("data", {})
+        value.setdefault("smoke", False)
     complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()
     return cast(Row, value) if complete else None
+
+
+def row_files(folder: Path) -> list[Path]:
+    """Every row.json under a folder, smoke runs below it apart (their own folder, given itself, has them)."""
+    folder = folder.expanduser()
+    return [p for p in sorted(folder.rglob("row.json")) if SMOKE_FOLDER not in p.relative_to(folder).parts]
+
+
+def rows_under(folder: Path) -> list[Row]:
+    """The rows of `row_files`."""
+    return [row for path in row_files(folder) if (row := read_row(path)) is not None]
 
 
 def write_row(path: Path, row: Row) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness import environment, models, pooling, results, tables, tracking
+from pqcache.harness import environment, models, pooling, results, smoke, tables, tracking
 from pqcache.harness.cells import Cell, Plan, open_folder, write_status
 from pqcache.harness.config import Refused, existing
 from pqcache.harness.results import Row
@@ -42,15 +42,17 @@ class Session:
 
     def model(self, cell: Cell) -> models.LoadedModel:
         """The cell's model; the last one stays loaded. A model that could not be loaded fails again at once."""
-        key = json.dumps(cell.identity["model"], sort_keys=True)
+        key = _model_key(cell)
         if key in self.unloadable:
             raise self.unloadable[key]
         if self._model is None or self._model[0] != key:
             self._model = None  # free the old weights before loading new ones
-            self._tasks.clear()  # documents are counted in the old model's tokens
+            if not cell.run.smoke:
+                self._tasks.clear()  # documents are counted in the old model's tokens; smoke models share one tokenizer
             options = dict(cell.identity["model"])
             try:
-                self._model = key, models.load(options.pop("name"), options)
+                load = smoke.load if cell.run.smoke else models.load
+                self._model = key, load(options.pop("name"), options)
             except Exception as error:  # whatever it is, it is this model's cells that fail
                 self._model = key, error
         if isinstance(self._model[1], Exception):
@@ -61,7 +63,8 @@ class Session:
         """The cell's task: its specification and lm-eval's task objects with their documents."""
         options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
         name, seed, limit = cell.identity["task"]["name"], cell.identity["seed"], cell.run.limit
-        key = json.dumps([name, options, seed, limit], sort_keys=True)
+        chat = loaded.chat if cell.run.smoke else None
+        key = json.dumps([name, options, seed, limit, chat], sort_keys=True)
         if key not in self._tasks:
             workdir = Path(cell.run.out).expanduser() / ".cache" / "tasks"
             spec, manager = build_task(
@@ -118,6 +121,10 @@ def run_plan(plan: Plan) -> int:
     return _report(plan, outcomes, out)
 
 
+def _model_key(cell: Cell) -> str:
+    return json.dumps([cell.identity["model"], cell.run.smoke], sort_keys=True)
+
+
 class Interrupted(Exception):
     """Ctrl-C in the cell that the message names."""
 
@@ -165,8 +172,8 @@ def _model_order(plan: Plan) -> Any:
     """Cells of one model next to each other, else in the order of the plan."""
     first: dict[str, int] = {}
     for cell in plan.cells:
-        first.setdefault(json.dumps(cell.identity["model"], sort_keys=True), len(first))
-    return lambda cell: first[json.dumps(cell.identity["model"], sort_keys=True)]
+        first.setdefault(_model_key(cell), len(first))
+    return lambda cell: first[_model_key(cell)]
 
 
 def _check_out(out: Path) -> None:
@@ -200,11 +207,12 @@ def _check_models(plan: Plan, session: Session) -> None:
     configs: dict[str, Any] = {}
     errors: list[str] = []
     for cell in plan.cells:
-        key = json.dumps(cell.identity["model"], sort_keys=True)
+        key = _model_key(cell)
         if key not in configs:
             options = dict(cell.identity["model"])
             try:
-                configs[key] = models.load_config(options.pop("name"), options)
+                load = smoke.model_config if cell.run.smoke else models.load_config
+                configs[key] = load(options.pop("name"), options)
             except (OSError, ValueError) as error:
                 configs[key] = None
                 session.unloadable[key] = error  # its cells will say what is wrong
@@ -233,6 +241,8 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
     layers, dense = getattr(text, "num_hidden_layers", None), cell.identity["dense_layers"] or 0
     if layers is not None and dense > layers:
         lines.append(f"dense_layers={dense}: {name} has {layers} layers")
+    if cell.run.smoke:  # its prompts and answers are cut to what fits
+        return lines
     most = models.longest(text, cell.identity["model"])
     options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
     key, prompt, new = longest_prompt(cell.identity["task"]["name"], options, limit=cell.run.limit, model_name=name)
@@ -302,6 +312,7 @@ def _adapter(
         facts=session.facts(loaded.device),
         recorder=recorder,
         tokens=spec.tokens,
+        smoke=cell.run.smoke,
     )
     return lm, spec, tasks
 
@@ -416,6 +427,8 @@ def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
         print(f"\n{tables.sweep_table(plan, rows, shown)}\n\n{_caption(plan, rows)}rows: {out}")
         if best := tables.best_of_table(plan, rows):
             print(f"\n{best}")
+        if plan.report:
+            _write_report(plan)
         if pooled := pooling.pooled_table(rows.values()):
             print(f"\n{pooled}")
     else:
@@ -431,6 +444,19 @@ def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
     return 1 if failed else 0
 
 
+def _write_report(plan: Plan) -> None:
+    """The experiment's table beside the printed one, and its figure: printed, written below `out`, logged."""
+    from pqcache.harness import papers
+
+    try:
+        text, files = papers.write(plan)
+    except Exception as error:  # the rows are on disk; `python -m pqcache.harness.papers tables` does it again
+        print(f"table: not written ({type(error).__name__}: {error})", file=sys.stderr)
+        return
+    print(f"\n{text}\n" + "\n".join(str(path) for path in files))
+    tracking.track_report(plan, files)
+
+
 def _caption(plan: Plan, rows: dict[str, Row]) -> str:
     """Machine, samples and prompt length of a table, in one line."""
     if not rows:
@@ -442,7 +468,8 @@ def _caption(plan: Plan, rows: dict[str, Row]) -> str:
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
     tasks = ", ".join(dict.fromkeys(row["task"] for row in some))
     names = ", ".join(dict.fromkeys(row["model"] for row in some))
-    return (
+    smoke_run = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if some[0]["smoke"] else ""
+    return smoke_run + (
         f"{names}, {tasks}: {each} samples a cell, {prompt:.0f} prompt tokens on average, batch 1, on {devices}.\n"
         "to Full: mean difference of the same samples, 95 % bootstrap interval. MiB: cache after the last step.\n"
     )

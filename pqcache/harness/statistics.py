@@ -42,6 +42,22 @@ def interval(scores: Scores) -> list[float] | None:
     return [float(low), float(high)]
 
 
+def significance(differences: Scores) -> float | None:
+    """Two-sided p of paired differences under random signs: how often chance alone moves their mean as far from zero."""
+    tasks = [np.array(list(samples.values()), dtype=float) for samples in differences.values() if samples]
+    if not tasks:
+        return None
+    random = np.random.default_rng(SEED)
+    total = np.zeros(RESAMPLES)
+    for values in tasks:
+        moved = values[values != 0]  # a sign does not move the others
+        for start in range(0, RESAMPLES, step := max(1, 4_000_000 // max(1, len(moved)))):
+            signs = random.integers(0, 2, (min(step, RESAMPLES - start), len(moved)), dtype=np.int8) * 2 - 1
+            total[start : start + step] += signs @ moved / len(values)
+    observed = abs(sum(values.mean() for values in tasks))
+    return float((1 + np.count_nonzero(np.abs(total) >= observed - 1e-9)) / (1 + RESAMPLES))
+
+
 def paired(scores: Scores, reference: Scores) -> Scores:
     """Score minus reference score of every sample that both have."""
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.cells import Cell, Plan
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.results import Row, read_row, row_files
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +54,7 @@ def row_text(row: Row, path: Path | None) -> str:
         lines["selection"] = diagnostics_text(measured)
     title = (
         f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
-        f"  {row['n_samples']} samples"
+        f"  {row['n_samples']} samples" + ("  SMOKE RUN: no result" if row["smoke"] else "")
     )
     body = [f"  {name:<9} {text}" for name, text in lines.items()]
     return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
@@ -135,7 +135,7 @@ def sweep_table(plan: Plan, rows: Mapping[str, Row], outcomes: Mapping[str, str]
     """
     import pandas as pd
 
-    varying = _varying(plan)
+    varying = varying_keys(plan)
     width = width or shutil.get_terminal_size((160, 24)).columns
     blocks = []
     for budget in plan.budgets:
@@ -143,7 +143,7 @@ def sweep_table(plan: Plan, rows: Mapping[str, Row], outcomes: Mapping[str, str]
         for cell in plan.cells:
             if budget not in cell.budgets and not cell.ignores_budget:
                 continue
-            label = tuple(_label(cell, key) for key in varying)
+            label = tuple(cell_label(cell, key) for key in varying)
             row = rows.get(cell.name)
             lines[label] = _measured(row) if row is not None else _absent(outcomes.get(cell.name, MISSING))
         index = pd.MultiIndex.from_tuples(list(lines), names=varying)
@@ -219,17 +219,17 @@ def _absent(outcome: str) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "score": outcome}
 
 
-def _varying(plan: Plan) -> list[str]:
+def varying_keys(plan: Plan) -> list[str]:
     """The keys a table needs to tell its lines apart: the method, and what else differs between cells."""
     keys = ["method"]
     if any(cell.names for cell in plan.cells):
         keys.insert(0, "cell")
     for group in ("model", "task", "seed"):
-        if len({_label(cell, group) for cell in plan.cells}) > 1:
+        if len({cell_label(cell, group) for cell in plan.cells}) > 1:
             keys.append(group)
     changed = dict.fromkeys(key for cell in plan.cells for key in cell.changed)
     for key in changed:
-        values = {_label(cell, key) for cell in plan.cells if _has(cell, key)}
+        values = {cell_label(cell, key) for cell in plan.cells if _has(cell, key)}
         if len(values) > 1 or _mixed(plan, key):
             keys.append(key)
     return keys
@@ -247,7 +247,7 @@ def _mixed(plan: Plan, key: str) -> bool:
     return bool(with_change & without)
 
 
-def _label(cell: Cell, key: str) -> str:
+def cell_label(cell: Cell, key: str) -> str:
     if key == "cell":
         return ", ".join(cell.names)
     if key in ("model", "method", "task"):
@@ -269,7 +269,7 @@ def load_rows(folder: str | Path) -> pd.DataFrame:
     import pandas as pd
 
     records = []
-    for path in sorted(Path(folder).expanduser().rglob("row.json")):
+    for path in row_files(Path(folder)):
         row = read_row(path)
         if row is not None:
             flat = {key: value for key, value in row.items() if key not in ("sample_scores", "tasks")}

@@ -75,7 +75,7 @@ ONE_LINE = {
     "method=h2o diagnostics=trace": ["diagnostics=trace", "h2o", "diagnostics=true"],
     "method=replay": ["method.trace=None", "a trace file"],
     "method=replay method.trace=/no/such/file": ["method.trace=/no/such/file", "existing"],
-    "smoke=true": ["smoke=true", "not built yet"],
+    "smoke=yes": ["smoke=yes", "true or false"],
     "model=hf": ["model.path", "hub id or a local folder"],
     "model=hf model.path=/no/such/folder": ["model.path=/no/such/folder", "no such folder"],
     "model.device=gpu": ["model.device=gpu", "cuda"],

@@ -1,4 +1,4 @@
-"""The notebook runs, and shows the rows of a folder."""
+"""The notebooks run, on a folder's rows and on the reference results."""
 
 from __future__ import annotations
 
@@ -20,21 +20,44 @@ def _row(method: str, score: float | None, difference: float | None) -> Row:
     return {**dict.fromkeys(Row.__annotations__), **known}  # type: ignore[typeddict-item]
 
 
+def _execute(path: Path, parameters: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The notebook as HTML, run in `folder`."""
+    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(folder / "jupyter"))
+    monkeypatch.setenv("MPLCONFIGDIR", str(folder / "matplotlib"))
+    notebook = nbformat.read(path, as_version=4)
+    (tagged,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    if parameters is not None:
+        tagged.source = parameters
+        path = folder / path.name
+    ExecutePreprocessor(timeout=600, kernel_name="python3").preprocess(
+        notebook, {"metadata": {"path": str(path.parent)}}
+    )
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    return page
+
+
 @pytest.mark.parametrize("rows", [{"full": (98.5, None), "streaming": (31.25, -67.25)}, {}], ids=["rows", "empty"])
 def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for method, (score, difference) in rows.items():
         (tmp_path / method).mkdir()
         write_row(tmp_path / method / "row.json", _row(method, score, difference))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path / "jupyter"))
-    notebook = nbformat.read(repo / "notebooks" / "tables.ipynb", as_version=4)
-    (parameters,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
-    parameters.source = f"folder = {str(tmp_path)!r}"
-    ExecutePreprocessor(timeout=60, kernel_name="python3").preprocess(notebook, {"metadata": {"path": str(tmp_path)}})
-    page, _ = HTMLExporter().from_notebook_node(notebook)
+    parameters = f"folder = {str(tmp_path)!r}\nnames = ['demo']"
+    page = _execute(repo / "notebooks" / "tables.ipynb", parameters, tmp_path, monkeypatch)
     for method, (score, _) in rows.items():
         assert method in page
         assert f"{score:.2f}" in page
+
+
+@pytest.mark.timeout(900)  # a busy machine
+def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As committed: the tables and figures of results/reference."""
+    page = _execute(repo / "notebooks" / "tables.ipynb", None, tmp_path, monkeypatch)
+    assert "Every method on needle_pocket" in page
+    assert "-67.20" in page  # Quest at a tenth, to Full
+    assert "39.32" in page  # printed
+    page = _execute(repo / "notebooks" / "figures.ipynb", None, tmp_path, monkeypatch)
+    assert page.count("data:image/png") == 2
 
 
 def test_notebooks_are_committed_without_outputs(repo: Path) -> None:

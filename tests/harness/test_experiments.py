@@ -1,0 +1,98 @@
+"""Every experiment that repeats a table or figure composes, and its methods are made, without a model or data."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pqcache.harness import papers, published
+from pqcache.harness.cells import Plan, make_plan
+from pqcache.harness.compose import Request, compose_all
+
+REPEATED = papers.experiments()
+
+
+def head(repo: Path, name: str) -> str:
+    return (repo / "configs" / "experiment" / f"{name}.yaml").read_text().splitlines()[0]
+
+
+def test_tables_of_the_papers_are_there() -> None:
+    wanted = {
+        "pqcache": "table2 table3 fig5 fig8 fig9a fig9b fig9c fig10c",
+        "kvcrush": "table2 table3 fig5 fig6 fig7 fig8",
+        "clusterkv": "table1 fig3 fig9 fig10 fig11",
+        "zipcache": "table1 table2 table3 tableA tableB fig1 fig3 fig5",
+    }
+    names = {f"{paper}_{part}" for paper, parts in wanted.items() for part in parts.split()}
+    assert names <= set(REPEATED)
+    assert set(published.experiments()) <= set(REPEATED)
+
+
+@cache
+def request(name: str) -> Request:
+    """Composed once for all tests; composing is what takes time."""
+    return compose_all([*papers.words(name), "out=/no/such/folder/out"], papers.CONFIGS)
+
+
+def plan_of(name: str, out: Path, *, smoke: bool = False) -> Plan:
+    asked = copy.deepcopy(request(name))
+    for one in asked.composed:
+        one.config |= {"out": str(out), "smoke": smoke}
+    return make_plan(asked)
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_composes(name: str, repo: Path, tmp_path: Path) -> None:
+    plan = plan_of(name, tmp_path)
+    assert plan.sweep and len(plan.cells) >= 1
+    assert head(repo, name).startswith(f"# python run.py experiment={name}")
+    for cell in plan.cells:
+        assert (cell.method is not None) == (cell.skip is None), cell.label
+    built = [cell for cell in plan.cells if cell.skip is None]
+    assert len(built) >= 0.8 * len(plan.cells)
+
+
+@pytest.mark.parametrize("name", published.experiments())
+def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
+    """A number of results/published that no cell shows would be lost: all have a place in the table."""
+    plan = plan_of(name, tmp_path)
+    shown = [e.published for e in papers.entries(plan, {}) if e.published is not None]
+    columns = dict(plan.report.get("columns") or {"score": "score"})
+    printed = [n for n in published.numbers(name) if n.metric in columns and n.model]
+    assert sorted(shown) == sorted(n.value for n in printed)
+
+
+@pytest.mark.parametrize("name", ["pqcache_table3", "zipcache_tableB", "kvcrush_fig5"])
+def test_commands_of_single_cells(name: str, tmp_path: Path) -> None:
+    """What `make missing` prints runs that cell and no other."""
+    plan = plan_of(name, tmp_path)
+    assert len(papers.missing(plan)) == len(plan.cells)
+    for cell in plan.cells[:: max(1, len(plan.cells) - 1)]:
+        words = shlex.split(papers.command(cell))
+        assert words[:2] == ["python", "run.py"]
+        (alone,) = make_plan(compose_all(words[2:], papers.CONFIGS)).cells
+        assert alone.name == cell.name
+        assert alone.published == cell.published
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_smoke_keeps_every_line(name: str, tmp_path: Path) -> None:
+    full, small = (plan_of(name, tmp_path, smoke=smoke) for smoke in (False, True))
+    lines = [{(cell.identity["model"]["name"], *cell.labels) for cell in plan.cells} for plan in (full, small)]
+    assert lines[0] == lines[1]
+    for cell in small.cells:
+        assert cell.folder.parent == tmp_path / "smoke"
+        assert cell.published is None
+        assert (cell.run.limit or 99) <= 4
+
+
+def test_report_keys_are_known(repo: Path) -> None:
+    for name in REPEATED:
+        report = yaml.safe_load((repo / "configs" / "experiment" / f"{name}.yaml").read_text())["report"]
+        assert report.keys() <= {"title", "columns", "figure"}
+        assert report["title"]

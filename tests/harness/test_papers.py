@@ -1,0 +1,146 @@
+"""Measured beside printed: an experiment's entries, tables and figures, from rows made by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqcache.harness import paper_figures, papers, results, statistics
+from pqcache.harness.cells import Plan
+
+SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
+
+
+def made(plan: Plan, methods: dict[str, float]) -> dict[str, results.Row]:
+    """Rows of a LongBench experiment on disk: two data sets of four samples around a method's score."""
+    for cell in plan.cells:
+        method = cell.identity["method"]["name"]
+        if method not in methods:
+            continue
+        score = methods[method]
+        samples = {
+            f"longbench_{name}": {f"{i}:x": score + shift + i for i in range(4)}
+            for name, shift in (("hotpotqa", 0.0), ("qasper", 2.0))
+        }
+        row: dict[str, Any] = {
+            **dict.fromkeys(results.Row.__annotations__),
+            "model": cell.identity["model"]["name"],
+            "model_options": {},
+            "method": method,
+            "task": "longbench",
+            "task_options": {},
+            "seed": 0,
+            "n_samples": 8,
+            "smoke": False,
+            "prompt_tokens": 1000.0,
+            "prompt_protocol": {"question_as_decode": False},
+            "device": "a machine",
+            "attn": "sdpa",
+            "protocol": "aligned",
+            "dense_layers": 0,
+            "score": statistics.mean(samples),
+            "score_interval": statistics.interval(samples),
+            "sample_scores": samples,
+            "published": cell.published,
+            "tasks": {
+                name: {"score": statistics.mean({name: s}), "score_interval": [0.0, 1.0], "n_samples": 4, "metrics": {}}
+                for name, s in samples.items()
+            },
+            "folder": cell.name,
+        }
+        cell.folder.mkdir(parents=True)
+        results.write_row(cell.folder / "row.json", row)  # type: ignore[arg-type]
+    return papers.rows_of(plan)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return papers.experiment_plan("pqcache_table2", tmp_path_factory.mktemp("papers"))
+
+
+@pytest.fixture(scope="module")
+def rows(plan: Plan) -> dict[str, results.Row]:
+    without = {name: score for name, score in SCORES.items() if name != "oracle"}
+    return made(plan, without)
+
+
+def test_entries(plan: Plan, rows: dict[str, results.Row]) -> None:
+    found = papers.entries(plan, rows)
+    (entry,) = [e for e in found if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "average")]
+    assert entry.measured == pytest.approx(38 + 1 + 1.5)
+    assert entry.to_full == pytest.approx(-2.0)
+    assert (entry.to_full_low, entry.to_full_high) == (pytest.approx(-2.0), pytest.approx(-2.0))
+    assert entry.p is not None and entry.p < 0.02  # all eight differences have one sign: 2 / 256
+    assert entry.published == 39.32
+    assert entry.published_to_full == pytest.approx(0.0)
+    (one,) = [e for e in found if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "qasper")]
+    assert (one.measured, one.published) == (pytest.approx(41.5), 28.26)
+    assert one.published_to_full == pytest.approx(28.26 - 29.22)
+    (full,) = [e for e in found if (e.method, e.dataset) == ("full", "average")]
+    assert full.budget is None and full.to_full is None and full.published == 39.32
+    assert rows[full.folder]["published"] == 39.32
+
+
+def test_tables(plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
+    text, files = papers.write(plan, tmp_path)
+    assert [path.suffix for path in files] == [".md", ".tex", ".csv"]  # a table has no figure
+    line = next(x for x in text.splitlines() if x.startswith("| pqcache | 0.2 |"))
+    assert "40.50 (39.32)" in line and "-2.00 | [-2.00, -2.00]" in line
+    unmeasured = next(x for x in text.splitlines() if x.startswith("| oracle | 0.2 |"))
+    assert "- (39.3)" in unmeasured
+    tex = files[1].read_text()
+    assert "\\toprule" in tex and "h2o\\_c" in tex
+    assert len({row.count("&") for row in tex.splitlines() if row.endswith("\\\\")}) == 1
+    with open(files[2]) as file:
+        lines = list(csv.DictReader(file))
+    assert {"measured", "low", "high", "to_full", "p", "published", "published_to_full"} <= lines[0].keys()
+
+
+def test_missing_names_the_command(plan: Plan, rows: dict[str, results.Row]) -> None:
+    lines = papers.missing(plan)
+    assert len(lines) == 2  # Oracle at two budgets
+    assert all("experiment=pqcache_table2" in x and "cell=oracle" in x and "hydra.mode=RUN" in x for x in lines)
+    assert {"budget=0.2", "budget=0.1"} == {word for x in lines for word in x.split() if word.startswith("budget=")}
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        {"kind": "lines", "x": "budget", "y": "score", "log": True},
+        {"kind": "lines", "x": "method.b", "y": "score", "by": "method.m"},
+        {"kind": "bars", "y": "score"},
+        {"kind": "differences", "y": "score"},
+        {"kind": "scatter", "x": "prompt", "y": "score"},
+    ],
+)
+def test_figures_are_drawn(figure: dict[str, Any], plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
+    columns = {"score": "score", "prompt": "row:prompt_tokens"} if figure["kind"] == "scatter" else {"score": "score"}
+    drawn = Plan(plan.cells, True, plan.experiment, {}, {"title": "t", "columns": columns, "figure": figure})
+    path = paper_figures.draw(drawn, papers.entries(drawn, rows), rows, tmp_path / "figure.png")
+    assert path is not None
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert paper_figures.draw(drawn, [], {}, tmp_path / "none.png") is None
+
+
+def test_figures_of_files_beside_the_rows(plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
+    """Heat maps and perplexity curves, as their tasks write them into the cells."""
+    for cell in plan.cells[:3]:
+        cell.folder.mkdir(exist_ok=True)
+        samples = [{"meta": {"length": n, "depth": d}, "score": 50.0 + d} for n in (100, 200) for d in (0, 50)]
+        (cell.folder / "heatmap.json").write_text(json.dumps({"title": cell.label, "samples": samples}))
+        (cell.folder / "perplexity.json").write_text(json.dumps({"lengths": [1, 2], "perplexity": [9.0, 8.0]}))
+    for kind in ("heat_maps", "curves"):
+        drawn = Plan(plan.cells, True, plan.experiment, {}, {"title": "t", "figure": {"kind": kind}})
+        assert paper_figures.draw(drawn, papers.entries(drawn, rows), rows, tmp_path / f"{kind}.png") is not None
+
+
+def test_significance_against_worked_numbers() -> None:
+    """Eight differences of one sign: 2 of 256 sign patterns are as far from zero. One of two: every pattern is."""
+    assert statistics.significance({"t": {str(i): -1.0 for i in range(8)}}) == pytest.approx(2 / 256, abs=3e-3)
+    assert statistics.significance({"t": {"a": 0.0, "b": 1.0}}) == pytest.approx(1.0)
+    assert statistics.significance({"t": {"a": 0.0, "b": 0.0}}) == pytest.approx(1.0)
+    assert statistics.significance({}) is None

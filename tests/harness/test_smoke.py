@@ -1,0 +1,75 @@
+"""smoke=true: small models, small grids, rows of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import run
+from pqcache.harness import results, smoke, tables
+from pqcache.harness.cells import Plan, make_plan
+from pqcache.harness.compose import compose_all
+from pqcache.selective.support import check_architecture
+
+
+def plan(line: str) -> Plan:
+    return make_plan(compose_all(line.split(), run.CONFIGS))
+
+
+def test_every_named_model_has_a_small_one(repo: Path) -> None:
+    named = {path.stem for path in (repo / "configs" / "model").glob("*.yaml")} - {"hf", "embedded"}
+    assert named == smoke.ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("name", smoke.ARCHITECTURES)
+def test_small_models_are_served(name: str) -> None:
+    config = smoke.model_config(name, {})
+    check_architecture(config)
+    assert config.num_attention_heads // config.num_key_value_heads == smoke.ARCHITECTURES[name][1]
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        assert model(torch.arange(1, 9)[None]).logits.shape == (1, 8, len(smoke.tokenizer()))
+
+
+def test_the_small_model_is_the_same_every_time() -> None:
+    options = {"dtype": "auto", "device": "cpu", "chat": True, "system": None, "max_length": 100, "path": None}
+    one, two = (smoke.load("llama-3-8b", options) for _ in range(2))
+    assert torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
+    assert one.max_length == 4096  # the small one's own
+
+
+def test_grids_keep_two_values_and_methods_all() -> None:
+    small = plan("-m method=full,oracle,quest seed=0,1,2 task.length=512,4096,8192 budget=0.2,0.1,0.05 smoke=true")
+    seeds = {cell.identity["seed"] for cell in small.cells}
+    lengths = {cell.identity["task"]["length"] for cell in small.cells}
+    assert (seeds, lengths) == ({0, 1}, {512, 1000})
+    assert len(small.cells) == 2 * 2 * (1 + 3 + 3)  # Full once, at every budget
+    assert {cell.run.limit for cell in small.cells} == {1}
+    grid = plan("method=full task=needle model=mistral-7b-instruct-v0.2 smoke=true").cells[0]
+    assert (grid.identity["task"]["lengths"], grid.identity["task"]["depths"]) == ([512, 1000], [0, 100])
+    assert grid.run.limit == 4
+    long = plan("-m method=full task.length=4096,8192 smoke=true")
+    assert [cell.identity["task"]["length"] for cell in long.cells] == [512, 1000]
+
+
+def test_rows_lie_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"method=full model=llama-2-7b smoke=true task.length=300 wandb=disabled cache_dir={tmp_path}/c out={tmp_path}/o"
+    assert run.main(line.split()) == 0
+    assert "SMOKE RUN" in capsys.readouterr().out
+    (path,) = (tmp_path / "o").rglob("row.json")
+    assert path.is_relative_to(tmp_path / "o" / "smoke")
+    row = results.read_row(path)
+    assert row is not None
+    assert row["smoke"] and row["generated_tokens"] <= smoke.NEW_TOKENS and row["published"] is None
+    assert tables.load_rows(tmp_path / "o").empty  # no real result
+    assert len(tables.load_rows(tmp_path / "o" / "smoke")) == 1
+
+
+def test_long_prompts_keep_both_ends() -> None:
+    assert smoke.middle(list(range(10)), 4) == [0, 1, 8, 9]
+    assert smoke.middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
+    assert smoke.middle([1, 2], 4) == [1, 2]
+    assert smoke.middle([1, 2], None) == [1, 2]
