@@ -201,6 +201,9 @@ class Coded(Method):
         self.chooser.check_model(config)
         self.coder.check_model(config)
 
+    def check_prepared(self, *where: Any) -> None:
+        self.chooser.check_prepared(*where)
+
     def prepare(self, model: Any, text: torch.Tensor | None, cache_dir: Any) -> None:
         self.chooser.prepare(model, text, cache_dir)
         self.coder.prepare(model, text, cache_dir)

@@ -145,6 +145,9 @@ class EvictRetrieve(Method):
         self.evictor.check_model(config)
         self.retriever.check_model(config)
 
+    def check_prepared(self, *where: Any) -> None:
+        self.retriever.check_prepared(*where)
+
     def prepare(self, model: Any, text: torch.Tensor | None, cache_dir: Any) -> None:
         self.evictor.prepare(model, text, cache_dir)
         self.retriever.prepare(model, text, cache_dir)

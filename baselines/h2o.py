@@ -32,6 +32,9 @@ class HeavyHitterScorer(Scorer):
             step = ctx.step
             final = max(a + b - c for a, b, c in zip(stored, step.final, step.total, strict=True))
             self.prompt = torch.zeros((*q.shape[:2], final), dtype=accumulator_dtype(q), device=q.device)
+        if ctx.probs is not None:  # standard attention has them at hand
+            self.prompt[:, :, : ctx.probs.shape[3]] += ctx.probs.sum(2, dtype=self.prompt.dtype)
+            return
         add_column_sums(self.prompt, q, keys, stored, ctx.step.counts, ctx.scaling)
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:

@@ -74,6 +74,10 @@ class TwoStageIndex(Index):
         self.first.append(k, v, lengths, ctx)
         self.second.append(k, v, lengths, ctx)
 
+    def wait(self) -> None:
+        self.first.wait()
+        self.second.wait()
+
     def on_previous_input(self, ctx: LayerContext) -> None:
         self.first.on_previous_input(ctx)
         self.second.on_previous_input(ctx)
@@ -201,6 +205,14 @@ class TwoStage(RetrievalMethod):
     def check_model(self, config: PreTrainedConfig) -> None:
         self.shortener.check_model(config)
         self.ranker.check_model(config)
+
+    def check_prepared(self, *where: Any) -> None:
+        self.shortener.check_prepared(*where)
+        self.ranker.check_prepared(*where)
+
+    def prepare(self, model: Any, text: torch.Tensor | None, cache_dir: Any) -> None:
+        self.shortener.prepare(model, text, cache_dir)
+        self.ranker.prepare(model, text, cache_dir)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> TwoStagePlan:
         own, first = (part.plan(s, layer_idx, n_layers) for part in (self.ranker, self.shortener))

@@ -36,6 +36,7 @@ from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.store.lanes import Lanes
 
 SHAPE = ModelShape(n_layers=1, h=32, h_kv=8, d=128)  # one layer of Mistral-7B
 M, B, ROUNDS, SINKS = 2, 6, 5, 32
@@ -243,7 +244,7 @@ class Decoder:
         self.ledger.decoding = decode
         step = Step(decode, 1, [self.length - (not decode)], [1], [self.length], ends_prompt=not decode, first=False)
         nothing: Any = None
-        cache: Any = SimpleNamespace(ledger=self.ledger, observers=[], watchers=[])
+        cache: Any = SimpleNamespace(ledger=self.ledger, lanes=Lanes(), observers=[], watchers=[])
         ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
         ctx.scaling = SHAPE.d**-0.5
         return ctx

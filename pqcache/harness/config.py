@@ -48,7 +48,9 @@ class RunOptions:
     limit: int | None = 20  # samples per task; null: all
     out: str = "results/runs"  # everything a run writes lies under this folder
     wandb: Literal["offline", "online", "disabled"] = "offline"
-    attn: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
+    attn: Literal["auto", "sdpa", "flash_attention_2", "standard"] = (
+        "auto"  # standard: the whole matrix, for comparisons
+    )
     dense_layers: int | None = None  # how many first layers stay dense; null: the method's own number
     question_as_decode: bool = False  # feed the prompt's last question through the decode path, token by token
     protocol: Literal["aligned", "paper"] = "aligned"
@@ -72,6 +74,8 @@ class ModelOptions:
     chat: bool | None = None  # wrap prompts with the chat template; null: if the tokenizer has one
     system: str | None = None  # a system turn before the prompt
     max_length: int | None = None  # refuse prompts + answers beyond this; null: what the model's config says
+    geometry: str | None = None  # of model=random: a name of pqcache.geometries, a hub id or a folder
+    layers: int | None = None  # of model=random; null: all of the geometry's
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -277,6 +281,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
         run = replace(run, out=str(Path(run.out) / smoke.FOLDER))
     budget = _check_budget(config.get("budget", run.budget), errors)
     _check_model(options["model"], names["model"], errors)
+    _check_random(options["model"], names["model"], names["task"], run, errors)
     task_class = task_options(names["task"])
     good = {k: v for k, v in options["task"].items() if not any(line.startswith(f"task.{k}=") for line in errors)}
     errors += value_errors(task_class, good, base["task"])
@@ -416,6 +421,34 @@ def _check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
     device = options.get("device")
     if isinstance(device, str) and device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
         errors.append(f"model.device={device}: expected auto, cpu, cuda, cuda:<n> or mps")
+
+
+def _check_random(options: dict[str, Any], name: str, task: str, run: RunOptions, errors: list[str]) -> None:
+    """model=random has sizes and no words; its options are no part of another model's identity."""
+    if name != "random":
+        for key in ("geometry", "layers"):
+            if (value := options.pop(key, None)) is not None:
+                errors.append(f"model.{key}={show(value)}: only model=random has one")
+    else:
+        from pqcache.geometries import geometry
+
+        if task != "latency":
+            errors.append(f"task={task}: model=random knows no words; it runs task=latency")
+        if options.get("path") is not None:
+            errors.append(f"model.path={options['path']}: model=random takes model.geometry")
+        if isinstance(options.get("layers"), int) and options["layers"] < 1:
+            errors.append(f"model.layers={options['layers']}: must be at least 1, or null for all")
+        if isinstance(options.get("geometry"), str):
+            try:
+                geometry(options["geometry"])
+            except ValueError as error:
+                errors.append(f"model.geometry={error}")
+    if task == "latency" and run.diagnostics:
+        errors.append(f"diagnostics={show(run.diagnostics)}: task=latency measures times, which diagnostics slow")
+    if task == "latency" and run.shared_prefill:
+        errors.append("shared_prefill=true: task=latency measures prefills, so each runs its own")
+    if task == "latency" and run.question_as_decode:
+        errors.append("question_as_decode=true: the prompts of task=latency ask nothing")
 
 
 def _make_method(

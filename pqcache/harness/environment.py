@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
+from pqcache.machine import device_caption
+
 PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "numpy", "hydra-core")
 
 
@@ -55,28 +57,6 @@ def git_commit() -> str | None:
     if commit is None:
         return None
     return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
-
-
-def device_caption(device: str) -> str:
-    """The machine in words, for captions: what computed, and how much of it."""
-    import torch
-
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(torch.device(device))
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    if device.startswith("mps"):
-        return f"Apple GPU ({platform.machine()})"
-    return f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def keep_files_under(out: Path, cache_dir: Path) -> None:

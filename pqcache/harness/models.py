@@ -156,6 +156,10 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
         from pqcache.embedded import model_dir
 
         return AutoConfig.from_pretrained(model_dir())
+    if name == "random":
+        from pqcache.latency import random_config
+
+        return random_config(options["geometry"], options["layers"])
     return AutoConfig.from_pretrained(_path(options), revision=options["revision"])
 
 
@@ -164,6 +168,14 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     import torch
 
     device = pick_device(options["device"])
+    if name == "random":
+        from pqcache.latency import random_model
+
+        dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
+        model = random_model(options["geometry"], options["layers"], dtype, device)
+        tokenizer: Any = None  # task=latency asks for none
+        longest_ = longest(model.config.get_text_config(decoder=True), options)
+        return LoadedModel(name, model, tokenizer, False, None, longest_, f"random {options['geometry']}")
     if name == "embedded":
         from pqcache.embedded import load_model, load_tokenizer
 
@@ -186,6 +198,15 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     return LoadedModel(
         name, model, tokenizer, chat, options["system"], limit, weights_mark(name, options, model.config)
     )
+
+
+def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
+    """What the weights will be loaded in, without "torch."."""
+    if options["dtype"] != "auto":
+        return options["dtype"]
+    if options["name"] in ("embedded", "random"):
+        return "float32"
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
 def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:

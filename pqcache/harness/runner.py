@@ -202,6 +202,8 @@ def _prepare_tasks(plan: Plan) -> None:
 
 def _check_models(plan: Plan, session: Session) -> None:
     """Refuse what cannot run on a model, from its configuration alone, before any weights are loaded."""
+    import torch
+
     from pqcache.selective import NotApplicable
 
     configs: dict[str, Any] = {}
@@ -224,6 +226,9 @@ def _check_models(plan: Plan, session: Session) -> None:
         errors += _misfits(cell, configs[key])
         try:
             cell.method.check_model(configs[key])
+            where = torch.device(models.pick_device(cell.identity["model"]["device"]))
+            dtype = models.dtype_name(configs[key], cell.identity["model"])
+            cell.method.check_prepared(configs[key], where, dtype, Path(cell.run.cache_dir).expanduser())
         except ValueError as error:
             line = " ".join(f"{cell.identity['model']['name']}, {cell.identity['method']['name']}: {error}".split())
             if isinstance(error, NotApplicable) and plan.sweep:
@@ -319,6 +324,8 @@ def _adapter(
 
 def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     """Evaluate one cell, reusing the samples in its log, and write its row."""
+    if cell.identity["task"]["name"] == "latency":
+        return _run_latency(session, cell, log)
     from lm_eval.evaluator import evaluate
 
     from pqcache.harness.diagnostics import Recorder
@@ -358,6 +365,20 @@ def run_cell(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         return Outcome("ok", old)  # nothing was measured: the row stays as it is
     results.write_row(folder / "row.json", row)
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
+    return Outcome("ok", row)
+
+
+def _run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    """A cell without documents and scores."""
+    from pqcache.harness import latency
+
+    loaded = session.model(cell)
+    row, fresh = latency.measure(cell, loaded, log, session.facts(loaded.device))
+    old = results.read_row(cell.folder / "row.json")
+    if old is not None and not fresh:
+        return Outcome("ok", old)
+    results.write_row(cell.folder / "row.json", row)
+    tracking.track(cell, row, [], cell.run.wandb)
     return Outcome("ok", row)
 
 
@@ -431,6 +452,7 @@ def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
             _write_report(plan)
         if pooled := pooling.pooled_table(rows.values()):
             print(f"\n{pooled}")
+        _draw_experiment(plan, rows, out)
     else:
         cell = plan.cells[0]
         if outcomes[cell.name].status not in ("ok", "failed"):
@@ -455,6 +477,23 @@ def _write_report(plan: Plan) -> None:
         return
     print(f"\n{text}\n" + "\n".join(str(path) for path in files))
     tracking.track_report(plan, files)
+
+
+def _draw_experiment(plan: Plan, rows: dict[str, Row], out: Path) -> None:
+    from pqcache.harness import latency_figures
+
+    if plan.experiment not in latency_figures.FIGURES:
+        return
+    named = [
+        (latency_figures.label_of(cell.names, rows[cell.name]), rows[cell.name])
+        for cell in plan.cells
+        if cell.name in rows
+    ]
+    try:
+        if (path := latency_figures.draw(plan.experiment, named, out / f"{plan.experiment}.png")) is not None:
+            print(f"figure: {path}")
+    except Exception as error:  # the rows are on disk; `python -m pqcache.harness.latency_figures` draws it again
+        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 def _caption(plan: Plan, rows: dict[str, Row]) -> str:

@@ -52,6 +52,8 @@ def row_text(row: Row, path: Path | None) -> str:
     if (measured := row["diagnostics"]) is not None:
         lines["time"] = "not measured: diagnostics slow the steps"
         lines["selection"] = diagnostics_text(measured)
+    if row["roofline"] is not None:
+        lines["bound"] = bound_text(row)
     title = (
         f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
         f"  {row['n_samples']} samples" + ("  SMOKE RUN: no result" if row["smoke"] else "")
@@ -75,6 +77,16 @@ def diagnostics_text(found: Mapping[str, Any]) -> str:
         f"recall {number(found['recall_kv'], 3)} of the oracle's, {number(found['recall_q'], 3)} of each query head's own"
         f" (chance {number(found['chance'], 3)}); mass {number(found['mass'], 3)} (p5 {number(found['mass_p5'], 3)}),"
         f" output error {number(found['output_error'], 3)}"
+    )
+
+
+def bound_text(row: Row) -> str:
+    """What a decode step must move at least, and how far from it the step is."""
+    found = row["extra"]
+    return (
+        f"TPOT is {number(row['roofline'], 2)} times weights {number(found.get('weights_ms'), 3)} ms"
+        f" + fetched {number(found.get('link_ms'), 3)} ms (attended K and V {number(found.get('cache_ms'), 3)} ms; memory"
+        f" {number(found.get('memory_gb_per_s'))} GB/s, link {number(found.get('link_gb_per_s'))} GB/s)"
     )
 
 

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache import kernels
 from pqcache.pq import codebook
-from pqcache.pq.kmeans import initial_positions, kmeans
+from pqcache.pq.fit import Fitted, fit
+from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape, NotBuilt
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
 from pqcache.store.buffer import Buffer
+from pqcache.store.host import HostStore
+from pqcache.store.lanes import NOTHING, Work
 
 _REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
 
 
+@dataclass
+class _Building:
+    """An index that is being built beside the model."""
+
+    work: Work[Fitted]
+    ledger: Ledger
+    device: torch.device
+    beside: bool  # else it was built on the spot, within its caller's time
+
+
 class PQIndex(Index):
-    """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i."""
+    """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i.
+
+    `build` starts the clustering, beside the model where the cache's lanes do that; whoever uses the index waits for it first.
+    """
 
     def __init__(self, method: PQCache) -> None:
         self.method = method
@@ -28,42 +47,76 @@ class PQIndex(Index):
         self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
+        self.building: _Building | None = None
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
-        method, home, ledger = self.method, k.device, ctx.cache.ledger
-        where = home if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
-        keys = k[:, :, method.n_sink :]
+        self.wait()
+        method, home, cache = self.method, k.device, ctx.cache
         counts = [max(0, length - method.n_sink) for length in lengths]
-        n, h_kv, _, d = keys.shape
-        c, sub = 2**method.b, d // method.m
+        n, h_kv, _, d = k.shape
+        c = 2**method.b
         if self.centroids is None or self.codes is None:
             dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
-            self.centroids = torch.zeros((n, h_kv, method.m, c, sub), dtype=dtype, device=home)
+            self.centroids = torch.zeros((n, h_kv, method.m, c, d // method.m), dtype=dtype, device=home)
             self.codes = Buffer(n, h_kv * method.m, (), torch.uint8 if method.b <= 8 else torch.int16, home)
             self.fitted = [0] * n
         # too few keys for an index, or few new ones since the last fit: nothing to cluster
         due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + _REFIT)]
-        # rows of one length are clustered together; the result of a row never depends on its neighbours
-        for count in sorted({counts[r] for r in due}):
-            rows = [r for r in due if counts[r] == count]
-            points = codebook.split(keys[rows, :, :count].to(where), method.m)
-            init = points[:, initial_positions(count, c, method.kmeans_seed).to(where)]
-            result = kmeans(points, init, int(method.max_iter), method.tol)
-            fitted = result.centroids.view(len(rows), h_kv, method.m, c, sub).to(home, self.centroids.dtype)
-            self.centroids[rows] = fitted
-            for r in rows:
-                self.fitted[r] = count
-            if where.type != home.type:
-                ledger.move("index_input", len(rows) * h_kv * count * d * k.element_size())
-                ledger.move("index_upload", fitted.numel() * fitted.element_size())
-            ledger.facts["kmeans_iterations"] = max(result.rounds, ledger.facts.get("kmeans_iterations", 0))
+        for r in due:
+            self.fitted[r] = counts[r]
+            most = method.rounds(counts[r])
+            cache.ledger.facts["kmeans_max_iter"] = max(most, cache.ledger.facts.get("kmeans_max_iter", 0))
         if any(self.fitted):
-            codes = codebook.encode(keys[:, :, : max(counts)], self.centroids).flatten(1, 2)
-            self.codes.write(codes.to(self.codes.data.dtype), [0] * n, [codes.shape[-1]] * n)
+            self._start(k, counts, due, ctx)
+            if not cache.lanes.asynchronous:
+                self.wait()
         return [fitted > 0 for fitted in self.fitted]
+
+    def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
+        """Start the fit: of keys where K-Means is to run, as they lie on the host if the store has put them there."""
+        assert self.centroids is not None and self.codes is not None
+        method, home, ledger, lanes = self.method, k.device, ctx.cache.ledger, ctx.cache.lanes
+        where = home if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
+        old, most, code_dtype = self.centroids, max(counts), self.codes.data.dtype
+        keys, written, sources = k[:, :, method.n_sink : method.n_sink + most], NOTHING, [k, old]
+        store = self.layer.store
+        if where.type != home.type:
+            if where.type == "cpu" and isinstance(store, HostStore):
+                keys, written, sources = store.host[0].data[:, :, :most], store.written, [old]
+            else:
+                ledger.move("index_input", keys.numel() * keys.element_size())
+            code_bytes = len(counts) * self.codes.data.shape[1] * most * code_dtype.itemsize
+            ledger.move("index_upload", len(due) * old[0].numel() * old.element_size() + code_bytes)
+
+        def work() -> Fitted:
+            written.finish()
+            found = fit(
+                keys.to(where), old, counts, due, rounds=method.rounds, tol=method.tol, seed=method.kmeans_seed,
+                code_dtype=code_dtype,
+            )  # fmt: skip
+            return found._replace(centroids=found.centroids.to(home), codes=found.codes.to(home))
+
+        self.building = _Building(lanes.build(work, *sources), ledger, home, lanes.asynchronous)
+
+    def wait(self) -> None:
+        """Take over the index that was started, if one was; a wait is time that it cost the model."""
+        building, self.building = self.building, None
+        if building is None:
+            return
+        ledger = building.ledger
+        with ledger.index_timer(building.device) if building.beside else contextlib.nullcontext():
+            found = building.work.wait()
+        assert self.codes is not None
+        n = len(found.codes)
+        self.centroids = found.centroids
+        self.codes.write(found.codes, [0] * n, [found.codes.shape[-1]] * n)
+        facts = ledger.facts
+        facts["kmeans_iterations"] = max(found.rounds, facts.get("kmeans_iterations", 0))
+        ledger.index_work_s += found.seconds
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """The new token gets its codes at once; it is ranked once it has left the local window."""
+        self.wait()
         assert self.centroids is not None and self.codes is not None
         codes = codebook.encode(k, self.centroids).flatten(1, 2).to(self.codes.data.dtype)
         starts = [length - 1 - self.method.n_sink for length in lengths]
@@ -117,6 +170,7 @@ class PQIndex(Index):
         return codebook.score(q, codes, self.centroids.repeat_interleave(heads // h_kv, dim=1)) * ctx.scaling
 
     def map_rows(self, index: torch.Tensor) -> None:
+        self.wait()
         if self.centroids is None or self.codes is None:
             return
         self.centroids = self.centroids.index_select(0, index.to(self.centroids.device))
@@ -132,7 +186,8 @@ class PQIndex(Index):
 @dataclass(kw_only=True)
 class PQCache(RetrievalMethod):
     """m: sub-spaces per key (must divide the head dimension). b: bits per code, 2^b centroids per sub-space. max_iter: K-Means
-    rounds, or "adaptive" (section 3.3). tol, kmeans_seed, kmeans_device: of the K-Means. Others: see RetrievalMethod.
+    rounds at most, or "adaptive": as many as end within one layer's prefill by a profile of this machine (section 3.3), so that
+    scores depend on the machine; rows say how many. tol, kmeans_seed, kmeans_device: of the K-Means. Others: RetrievalMethod.
 
     Candidates are ranked by softmax over the candidates per query head, summed over the group; centroids stay as the prompt
     left them, later keys take the nearest one.
@@ -151,19 +206,44 @@ class PQCache(RetrievalMethod):
     kmeans_seed: int = 4321
     kmeans_device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
+        super().__post_init__()
+
     def validate(self) -> None:
         super().validate()
         self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
         self.require("b", 1 <= self.b <= 12, "an int in 1..12")
-        if self.max_iter == "adaptive":
-            raise NotBuilt(
-                "max_iter=adaptive: not built yet (it needs a profile of this machine); give a number of rounds"
-            )
-        self.require("max_iter", isinstance(self.max_iter, int) and self.max_iter >= 1, "an int >= 1 or adaptive")
+        rounds = isinstance(self.max_iter, int) and self.max_iter >= 1
+        self.require("max_iter", rounds or self.max_iter == "adaptive", "an int >= 1 or adaptive")
         self.require("tol", self.tol >= 0, "a float >= 0")
         self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")
+
+    def rounds(self, count: int) -> int:
+        """Most K-Means rounds for `count` keys per head."""
+        if isinstance(self.max_iter, int):
+            return self.max_iter
+        if self.cost is None:
+            raise RuntimeError(
+                "max_iter=adaptive was not prepared for this model: call prepare(model, None, None) first"
+            )
+        return self.cost.rounds(count)  # of all groups of a layer, as they were profiled
+
+    def check_prepared(
+        self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None
+    ) -> None:
+        """Raise ValueError if rounds are adaptive and no profile of this machine and model says how many fit."""
+        if self.max_iter == "adaptive":
+            where = device.type if self.kmeans_device == "auto" else self.kmeans_device
+            geometry = Geometry.of(config, dtype, m=self.m, b=self.b, kmeans_device=where)
+            self.cost = load_cost(geometry, device, cache_dir)
+
+    def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
+        if self.cost is None or cache_dir is not None:
+            dtype = str(model.dtype).removeprefix("torch.")
+            self.check_prepared(model.config, model.device, dtype, cache_dir)
 
     def check_model(self, config: PreTrainedConfig) -> None:
         d = ModelShape.of(config).d

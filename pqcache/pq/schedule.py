@@ -1,9 +1,24 @@
-"""How many K-Means rounds hide behind one layer's prefill (PQCache, section 3.3)."""
+"""How many K-Means rounds hide behind one layer's prefill (PQCache, section 3.3).
+
+The times come from a profile of machine, model geometry and index, which `scripts/profile_schedule.py` measures and keeps as
+<cache_dir>/schedule/<machine>__<geometry>.json. Without one, max_iter=adaptive is refused: rounds decide which tokens are
+found, so no guess stands in for a measurement.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from pqcache.machine import device_caption, slug
+from pqcache.selective.method import ModelShape
 
 T_MIN, T_MAX = 3, 300  # 3 rounds is what the base latency below was measured with
 
@@ -36,3 +51,99 @@ class CostModel:
         if per_round <= 0:  # a fit of noise: further rounds look free
             return T_MAX
         return min(T_MAX, T_MIN + math.floor((budget - base) / per_round))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one layer's times depend on, the machine apart."""
+
+    h: int
+    h_kv: int
+    d: int
+    hidden: int
+    intermediate: int
+    dtype: str
+    m: int
+    b: int
+    kmeans_device: str
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, dtype: str, *, m: int, b: int, kmeans_device: str) -> Geometry:
+        text = config.get_text_config(decoder=True)
+        shape = ModelShape.of(text)
+        wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        return cls(shape.h, shape.h_kv, shape.d, text.hidden_size, wide, dtype, m, b, kmeans_device)
+
+    def name(self) -> str:
+        layer = f"h{self.h}-kv{self.h_kv}-d{self.d}-{self.hidden}-{self.intermediate}-{self.dtype}"
+        return f"{layer}-m{self.m}-b{self.b}-kmeans-{self.kmeans_device}"
+
+    def command(self, device: torch.device, cache_dir: Path | None = None) -> str:
+        """What makes the profile."""
+        shape = ",".join(map(str, (self.h, self.h_kv, self.d, self.hidden, self.intermediate)))
+        words = ["python scripts/profile_schedule.py", f"--shape {shape} --dtype {self.dtype} --device {device.type}"]
+        words.append(f"--m {self.m} --b {self.b} --kmeans-device {self.kmeans_device}")
+        if device.type == "cpu":
+            words.append(f"--threads {torch.get_num_threads()}")
+        if cache_dir is not None and cache_dir.expanduser() != CACHE_DIR.expanduser():
+            words.append(f"--cache-dir {cache_dir}")
+        return " ".join(words)
+
+
+CACHE_DIR = Path("~/.cache/pqcache")
+
+
+def profile_path(geometry: Geometry, device: torch.device, cache_dir: Path | None = None) -> Path:
+    folder = (cache_dir or CACHE_DIR).expanduser() / "schedule"
+    return folder / f"{slug(device_caption(device))}__{geometry.name()}.json"
+
+
+def load_cost(geometry: Geometry, device: torch.device, cache_dir: Path | None = None) -> CostModel:
+    """The fitted costs. Raises ValueError, one line that names the command that measures them."""
+    path = profile_path(geometry, device, cache_dir)
+    try:
+        cost = json.loads(path.read_text())["cost"]
+        return CostModel(*(tuple(map(float, cost[key])) for key in ("compute", "base", "per_round")))  # type: ignore[arg-type]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = "unreadable" if path.exists() else "no"
+        raise ValueError(
+            f"max_iter=adaptive: {found} profile of this machine and model ({path});"
+            f" make one with: {geometry.command(device, cache_dir)}"
+        ) from None
+
+
+def save_cost(
+    cost: CostModel, geometry: Geometry, device: torch.device, cache_dir: Path | None, points: dict[str, Any]
+) -> Path:
+    """Keep a profile and the points it was fitted to."""
+    path = profile_path(geometry, device, cache_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"device": device_caption(device), "geometry": asdict(geometry), "cost": asdict(cost), "points": points}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def fit_cost(
+    lengths: Sequence[int],
+    compute: Sequence[float],
+    keys: Sequence[int],
+    base: Sequence[float],
+    more: Sequence[float],
+    extra_rounds: int,
+) -> CostModel:
+    """Least squares over measured seconds: compute at `lengths`; clustering of `keys` in 3 rounds, and in extra_rounds more."""
+    per_round = [(b - a) / extra_rounds for a, b in zip(base, more, strict=True)]
+    return CostModel(
+        compute=tuple(_polynomial(lengths, compute, 2)),  # type: ignore[arg-type]
+        base=tuple(_polynomial(keys, base, 1)),  # type: ignore[arg-type]
+        per_round=tuple(_polynomial(keys, per_round, 1)),  # type: ignore[arg-type]
+    )
+
+
+def _polynomial(x: Sequence[float], y: Sequence[float], degree: int) -> list[float]:
+    """Coefficients, highest power first."""
+    scale = max(x)  # powers of tens of thousands would spoil the fit
+    at = torch.tensor(x, dtype=torch.float64) / scale
+    powers = torch.stack([at**p for p in range(degree, -1, -1)], 1)
+    found = torch.linalg.lstsq(powers, torch.tensor(y, dtype=torch.float64)[:, None]).solution[:, 0].tolist()
+    return [value / scale**p for value, p in zip(found, range(degree, -1, -1), strict=True)]

@@ -14,6 +14,7 @@ from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method, ModelShape, NotApplicable
 from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
 from pqcache.store.buffer import Buffer
+from pqcache.store.lanes import Lanes, lanes_for
 
 
 class SelectiveCache(Cache):
@@ -25,7 +26,16 @@ class SelectiveCache(Cache):
 
     layers: list[SelectiveLayer]
 
-    def __init__(self, model: PreTrainedModel | PreTrainedConfig, method: Method, attn: str = "auto") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | PreTrainedConfig,
+        method: Method,
+        attn: str = "auto",
+        lanes: Lanes | None = None,
+    ) -> None:
+        """lanes: what runs copies and index builds beside the model; None takes what the model's device gains from."""
+        device = model.device if isinstance(model, PreTrainedModel) else torch.device("cpu")
+        self.lanes = lanes or lanes_for(device)
         config = model if isinstance(model, PreTrainedConfig) else model.config
         config = config.get_text_config(decoder=True)
         check_architecture(config)
@@ -62,7 +72,8 @@ class SelectiveCache(Cache):
         self.bound: int | None = None  # the layer whose attention module is running
 
     def reset(self) -> None:
-        """Forget the request; layers and hyper-parameters stay."""
+        """Forget the request; layers and hyper-parameters stay. What still runs beside the model is stopped first."""
+        self.lanes.close()
         super().reset()
         self.ledger.reset()
         self._forget()
@@ -235,6 +246,11 @@ class SelectiveCache(Cache):
             self.columns += tokens_to_remove
             if self._target is not None:
                 self._target = min(self._target, self.columns)
+
+    def wait(self) -> None:
+        """Let everything that runs beside the model end, so that bytes and figures are final."""
+        for layer in self.layers:
+            layer.wait()
 
     def note_resident(self) -> None:
         """Let the ledger's peak know what is held now."""

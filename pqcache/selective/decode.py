@@ -18,6 +18,7 @@ from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
 from pqcache.selective.shared_prefill import Prefill
 from pqcache.selective.shared_prefill import feed as feed_recorded
+from pqcache.store.lanes import Lanes
 
 ROWS = 512  # of logits turned into log-probabilities at a time: vocabularies are large
 
@@ -40,6 +41,7 @@ class GenerationResult:
     resident_bytes: dict[str, int]  # tier -> bytes of all cache state after the last step
     peak_bytes: dict[str, int]
     bytes_per_step: dict[str, float]  # selection, demand_fetch, refill, write_back
+    index_work_s: float = 0.0  # of index builds that may run beside the model, how long they took
     extra: dict[str, Any] = field(default_factory=dict)  # facts the method reports, e.g. K-Means rounds
 
 
@@ -125,10 +127,12 @@ def generate(
     observers: Collection[Callable] = (),
     watchers: Collection[Watcher] = (),
     prefill: Prefill | None = None,
+    lanes: Lanes | None = None,
 ) -> GenerationResult:
     """Greedy generation of one prompt, input_ids (1, s), under `method`.
 
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
+    lanes: see SelectiveCache. Whatever happens, nothing that ran beside the model is left when this returns.
     Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together, and
     OwnPrefill if a recorded prefill is not what this method would have computed.
     """
@@ -143,17 +147,20 @@ def generate(
         raise ValueError(
             f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}, in one block"
         )
-    cache = SelectiveCache(model, method, attn=attn)
+    cache = SelectiveCache(model, method, attn=attn, lanes=lanes)
     cache.observers.extend(observers)
     cache.watchers.extend(watchers)
     cache.begin([s - question_tokens], token_ids=input_ids, max_new_tokens=max_new_tokens + question_tokens)
-    with attach(model):
-        tokens, marks = decode_loop(
-            model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
-            question_tokens=question_tokens, prefill_chunk=prefill_chunk, not_first=not_first,
-            feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
-        )  # fmt: skip
-    result = report(cache, tokens, marks, s, s - question_tokens)
+    try:
+        with attach(model):
+            tokens, marks = decode_loop(
+                model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
+                question_tokens=question_tokens, prefill_chunk=prefill_chunk, not_first=not_first,
+                feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
+            )  # fmt: skip
+        result = report(cache, tokens, marks, s, s - question_tokens)
+    finally:
+        cache.lanes.close()
     if prefill is not None:
         prefill.check_unchanged()
         result.prefill_s = result.tt2t_s = None
@@ -215,6 +222,7 @@ def likelihood(
 
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
     """What the cache's ledger and the clock say about one finished request."""
+    cache.wait()
     ledger, shape, method = cache.ledger, cache.shape, cache.method
     plans = [method.plan(planned, i, shape.n_layers) for i in range(method.dense_layers or 0, shape.n_layers)]
     totals = [plan.total for plan in plans if plan is not None]
@@ -227,6 +235,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         tt2t_s=marks[1] if len(marks) > 1 else None,
         step_s=[b - a for a, b in zip(marks, marks[1:], strict=False)],
         index_build_s=ledger.index_build_s,
+        index_work_s=ledger.index_work_s,
         budget_tokens=round(sum(totals) / len(totals)) if totals else None,
         attended_tokens=ledger.attended(all_layers=False),
         attended_tokens_all_layers=ledger.attended(all_layers=True),

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from pqcache.selective.attention import attend_one, causal_mask
+from pqcache.selective.support import standard_probabilities, weighted_values
 from pqcache.store.resident import ResidentStore
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class LayerContext:
     rotary: nn.Module  # the model's rotary embedding: cos, sin for other positions
     step: Step  # what this forward pass is
     scaling: float = field(init=False)  # set by the attention function
+    probs: torch.Tensor | None = (
+        None  # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
+    )
 
 
 class Store(Protocol):
@@ -150,6 +154,9 @@ class SelectiveLayer(CacheLayerMixin):
 
     def on_previous_input(self, ctx: LayerContext) -> None:
         """The same moment of the layer before, whose context this is: the place to speculate one layer ahead."""
+
+    def wait(self) -> None:
+        """Let everything that runs beside the model (copies, index builds: `cache.lanes`) end."""
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was, in every state tensor (beam search, repeat, select)."""
@@ -335,7 +342,12 @@ class StagedLayer(SelectiveLayer):
         step = ctx.step
         if step.first and step.ends_prompt and not step.padded:
             self.fresh = (k, v)
+            if ctx.cache.attn == "standard":
+                ctx.probs = standard_probabilities(q, k, mask, ctx.scaling)
             self.observe(q, k, step.total, ctx)
+            if ctx.probs is not None:
+                probs, ctx.probs = ctx.probs, None
+                return weighted_values(probs, v)
             return dense_prefill(q, k, v, mask, None, ctx)
         if self.staged is None:
             self.staged = ResidentStore() if step.first else self.unpack()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ class Ledger:
     """Bytes moved by kind, tokens attended, seconds spent on indexes; one per cache, cleared by `reset`."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # copies may be counted by the threads that make them
         self.reset()
 
     def reset(self) -> None:
@@ -49,7 +51,9 @@ class Ledger:
         self.moved: dict[str, int] = defaultdict(int)  # bytes of decode steps, by kind
         self.prefill_moved: dict[str, int] = defaultdict(int)  # bytes of the prompt and of later turns, by kind
         self.steps = 0  # decode steps finished
-        self.index_build_s = 0.0
+        self._index_s = 0.0
+        self.index_work_s = 0.0  # seconds of index builds that may run beside the model, whether they held it up or not
+        self._index_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._attended: dict[int, float | torch.Tensor] = defaultdict(
             float
         )  # layer -> sum over steps of tokens per query head
@@ -65,7 +69,8 @@ class Ledger:
         """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS."""
         if kind not in COLUMNS:
             raise KeyError(f"ledger kind {kind!r} is unknown")
-        (self.moved if self.decoding else self.prefill_moved)[kind] += nbytes
+        with self._lock:
+            (self.moved if self.decoding else self.prefill_moved)[kind] += nbytes
 
     def attend(
         self, layer: int, tokens: float | torch.Tensor, *, selecting: bool, union: torch.Tensor | None = None
@@ -103,12 +108,29 @@ class Ledger:
 
     @contextmanager
     def index_timer(self, device: torch.device) -> Iterator[None]:
-        """Adds the time of the enclosed block (index construction, eviction, packing) to `index_build_s`."""
-        synchronize(device)
-        start = time.perf_counter()
+        """Adds the time of the enclosed block (index construction, eviction, packing) to `index_build_s`.
+
+        On CUDA by events of the current stream: waiting for the device would stop the copies that run beside it.
+        """
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(torch.cuda.current_stream(device))
+            yield
+            end.record(torch.cuda.current_stream(device))
+            self._index_events.append((start, end))
+            return
+        begin = time.perf_counter()
         yield
-        synchronize(device)
-        self.index_build_s += time.perf_counter() - start
+        self._index_s += time.perf_counter() - begin
+
+    @property
+    def index_build_s(self) -> float:
+        """Seconds that indexes, eviction and packing held up the model."""
+        for start, end in self._index_events:
+            end.synchronize()
+            self._index_s += start.elapsed_time(end) / 1e3
+        self._index_events = []
+        return self._index_s
 
     def note_resident(self, tiers: dict[str, int]) -> None:
         """Raise the peak of each tier to what is resident now."""

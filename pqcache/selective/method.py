@@ -90,6 +90,14 @@ class Method:
     def check_prompt(self, lengths: list[int], token_ids: torch.Tensor | None) -> None:
         """Raise ValueError if this method cannot run on prompts of these lengths; token_ids (n, columns) if known."""
 
+    def check_prepared(
+        self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None
+    ) -> None:
+        """Raise ValueError if something that `prepare` needs must be made first, by a command of its own that the line names.
+
+        Known before any weights are loaded; dtype as torch names it, without "torch.".
+        """
+
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         """Work done once per model (calibration, profiling), cached under `cache_dir`.
 

@@ -123,6 +123,9 @@ class Index:
         """The most `local` may return, for stores that hold the window on the device."""
         return plan.local
 
+    def wait(self) -> None:
+        """Let what `build` started beside the model end, and take its result over."""
+
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was."""
 
@@ -168,6 +171,8 @@ class RetrievalLayer(StagedLayer):
         self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
+        if isinstance(self.store, HostStore):
+            self.store.lanes = ctx.cache.lanes
         if self.store.whole and self.staged is not None:
             self.store = self.staged
         else:
@@ -203,6 +208,11 @@ class RetrievalLayer(StagedLayer):
 
     def on_previous_input(self, ctx: LayerContext) -> None:
         self.index.on_previous_input(ctx)
+
+    def wait(self) -> None:
+        self.index.wait()
+        if isinstance(self.store, HostStore):
+            self.store.wait()
 
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
         """This step's candidates and local windows; the current token is already stored, or (`ahead`) not yet."""

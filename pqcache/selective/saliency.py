@@ -153,7 +153,10 @@ class SalientStore(CodedStore):
                 where = torch.tensor(probes, device=q.device)
                 new = torch.zeros((h_kv, stop), dtype=sums.dtype, device=q.device)
                 queries = q[row].index_select(1, where - stop + q.shape[2])
-                add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in probes], ctx.scaling)
+                if ctx.probs is not None and len(probes) == stop:  # standard attention has them at hand
+                    new += ctx.probs[row].sum(1, dtype=new.dtype).unflatten(0, (h_kv, -1)).sum(1)
+                else:
+                    add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in probes], ctx.scaling)
                 sums[row, :, : stop - start] += new[:, start:]
             counted = torch.arange(first, stop, device=q.device) if self.norm == "full" else where if probes else None
             if counted is not None:

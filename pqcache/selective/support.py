@@ -9,7 +9,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available
 
-ATTN = ("auto", "sdpa", "flash_attention_2")
+ATTN = ("auto", "sdpa", "flash_attention_2", "standard")
 
 # Configuration fields whose presence means attention that softmax(q k) v over a subset does not reproduce.
 _REFUSED = {
@@ -41,12 +41,39 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return window
 
 
+def standard_probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """The whole softmax: q (n, h, t, d), k (n, h_kv, m, d), mask (n, 1, t, m) bool or None = causal -> (n, h, t, m)."""
+    n, h, t, d = q.shape
+    logits = (q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.transpose(-1, -2)).view(n, h, t, -1) * scaling
+    if mask is None and t > 1:
+        mask = torch.ones((t, k.shape[2]), dtype=torch.bool, device=q.device).tril(k.shape[2] - t)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    return logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+
+
+def weighted_values(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Probabilities (n, h, t, m) of values v (n, h_kv, m, d): (n, t, h, d)."""
+    n, h, t, _ = probs.shape
+    out = probs.unflatten(1, (v.shape[1], -1)).flatten(2, 3) @ v
+    return out.view(n, h, t, -1).transpose(1, 2)
+
+
+def standard_attention(module, q, k, v, mask, scaling, **kwargs):
+    return weighted_values(standard_probabilities(q, k, mask, scaling), v), None
+
+
 def attention_kernel(attn: str) -> tuple[str, Callable]:
-    """The name and function of the dense attention that prefill runs, for attn = auto | sdpa | flash_attention_2."""
+    """The name and function of the dense attention that prefill runs, for attn = auto | sdpa | flash_attention_2 | standard.
+
+    standard holds the whole matrix of probabilities, as methods that need its column sums were first published: for comparisons.
+    """
     if attn not in ATTN:
         raise ValueError(f"attn={attn}: allowed is {', '.join(ATTN)}")
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise ValueError("attn=flash_attention_2: flash-attn is not installed or there is no CUDA device")
+    if attn == "standard":
+        return "standard", standard_attention
     if attn == "sdpa" or not is_flash_attn_2_available():
         return "sdpa", sdpa_attention_forward
     flash = AttentionInterface()["flash_attention_2"]

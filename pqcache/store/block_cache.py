@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pqcache.store.buffer import Buffer
 from pqcache.store.cached import CachedStore
 from pqcache.store.host import HostStore
+from pqcache.store.lanes import NOTHING, TO_DEVICE, Work
 
 POLICIES = ("lru", "lfu", "none")
 
@@ -24,7 +25,8 @@ class BlockCacheStore(CachedStore):
 
     lru: the block touched least recently goes. lfu: the block touched in the fewest steps goes, of several the one that has
     been at that number longest; a block that comes in counts 1, and what went is forgotten. A block may be driven out by one that
-    comes in later in the same step; only blocks that stay are copied (`refill`).
+    comes in later in the same step; only blocks that stay are copied (`refill`), on a lane of their own after the step has read,
+    and waited for when the next step reads. The tables are a step ahead of the slots until then.
 
     Deviations from the released code: blocks of a step that are there are touched before others come in, so none is driven
     out and copied again in one step; the last, growing block is left out instead of being served stale.
@@ -42,7 +44,9 @@ class BlockCacheStore(CachedStore):
     ) -> None:
         super().__init__(n_sink, window, moved)
         self.block, self.slots, self.topk, self.policy = block, slots, topk, policy
-        self.cache: list[Buffer] = []  # K, V (n, h_kv, slots filled so far * block, d): slot i begins at entry i*block
+        # K, V (n, h_kv, slots filled so far * block, d), token-major: slot i begins at entry i*block
+        self.cache: list[Buffer] = []
+        self.refilled: Work[None] = NOTHING
         self.slot = torch.zeros(0, 0, dtype=torch.long)  # (n, blocks) the slot of each block, -1 = not there
         self.content = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) the block in each slot, -1 = free
         self.uses = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) steps that touched it, 0 = free
@@ -57,7 +61,7 @@ class BlockCacheStore(CachedStore):
             self.slot, self.content, self.uses, self.stamp = known.slot, known.content, known.uses, known.stamp
             return
         n = len(lengths)
-        self.cache = [Buffer.like(k), Buffer.like(v)]
+        self.cache = [Buffer.like(x, token_major=True) for x in (k, v)]
         self.slot = torch.full((n, 0), -1)
         self.content = torch.full((n, self.slots), -1)
         self.uses, self.stamp = torch.zeros_like(self.content), torch.zeros_like(self.content)
@@ -71,7 +75,12 @@ class BlockCacheStore(CachedStore):
         entry = torch.where((index >= 0) & (slot >= 0), slot * self.block + row % self.block, -1)
         return entry, (self.content >= 0).sum(1, dtype=torch.float32) * self.block
 
+    def wait(self) -> None:
+        super().wait()
+        self.refilled.finish()
+
     def cached(self) -> list[torch.Tensor]:
+        self.refilled.wait()
         return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
 
     def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
@@ -116,21 +125,25 @@ class BlockCacheStore(CachedStore):
         return row, block, into
 
     def _copy(self, row: torch.Tensor, block: torch.Tensor, slot: torch.Tensor) -> None:
-        """Fill slots from the host: one copy per K and V, of all blocks of all rows."""
+        """Fill slots from the host: one copy per block of K and of V, each one run of memory on both sides."""
         if not len(row):
             return
-        h_kv = self.sinks[0].shape[1]
-        head = (row[:, None] * h_kv + torch.arange(h_kv))[..., None]  # (blocks, h_kv, 1)
-        token = torch.arange(self.block)
-        for host, cache in zip(self.host, self.cache, strict=True):
-            cache.reserve((int(slot.max()) + 1) * self.block)
-            source = head * host.capacity + block[:, None, None] * self.block + token
-            target = head * cache.capacity + slot[:, None, None] * self.block + token
-            tokens = host.data.flatten(0, 2).index_select(0, source.flatten())
-            self.moved("refill", tokens.numel() * tokens.element_size())
-            cache.data.flatten(0, 2).index_copy_(
-                0, target.flatten().to(cache.data.device), tokens.to(cache.data.device)
-            )
+        size, end = self.block, (int(slot.max()) + 1) * self.block
+        if end > self.cache[0].capacity:
+            self.refilled.wait()  # what is being filled moves with the buffer
+        for cache in self.cache:
+            cache.reserve(end)
+        pairs = [(host.rows, cache.rows) for host, cache in zip(self.host, self.cache, strict=True)]
+        filling = list(zip(row.tolist(), block.tolist(), slot.tolist(), strict=True))
+        self.moved("refill", sum(len(filling) * size * host[0, 0].numel() * host.element_size() for host, _ in pairs))
+
+        def copy() -> None:  # of rows for which the fetch before it has waited
+            for host, cache in pairs:
+                for r, b, s in filling:
+                    source = host[r, b * size : (b + 1) * size]
+                    cache[r, s * size : (s + 1) * size].copy_(source, non_blocking=True)
+
+        self.refilled = self.lanes.copy(TO_DEVICE, copy, *(cache.data for cache in self.cache))
 
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:

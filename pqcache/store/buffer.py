@@ -18,7 +18,8 @@ class Buffer:
     """`data`: (n, heads, capacity, *rest), filled per row from position 0; capacity is a multiple of `step`, 256 tokens.
 
     Rows may hold different numbers of entries; their owner knows how many. An entry may be more than a token (a block): its
-    owner then gives a smaller step.
+    owner then gives a smaller step. token_major: in memory an entry's heads lie side by side, as `rows` (n, capacity, heads,
+    *rest) shows them, so that a token or a run of tokens of a row is one copy; `data` is the same memory, transposed.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class Buffer:
         *,
         pinned: bool = False,
         step: int = STEP,
+        token_major: bool = False,
     ) -> None:
         self.step = step
+        self.token_major = token_major
         self.pinned = pinned and device.type == "cpu" and torch.cuda.is_available()
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
         self.filled = (
@@ -43,14 +46,30 @@ class Buffer:
         self, n: int, heads: int, capacity: int, rest: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         # zeros, not empty: what a shorter row masks out is still multiplied by weight 0, and 0 * NaN is NaN
-        return torch.zeros((n, heads, capacity, *rest), dtype=dtype, device=device, pin_memory=self.pinned)
+        sizes = (n, capacity, heads, *rest) if self.token_major else (n, heads, capacity, *rest)
+        data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
+        return data.transpose(1, 2) if self.token_major else data
 
     @classmethod
     def like(
-        cls, x: torch.Tensor, *, device: torch.device | None = None, pinned: bool = False, step: int = STEP
+        cls,
+        x: torch.Tensor,
+        *,
+        device: torch.device | None = None,
+        pinned: bool = False,
+        step: int = STEP,
+        token_major: bool = False,
     ) -> Buffer:
         """An empty buffer for rows, heads and entries shaped like x: (n, heads, t, *rest)."""
-        return cls(x.shape[0], x.shape[1], x.shape[3:], x.dtype, device or x.device, pinned=pinned, step=step)
+        n, heads, _, *rest = x.shape
+        where = device or x.device
+        return cls(n, heads, rest, x.dtype, where, pinned=pinned, step=step, token_major=token_major)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """A token-major buffer as it lies in memory: (n, capacity, heads, *rest), contiguous."""
+        assert self.token_major
+        return self.data.transpose(1, 2)
 
     @property
     def capacity(self) -> int:
@@ -101,14 +120,20 @@ class Buffer:
         index = index.to(self.data.device)
         n, heads, capacity, *rest = self.data.shape
         moved = self._allocate(len(index), heads, capacity, tuple(rest), self.data.dtype, self.data.device)
-        self.data = torch.index_select(self.data, 0, index, out=moved)
+        if self.token_major:
+            torch.index_select(self.rows, 0, index, out=moved.transpose(1, 2))
+        else:
+            torch.index_select(self.data, 0, index, out=moved)
+        self.data = moved
 
 
-def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
+def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinned: bool = False) -> torch.Tensor:
     """Rows of x (n, h_kv, capacity, *rest) at `indices` (n, H, k), -1 read as 0: (n, max(H, h_kv), k, *rest).
 
     H = 1 means one choice for all heads, H = h_kv one per KV head, H = h_kv * group one per query head (then K of a group
     is read once per query head). One flat index_select: row copies at memory speed, where gather is element by element.
+    x is the data of a whole buffer, token-major or not. pinned: the result lies in pinned memory, for a copy that does not
+    hold up its caller.
     """
     n, h_kv, capacity = x.shape[:3]
     heads = indices.shape[1]
@@ -116,12 +141,25 @@ def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1) -> torch
         indices = indices.expand(n, h_kv, -1)
     elif heads not in (h_kv, h_kv * group):
         raise ValueError(f"indices have {heads} heads; allowed is 1, {h_kv} or {h_kv * group}")
-    out_heads = indices.shape[1]
-    per_head = out_heads // h_kv
-    head = torch.arange(out_heads, device=x.device) // per_head
-    row = torch.arange(n, device=x.device)
-    base = (row[:, None] * h_kv + head[None]) * capacity  # (n, out_heads)
-    flat = (indices.clamp_min(0) + base[..., None]).reshape(-1)
-    if not x.is_contiguous():
+    token_major = not x.is_contiguous()
+    if token_major and not x.transpose(1, 2).is_contiguous():
         raise ValueError("take_tokens needs a whole buffer, not a slice: a slice would be copied first")
-    return x.view(n * h_kv * capacity, *x.shape[3:]).index_select(0, flat).view(n, out_heads, -1, *x.shape[3:])
+    out_heads = indices.shape[1]
+    flat = flat_index(indices.clamp_min(0), h_kv, capacity, token_major).reshape(-1)
+    rows = (x.transpose(1, 2) if token_major else x).view(n * h_kv * capacity, *x.shape[3:])
+    size = (n, out_heads, indices.shape[2], *x.shape[3:])
+    if not pinned:
+        return rows.index_select(0, flat).view(size)
+    out = torch.empty(size, dtype=x.dtype, pin_memory=True)
+    torch.index_select(rows, 0, flat, out=out.view(-1, *x.shape[3:]))
+    return out
+
+
+def flat_index(indices: torch.Tensor, h_kv: int, capacity: int, token_major: bool) -> torch.Tensor:
+    """Where entry `indices` (n, H, k) of each head lies among a buffer's n * h_kv * capacity entries in memory: (n, H, k)."""
+    n, heads, _ = indices.shape
+    head = (torch.arange(heads, device=indices.device) // (heads // h_kv))[:, None]
+    row = torch.arange(n, device=indices.device)[:, None, None]
+    if token_major:
+        return (row * capacity + indices) * h_kv + head
+    return (row * h_kv + head) * capacity + indices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pqcache.store.buffer import take_tokens
+from pqcache.store.buffer import flat_index, take_tokens
 from pqcache.store.host import HOST, HostStore
 
 
@@ -47,20 +47,20 @@ class CachedStore(HostStore):
         index = indices.to(HOST)
         if index.shape[1] == 1:
             index = index.expand(-1, h_kv, -1)
-        n, heads, _ = index.shape
         entry, held = self.find(index)
         real, found = index >= 0, entry >= 0
-        head = torch.arange(heads) // (heads // h_kv)
-        base = (torch.arange(n)[:, None] * h_kv + head) * self.host[0].capacity
         miss = (real & ~found).flatten().nonzero()[:, 0]
-        rows = (base[..., None] + index - self.n_sink).flatten()[miss]
-        cached, entry, miss = self.cached(), entry.to(device), miss.to(device)
+        rows = flat_index(index - self.n_sink, h_kv, self.host[0].capacity, True).flatten()[miss]
+        self.fence()
+        cached, entry, pinned = self.cached(), entry.to(device), device.type == "cuda"
+        miss = miss.pin_memory().to(device, non_blocking=True) if pinned else miss
         out = []
         for i, (sink, host) in enumerate(zip(self.sinks, self.host, strict=True)):
-            crossing = host.data.flatten(0, 2).index_select(0, rows)
+            crossing = torch.empty((len(rows), sink.shape[3]), dtype=sink.dtype, pin_memory=pinned)
+            torch.index_select(host.rows.flatten(0, 2), 0, rows, out=crossing)
             self.moved("fetch", crossing.numel() * crossing.element_size())
             whole = take_tokens(cached[i], entry, group) if cached else sink.new_zeros((*index.shape, sink.shape[3]))
-            whole.flatten(0, 2).index_copy_(0, miss, crossing.to(device))
+            whole.flatten(0, 2).index_copy_(0, miss, crossing.to(device, non_blocking=pinned))
             out.append(whole)
         self.served = Served(real.sum((1, 2)).tolist(), found.sum((1, 2)).tolist(), held.tolist())
         self.keep(index, out)

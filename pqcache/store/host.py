@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
+from pqcache.store.lanes import NOTHING, TO_DEVICE, TO_HOST, Lanes, Work
 
 HOST = torch.device("cpu")
 _SLACK = STEP // 2  # the window is moved to the front of its buffer at most once in this many tokens
+_GROWTH = 16  # a full host buffer grows by this part of itself: pinned memory is slow to get, and all of it is copied
 
 
 class HostStore:
     """Sinks (n, h_kv, n_sink, d) and a sliding window on the device; every other token in pinned host buffers.
 
     Host row i is the token at position n_sink + i, from the moment it is seen: window tokens lie on both sides, so a token
-    that leaves the window costs no copy then. Each new token is written to the host once (`write_back`). On a machine
-    without an accelerator the same copies are made and counted, from memory to memory.
+    that leaves the window costs no copy then. Each new token is written to the host once (`write_back`). Host buffers are
+    token-major: a token, and a block of tokens, is one run of memory. On a machine without an accelerator the same copies are
+    made and counted, from memory to memory.
+
+    Copies to the host go through `lanes`: a prompt's while the next layers compute, a token's while its layer attends.
+    Whoever reads host rows calls `fence` first.
     """
 
     whole = False  # `view` streams everything to the device
+    lanes: Lanes = Lanes()  # the layer sets its cache's
 
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
         self.n_sink = n_sink
@@ -32,70 +40,101 @@ class HostStore:
         self.recent: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
         self.columns = 0  # filled columns of `recent`
         self.host: list[Buffer] = []  # K, V
-        self.ahead: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None  # indices, their K and V
-        self.stream: torch.cuda.Stream | None = None  # of `prefetch`, on CUDA
+        self.written: Work[None] = NOTHING  # the newest copy to the host; earlier ones are over when it is
+        self.ahead: tuple[torch.Tensor, Work[Any]] | None = None  # indices, their K and V
 
     @property
     def length(self) -> int:
         return max(self.lengths, default=0)
+
+    def fence(self) -> None:
+        """Wait until the host rows are what they should be."""
+        self.written.finish()
+
+    def wait(self) -> None:
+        """Wait for all copies, in both directions."""
+        self.fence()
+        if self.ahead is not None:
+            self.ahead[1].finish()
 
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
         """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1.
 
         known: the store of the turns before, whose host rows are taken over instead of copied again.
         """
+        if known is not None:
+            known.wait()
         self.lengths = list(lengths)
         span = self.columns = min(self.window, self.length)
         starts = [0] * len(self.lengths) if known is None else [max(0, n - self.n_sink) for n in known.lengths]
-        counts = [max(0, n - self.n_sink) - start for n, start in zip(self.lengths, starts, strict=True)]
+        ends = [max(0, length - self.n_sink) for length in self.lengths]
         for i, x in enumerate((k, v)):
             sinks = x.new_zeros((*x.shape[:2], self.n_sink, x.shape[3]))
             filled = min(self.n_sink, self.length)
             sinks[:, :, :filled] = x[:, :, :filled]
             recent = Buffer.like(x)
             recent.reserve(round_up(self.window + _SLACK))
-            host = Buffer.like(x, device=HOST, pinned=True) if known is None else known.host[i]
-            host.reserve(max(a + b for a, b in zip(starts, counts, strict=True)) + 1)
+            host = Buffer.like(x, device=HOST, pinned=True, token_major=True) if known is None else known.host[i]
+            host.reserve(max(ends) + 1)
+            host.step = max(STEP, round_up(host.capacity // _GROWTH))
             for row, length in enumerate(self.lengths):
                 take = min(span, length)
                 recent.data[row, :, span - take : span] = x[row, :, length - take : length]
                 recent.data[row, :, : span - take] = 0  # a row shorter than the window: never undefined bytes
-                end = starts[row] + counts[row]
-                host.data[row, :, starts[row] : end] = x[row, :, self.n_sink + starts[row] : self.n_sink + end]
-            self.moved("write_back", sum(counts) * x.shape[1] * x.shape[3] * x.element_size())
+            crossing = sum(end - start for start, end in zip(starts, ends, strict=True))
+            self.moved("write_back", crossing * x.shape[1] * x.shape[3] * x.element_size())
             self.sinks.append(sinks)
             self.recent.append(recent)
             self.host.append(host)
+        self._write([x[:, :, self.n_sink :] for x in (k, v)], starts, ends, starts)
+
+    def _write(
+        self, values: list[torch.Tensor], starts: Sequence[int], ends: Sequence[int], froms: Sequence[int]
+    ) -> None:
+        """Queue: host rows starts[r] .. ends[r]-1 become entries froms[r], ... of K and V (n, h_kv, t, d), for each row r."""
+        targets = [host.rows for host in self.host]
+
+        def copy() -> None:
+            for x, target in zip(values, targets, strict=True):
+                for row, (start, end, first) in enumerate(zip(starts, ends, froms, strict=True)):
+                    if end > start:
+                        new = x[row, :, first : first + end - start].detach().transpose(0, 1)
+                        # made contiguous on the device: a copy of strided memory would hold up the host
+                        target[row, start:end].copy_(new.contiguous() if new.is_cuda else new, non_blocking=True)
+
+        self.written = self.lanes.copy(TO_HOST, copy, *values)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Add one token to every row: k, v (n, h_kv, 1, d)."""
+        if self.ahead is not None:  # reads lengths and host buffers, which change now
+            self.ahead[1].wait()
         if self.columns == self.recent[0].capacity:
             for recent in self.recent:
                 recent.data[:, :, : self.window] = recent.data[:, :, self.columns - self.window :].clone()
             self.columns = self.window
         starts = [length - self.n_sink for length in self.lengths]
+        if max(starts) >= self.host[0].capacity:
+            self.fence()  # what is being written moves with the buffer
         for x, sinks, recent, host in zip((k, v), self.sinks, self.recent, self.host, strict=True):
             recent.data[:, :, self.columns : self.columns + 1] = x
-            if min(starts) >= 0:
-                host.write(x.to(HOST), starts, [1] * len(starts))
-            else:  # a prompt shorter than the sinks: its first generated tokens become sinks
-                host.reserve(max(starts) + 1)
-                for row, start in enumerate(starts):
-                    if start < 0:
-                        sinks[row, :, self.lengths[row]] = x[row, :, 0]
-                    else:
-                        host.data[row, :, start] = x[row, :, 0]
+            host.reserve(max(starts) + 1)
+            for row, start in enumerate(starts):
+                if start < 0:  # a prompt shorter than the sinks: its first generated tokens become sinks
+                    sinks[row, :, self.lengths[row]] = x[row, :, 0]
             self.moved("write_back", sum(start >= 0 for start in starts) * x[0].numel() * x.element_size())
+        first, ends = [max(0, start) for start in starts], [start + 1 for start in starts]
+        self._write([k, v], first, ends, [0] * len(starts))
         self.columns += 1
         self.lengths = [length + 1 for length in self.lengths]
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All tokens streamed to the device: (n, h_kv, length, d). For a new turn's exact attention."""
+        self.fence()
         out = []
         for sinks, host in zip(self.sinks, self.host, strict=True):
-            rows = host.view(max(0, self.length - self.n_sink))
+            rows = host.rows[:, : max(0, self.length - self.n_sink)]
             self.moved("fetch", rows.numel() * rows.element_size())
-            out.append(torch.cat([sinks, rows.to(sinks.device)], dim=2)[:, :, : self.length])
+            out.append(torch.cat([sinks, rows.to(sinks.device).transpose(1, 2)], dim=2)[:, :, : self.length])
         return out[0], out[1]
 
     def read(
@@ -127,26 +166,29 @@ class HostStore:
         real = int((index >= 0).sum()) * heads
         columns = (index >= 0).flatten(0, 1).any(0).nonzero()
         used = int(columns.max()) + 1 if len(columns) else 0  # padding at the end stays here
+        self.fence()
         out = []
         for sink, host in zip(self.sinks, self.host, strict=True):
-            rows = take_tokens(host.data, index[..., :used], group)
+            # pinned, so that the copy does not hold up the caller
+            rows = take_tokens(host.data, index[..., :used], group, pinned=sink.is_cuda)
             self.moved("fetch", real * rows.shape[-1] * rows.element_size())
-            rows = rows.pin_memory() if sink.is_cuda else rows  # so that the copy does not hold up the caller
             rows = rows.to(sink.device, non_blocking=sink.is_cuda)
             out.append(F.pad(rows, (0, 0, 0, index.shape[2] - used)) if used < index.shape[2] else rows)
         return out[0], out[1]
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1, streamed to the device to be scored there: (n, h_kv, hi - lo, d)."""
-        rows = self.host[0].data[:, :, max(0, lo - self.n_sink) : max(0, hi - self.n_sink)]
+        self.fence()
+        rows = self.host[0].rows[:, max(0, lo - self.n_sink) : max(0, hi - self.n_sink)]
         self.moved("selection_keys", rows.numel() * rows.element_size())
         sinks = self.sinks[0]
-        return torch.cat([sinks[:, :, lo : min(hi, self.n_sink)], rows.to(sinks.device)], dim=2)
+        return torch.cat([sinks[:, :, lo : min(hi, self.n_sink)], rows.to(sinks.device).transpose(1, 2)], dim=2)
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         """K of positions `indices` (n, H, m), to be scored on the device, -1 read as anything: (n, h_kv or h, m, d)."""
         index = indices.to(HOST)
         heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
+        self.fence()
         rows = take_tokens(self.host[0].data, index - self.n_sink, group)
         crossing = int((index >= self.n_sink).sum()) * heads
         self.moved("selection_keys", crossing * rows.shape[-1] * rows.element_size())
@@ -157,29 +199,21 @@ class HostStore:
         return torch.where((indices < self.n_sink)[..., None], first, rows)
 
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
-        """Fetch before it is needed; `read` of these very indices takes it. On CUDA on a stream of its own."""
-        if not self.sinks[0].is_cuda:
-            self.ahead = indices, self.fetch(indices, group)
-            return
-        self.stream = self.stream or torch.cuda.Stream(self.sinks[0].device)
-        self.stream.wait_stream(torch.cuda.current_stream(self.sinks[0].device))
-        with torch.cuda.stream(self.stream):
-            self.ahead = indices, self.fetch(indices, group)
+        """Fetch before it is needed, on a lane of its own; `read` of these very indices takes it."""
+        self.ahead = indices, self.lanes.copy(TO_DEVICE, lambda: self.fetch(indices, group), indices)
 
     def _prefetched(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         ahead, self.ahead = self.ahead, None
-        if ahead is None or ahead[0] is not indices:
+        if ahead is None:
             return None
-        if self.stream is not None:
-            current = torch.cuda.current_stream(indices.device)
-            current.wait_stream(self.stream)
-            for x in ahead[1]:  # made on the other stream: its memory must not be given away while this one reads
-                x.record_stream(current)
-        return ahead[1]
+        fetched = ahead[1].wait()  # waited for even where it is not wanted: it reads what is about to change
+        return fetched if ahead[0] is indices else None
 
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:
             return
+        self.wait()
+        self.ahead = None  # of rows that stood elsewhere
         self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
         for buffer in (*self.recent, *self.host):
             buffer.map_rows(index)

@@ -16,6 +16,7 @@ from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import RetrievalLayer, Selected
+from pqcache.store.lanes import Lanes
 from tests.invariants.drive import Session, tokens
 
 MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
@@ -23,9 +24,8 @@ MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 
 def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module | None = None) -> LayerContext:
     """As much of a layer's context as a retrieval layer looks at."""
-    cache: Any = SimpleNamespace(
-        ledger=ledger, observers=[1], watchers=[]
-    )  # an observer, so that the layer notes its selection
+    # an observer, so that the layer notes its selection
+    cache: Any = SimpleNamespace(ledger=ledger, lanes=Lanes(), observers=[1], watchers=[])
     nothing: Any = None
     ctx = LayerContext(0, module or nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
     ctx.scaling = shape.d**-0.5

@@ -11,7 +11,6 @@ import torch
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 from pqcache.pq.schedule import CostModel
-from pqcache.selective import NotBuilt
 from pqcache.selective.group import group_reduce, top_tokens
 
 
@@ -187,8 +186,6 @@ def test_init_is_seeded_distinct_and_shared() -> None:
 def test_bad_hyper_parameters_name_field_value_and_allowed(hyper: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PQCache(**hyper)
-    with pytest.raises(NotBuilt):
-        PQCache(max_iter="adaptive")
 
 
 def test_kmeans_of_many_points_samples_all_rounds_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""Build the index of one layer: K-Means of its keys, and their codes. A function of its inputs alone, so it may run anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from pqcache.pq import codebook
+from pqcache.pq.kmeans import initial_positions, kmeans
+
+
+class Fitted(NamedTuple):
+    """centroids (n, h_kv, m, 2^b, d / m) as they are stored; codes (n, h_kv * m, t), each key's nearest stored centroid."""
+
+    centroids: torch.Tensor
+    codes: torch.Tensor
+    rounds: int  # K-Means updates really done, of the slowest group
+    seconds: float
+
+
+def fit(
+    keys: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: list[int],
+    due: list[int],
+    *,
+    rounds: Callable[[int], int],
+    tol: float,
+    seed: int,
+    code_dtype: torch.dtype,
+) -> Fitted:
+    """Index keys (n, h_kv, t, d) of which row r has counts[r]; rows `due` are clustered, the others keep their centroids.
+
+    centroids (n, h_kv, m, 2^b, d / m) as so far, which may lie elsewhere; rounds(count): most K-Means rounds for so many keys.
+    Everything is computed where the keys are. The result of a row never depends on its neighbours.
+    """
+    start = time.perf_counter()
+    n, h_kv, m, c, sub = centroids.shape
+    centroids = centroids.to(keys.device, copy=True)
+    done = 0
+    for count in sorted({counts[r] for r in due}):  # rows of one length are clustered together
+        rows = [r for r in due if counts[r] == count]
+        points = codebook.split(keys[rows, :, :count], m)
+        init = points[:, initial_positions(count, c, seed).to(keys.device)]
+        result = kmeans(points, init, rounds(count), tol)
+        centroids[rows] = result.centroids.view(len(rows), h_kv, m, c, sub).to(centroids.dtype)
+        done = max(done, result.rounds)
+    codes = codebook.encode(keys[:, :, : max(counts)], centroids).flatten(1, 2).to(code_dtype)
+    return Fitted(centroids, codes, done, time.perf_counter() - start)

@@ -1,0 +1,207 @@
+"""Work beside the model's own: copies between tiers and index builds. Started here, waited for where the result is used.
+
+    work = lanes.copy("to_host", copy, k, v)    # queued behind what the caller has queued so far
+    work.finish()                               # the host is about to read what was copied
+    job = lanes.build(fit, keys)                # an index, off the critical path
+    centroids, codes = job.wait()               # what is queued after this sees it
+
+`Lanes` does everything at once, in the caller's thread: a machine without an accelerator gains nothing from more. `CudaLanes`
+gives each copy lane a stream and builds indexes on threads. `ThreadLanes` does both on threads of the CPU, and can be slowed
+down: the same callers, the same races, without a device. Results never depend on which of them is used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+TO_HOST, TO_DEVICE, BUILD = "to_host", "to_device", "build"
+THREAD_PREFIX = "pqcache-lane"
+
+
+class Work(Generic[T]):
+    """Something that was started. This one is over: its result is there."""
+
+    def __init__(self, result: T) -> None:
+        self.result = result
+
+    def wait(self) -> T:
+        """The result; what the caller's stream does next comes after it. Raises what the work raised."""
+        return self.result
+
+    def finish(self) -> T:
+        """The result; what the host does next comes after it, too."""
+        return self.result
+
+
+NOTHING: Work[None] = Work(None)
+
+
+class Lanes:
+    """Everything at once, in the caller's thread: the reference for the others."""
+
+    asynchronous = False
+
+    def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        """Run `work`, copies of one direction: after all that the caller has queued, in order with others of its lane.
+
+        sources: tensors that it reads, whose memory must not be given away before; nobody may write to them until then.
+        """
+        return Work(work())
+
+    def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        """Run `work`, which may take long and may use the host, after all that the caller has queued."""
+        return Work(work())
+
+    def close(self) -> None:
+        """Leave nothing behind: what has not begun never does, what has is waited for, threads end. Can be used again."""
+
+
+@contextmanager
+def _modes(inference: bool) -> Iterator[None]:
+    """Gradient and inference mode belong to a thread: a worker takes its caller's (and never records gradients)."""
+    with torch.inference_mode(inference), torch.no_grad():
+        yield
+
+
+class _Job(Work[T]):
+    """Work on a thread; its future gives the Work that is left to wait for."""
+
+    def __init__(self, future: Future[Work[T]]) -> None:
+        self.future = future
+
+    def wait(self) -> T:
+        return self.future.result().wait()
+
+    def finish(self) -> T:
+        return self.future.result().finish()
+
+
+class ThreadLanes(Lanes):
+    """Each copy lane is one thread, indexes are built on `workers` threads.
+
+    pause(kind) is called on the thread before each piece of work (to_host, to_device, build): tests delay it there.
+    """
+
+    asynchronous = True
+
+    def __init__(self, workers: int = 1, pause: Callable[[str], None] | None = None) -> None:
+        self.workers, self.pause = workers, pause
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._failed: dict[str, BaseException] = {}  # a copy lane's first error: nothing after it is to be trusted
+        self._lock = threading.Lock()
+
+    def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        def run() -> Work[T]:
+            if lane in self._failed:
+                raise self._failed[lane]
+            try:
+                return Work(work())
+            except BaseException as error:
+                self._failed[lane] = error
+                raise
+
+        return self._submit(lane, 1, run)
+
+    def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        return self._submit(BUILD, self.workers, lambda: Work(work()))
+
+    def _submit(self, kind: str, threads: int, run: Callable[[], Work[T]]) -> Work[T]:
+        inference = torch.is_inference_mode_enabled()
+
+        def task() -> Work[T]:
+            if self.pause is not None:
+                self.pause(kind)
+            with _modes(inference):
+                return run()
+
+        with self._lock:  # a lane's thread may start work of another lane
+            if kind not in self._pools:
+                self._pools[kind] = ThreadPoolExecutor(threads, thread_name_prefix=f"{THREAD_PREFIX}-{kind}")
+            return _Job(self._pools[kind].submit(task))
+
+    def close(self) -> None:
+        with self._lock:
+            pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools.values():  # a build may be waiting for a copy: both ends are told before either is waited for
+            pool.shutdown(wait=True)
+        self._failed = {}
+
+
+class _Recorded(Work[T]):
+    """Work queued on a CUDA stream, and the event behind it."""
+
+    def __init__(self, result: T, event: torch.cuda.Event, device: torch.device) -> None:
+        super().__init__(result)
+        self.event, self.device = event, device
+
+    def wait(self) -> T:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.event)
+        for x in _tensors(self.result):  # made on the other stream: not to be given away while this one reads
+            x.record_stream(current)
+        return self.result
+
+    def finish(self) -> T:
+        self.event.synchronize()
+        return self.wait()
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """The CUDA tensors in a result: it is one, or a list or tuple."""
+    parts = result if isinstance(result, list | tuple) else (result,)
+    return [x for x in parts if isinstance(x, torch.Tensor) and x.is_cuda]
+
+
+class CudaLanes(ThreadLanes):
+    """Each copy lane is a CUDA stream; indexes are built on `workers` threads, each build with a stream of its own."""
+
+    def __init__(self, device: torch.device, workers: int = 1) -> None:
+        super().__init__(workers)
+        self.device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        stream = self._streams.setdefault(lane, torch.cuda.Stream(self.device))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            return self._recorded(work(), stream, sources)
+
+    def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+
+        def run() -> Work[T]:
+            with torch.cuda.device(self.device):
+                stream = torch.cuda.Stream(self.device)
+                with torch.cuda.stream(stream):
+                    stream.wait_event(ready)
+                    return self._recorded(work(), stream, sources)
+
+        return self._submit(BUILD, self.workers, run)
+
+    def _recorded(self, result: T, stream: torch.cuda.Stream, sources: tuple[torch.Tensor, ...]) -> Work[T]:
+        event = torch.cuda.Event()
+        event.record(stream)
+        for x in sources:
+            if x.is_cuda:
+                x.record_stream(stream)
+        return _Recorded(result, event, self.device)
+
+    def close(self) -> None:
+        super().close()
+        for stream in self._streams.values():  # copies into memory that a dropped request gives back
+            stream.synchronize()
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """What a machine gains from: streams on CUDA, nothing elsewhere."""
+    return CudaLanes(device) if device.type == "cuda" else Lanes()

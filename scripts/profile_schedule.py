@@ -1,0 +1,205 @@
+"""How long one layer's prefill, its copy to the host and the clustering of its keys take here; what max_iter=adaptive needs.
+
+    python scripts/profile_schedule.py --model mistral-7b-instruct-v0.2 --dtype float16 --device cuda
+    python scripts/profile_schedule.py --shape 32,8,128,4096,14336 --dtype float32 --device cpu --threads 2
+    python scripts/profile_schedule.py --shape 4,2,64,256,768 --lengths 512 1024 2048 --rounds 1 --figure schedule.png
+
+A decoder layer with random weights prefills prompts of each length (a quadratic is fitted); random keys are clustered in 3
+and in 9 rounds (a line each: what 3 rounds cost, and what each further one). T(x) is then the largest number of rounds that ends
+within one layer's prefill, from 3 to 300 (PQCache, section 3.3). Kept as <cache-dir>/schedule/<machine>__<geometry>.json, where
+`method=pqcache method.max_iter=adaptive` looks. On a machine without an accelerator clustering hides behind nothing, since both
+run on the same cores: the profile then says how much of a prefill it is. The picture (PQCache's Figure 7) needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from pqcache.geometries import GEOMETRIES, geometry
+from pqcache.machine import device_caption, median_seconds
+from pqcache.pq.fit import fit
+from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
+
+FEW, MANY = 3, 9  # rounds whose difference is the cost of a round
+LENGTHS = (1024, 2048, 4096, 8192)
+
+
+def layer_seconds(
+    config: LlamaConfig, lengths: list[int], dtype: torch.dtype, device: torch.device, rounds: int
+) -> list[float]:
+    """Prefill of one decoder layer, attention and MLP, at each length."""
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        layer = LlamaDecoderLayer(config, 0).to(dtype).eval()
+        rotary = LlamaRotaryEmbedding(config)
+    seconds = []
+    for s in lengths:
+        hidden = torch.randn(1, s, config.hidden_size, device=device).to(dtype)
+        tables = rotary(hidden, torch.arange(s, device=device)[None])
+        seconds.append(median_seconds(lambda h=hidden, t=tables: layer(h, position_embeddings=t), device, rounds))
+    return seconds
+
+
+def offload_seconds(
+    config: LlamaConfig, lengths: list[int], dtype: torch.dtype, device: torch.device, rounds: int
+) -> list[float]:
+    """Copying one layer's K and V to pinned host memory (memory to memory, where there is no accelerator)."""
+    width = 2 * config.num_key_value_heads * config.head_dim
+    seconds = []
+    for s in lengths:
+        source = torch.ones(s, width, dtype=dtype, device=device)
+        target = torch.empty(s, width, dtype=dtype, pin_memory=device.type == "cuda")
+        seconds.append(median_seconds(lambda t=target, x=source: t.copy_(x, non_blocking=True), device, rounds))
+    return seconds
+
+
+def cluster_seconds(
+    config: LlamaConfig, keys: list[int], rounds: int, where: torch.device, m: int, b: int, repeat: int
+) -> list[float]:
+    """All groups of a layer clustered and coded in so many rounds, as a prefill does it."""
+    h_kv, d = config.num_key_value_heads, config.head_dim
+    seconds = []
+    for x in keys:
+        points = torch.randn(1, h_kv, x, d, device=where)
+        empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
+        options: dict[str, Any] = {"rounds": lambda _: rounds, "tol": 0.0, "seed": 0, "code_dtype": torch.uint8}
+        work = lambda p=points, e=empty, o=options, n=x: fit(p, e, [n], [0], **o)  # noqa: E731
+        seconds.append(median_seconds(work, where, repeat))
+    return seconds
+
+
+def draw(cost: CostModel, points: dict[str, list[float]], caption: str, path: Path) -> None:
+    """PQCache's Figure 7: what runs during one layer's prefill, over the length of the prompt."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lengths = points["lengths"]
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    a2, a1, a0 = cost.compute
+    fine = [lengths[0] + (lengths[-1] - lengths[0]) * i / 60 for i in range(61)]
+    rounds = [cost.rounds(int(x)) for x in fine]
+    axis.plot(fine, [1e3 * ((a2 * x + a1) * x + a0) for x in fine], color="#1f4e9c", label="one layer's prefill")
+    axis.plot(lengths, [1e3 * y for y in points["compute_s"]], "o", color="#1f4e9c")
+    axis.plot(
+        lengths, [1e3 * y for y in points["offload_s"]], "s--", color="#3a8f3a", label="copy of its K and V to the host"
+    )
+    for key, count, colour in (("few_s", FEW, "#d98200"), ("many_s", MANY, "#b03030")):
+        axis.plot(
+            points["keys"], [1e3 * y for y in points[key]], "^-", color=colour, label=f"clustering, {count} rounds"
+        )
+    (c1, c0), (e1, e0) = cost.base, cost.per_round
+    own = [1e3 * (c1 * x + c0 + (t - FEW) * (e1 * x + e0)) for x, t in zip(fine, rounds, strict=True)]
+    axis.plot(fine, own, ":", color="black", label=f"clustering, adaptive ({min(rounds)} to {max(rounds)} rounds)")
+    axis.set_xlabel("prompt length (tokens)")
+    axis.set_ylabel("ms per layer")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    axis.set_title(caption, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help=f"a geometry by name ({', '.join(GEOMETRIES)}), a hub id or a folder")
+    model.add_argument(
+        "--shape", help="query heads, KV heads, head dimension, hidden size, MLP size: 32,8,128,4096,14336"
+    )
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kmeans-device", default="cpu", choices=["cpu", "cuda"], help="as method.kmeans_device")
+    parser.add_argument("--m", type=int, default=2)
+    parser.add_argument("--b", type=int, default=6)
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="at least three")
+    parser.add_argument("--rounds", type=int, default=3, help="timed repetitions, after one that warms up")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--cache-dir", type=Path, default=CACHE_DIR)
+    parser.add_argument("--figure", type=Path, default=None, help="draw Figure 7 here")
+    args = parser.parse_args(argv)
+    if len(set(args.lengths)) < 3 or min(args.lengths) <= 2**args.b:
+        parser.error(f"--lengths={args.lengths}: allowed are three or more lengths above 2^b={2**args.b}")
+    if args.rounds < 1:
+        parser.error(f"--rounds={args.rounds}: allowed is an int >= 1")
+    if "cuda" in (args.device.split(":")[0], args.kmeans_device) and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here: --device cpu --kmeans-device cpu")
+    try:
+        args.config = layer_config(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def layer_config(args: argparse.Namespace) -> LlamaConfig:
+    """One gated layer of the size asked for, as a LlamaConfig: other families' layers of that size cost about the same."""
+    if args.shape is not None:
+        try:
+            h, h_kv, d, hidden, intermediate = map(int, args.shape.split(","))
+        except ValueError:
+            raise ValueError(f"--shape={args.shape}: expected five integers, such as 32,8,128,4096,14336") from None
+    else:
+        found = Geometry.of(geometry(args.model), args.dtype, m=1, b=1, kmeans_device="cpu")
+        h, h_kv, d, hidden, intermediate = found.h, found.h_kv, found.d, found.hidden, found.intermediate
+    if d % args.m or h % h_kv:
+        raise ValueError(f"--shape={h},{h_kv},{d}: --m must divide the head dimension, KV heads the query heads")
+    return LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=h, num_key_value_heads=h_kv, head_dim=d, hidden_size=hidden,
+        intermediate_size=intermediate, vocab_size=32, max_position_embeddings=1 << 20,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> Path:
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    config, device, lengths = args.config, torch.device(args.device), sorted(set(args.lengths))
+    where = torch.device(args.kmeans_device)
+    dtype = getattr(torch, args.dtype)
+    points: dict[str, Any] = {
+        "lengths": lengths,
+        "compute_s": layer_seconds(config, lengths, dtype, device, args.rounds),
+        "offload_s": offload_seconds(config, lengths, dtype, device, args.rounds),
+        "keys": lengths,
+        "few_s": cluster_seconds(config, lengths, FEW, where, args.m, args.b, args.rounds),
+        "many_s": cluster_seconds(config, lengths, MANY, where, args.m, args.b, args.rounds),
+    }
+    cost = fit_cost(lengths, points["compute_s"], lengths, points["few_s"], points["many_s"], MANY - FEW)
+    shape = Geometry.of(config, args.dtype, m=args.m, b=args.b, kmeans_device=where.type)
+    path = save_cost(cost, shape, device, args.cache_dir, points)
+    caption = (
+        f"{shape.h}/{shape.h_kv} heads of {shape.d}, hidden {shape.hidden}, {shape.dtype}, m={shape.m}, b={shape.b}"
+    )
+    caption += f"\n{device_caption(device)}; clustering on {where.type}; medians of {args.rounds}"
+    print(caption)
+    print(
+        f"{'tokens':>8} {'layer ms':>9} {'to host ms':>10} {'3 rounds ms':>11} {'per round':>9} {'share of 3':>10} {'T':>4}"
+    )
+    for i, x in enumerate(lengths):
+        layer, few, many = (1e3 * points[key][i] for key in ("compute_s", "few_s", "many_s"))
+        print(
+            f"{x:8d} {layer:9.2f} {1e3 * points['offload_s'][i]:10.2f} {few:11.2f} {(many - few) / (MANY - FEW):9.2f}"
+            f" {few / layer:10.2f} {cost.rounds(x):4d}"
+        )
+    shares = [few / layer for few, layer in zip(points["few_s"], points["compute_s"], strict=True)]
+    print(f"mean share of a layer's prefill that 3 rounds take: {statistics.mean(shares):.2f}")
+    print(path)
+    if args.figure is not None:
+        draw(cost, points, caption, args.figure)
+        print(args.figure)
+    return path
+
+
+if __name__ == "__main__":
+    main()

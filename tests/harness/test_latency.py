@@ -1,0 +1,80 @@
+"""task=latency and model=random through the command line, the experiments' pictures, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import run
+from pqcache.harness import latency_figures
+from pqcache.harness.results import read_row
+
+EXPERIMENTS = Path(run.__file__).parent / "configs" / "experiment"
+TINY = ["model.geometry=tiny", "task.rounds=1", "task.new_tokens=5", "wandb=disabled"]
+
+
+def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "model=random",
+        "task=latency",
+        "method=pqcache",
+        "method.store=host",
+        "task.length=150",
+        *TINY,
+        f"out={tmp_path}",
+    ]
+    assert run.main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "TPOT is" in shown and "link" in shown
+    (path,) = tmp_path.glob("*/row.json")
+    row = read_row(path)
+    assert row is not None and row["score"] is None and row["n_samples"] == 1
+    assert row["tt2t_s"] > row["prefill_s"] > row["index_build_s"] > 0
+    assert row["roofline"] == pytest.approx(row["tpot_p50_ms"] / (row["extra"]["weights_ms"] + row["extra"]["link_ms"]))
+    assert row["kmeans_iterations"] <= row["extra"]["kmeans_max_iter"] == 5
+    assert row["bytes_per_step"]["demand_fetch"] > 0 and row["resident_bytes"]["host"] > 0
+    before = path.stat().st_mtime_ns
+    assert run.main(argv) == 0 and path.stat().st_mtime_ns == before  # nothing was measured again
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["model=random", "task=pocket"], "task=pocket: model=random knows no words"),
+        (["model=random", "task=latency", "model.geometry=tinny"], "did you mean tiny?"),
+        (["model=random", "task=latency", "model.layers=0"], "model.layers=0: must be at least 1"),
+        (["model.layers=2"], "model.layers=2: only model=random has one"),
+        (["task=latency", "diagnostics=true"], "task=latency measures times"),
+        (["task=latency", "task.new_tokens=2"], "task.new_tokens=2: must be at least 4"),
+        (
+            ["task=latency", "method.max_iter=adaptive"],
+            "make one with: python scripts/profile_schedule.py --shape ",
+        ),
+    ],
+)
+def test_refused_in_one_line(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([*argv, f"out={tmp_path}", f"cache_dir={tmp_path}"]) == 2
+    err = capsys.readouterr().err
+    assert line in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", latency_figures.FIGURES)
+def test_every_figure_has_its_experiment(name: str) -> None:
+    text = (EXPERIMENTS / f"{name}.yaml").read_text()
+    assert text.startswith(f"# python run.py experiment={name}\n") and f"{name}.png" in text
+    assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"
+
+
+def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["experiment=zipcache_fig6", "task.length=64,96", *TINY, f"out={tmp_path}"]
+    assert run.main(argv) == 0
+    assert f"figure: {tmp_path / 'zipcache_fig6.png'}" in capsys.readouterr().out
+    assert (tmp_path / "zipcache_fig6.png").stat().st_size > 10_000
+    rows = [("a", json.loads(path.read_text())) for path in tmp_path.glob("*/row.json")]
+    assert len(rows) == 8
+    for experiment in set(latency_figures.FIGURES) - {"pqcache_fig10d"}:  # draws from any latency rows
+        assert latency_figures.draw(experiment, rows, tmp_path / f"{experiment}.png") is not None
+    assert latency_figures.draw("demo", rows, tmp_path / "demo.png") is None

@@ -1,0 +1,132 @@
+"""Adaptive rounds: the fit, the profile's file, the one clear line without it, and rounds that rows report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.two_stage import TwoStage
+from pqcache.geometries import GEOMETRIES, geometry
+from pqcache.pq import PQCache
+from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profile_path, save_cost
+from pqcache.selective import Budget, generate
+from scripts import profile_schedule
+from tests.invariants.conftest import _one_thread, llama
+from tests.invariants.drive import tokens
+
+__all__ = ["_one_thread", "llama"]
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    a=st.tuples(*[st.floats(1e-12, 1e-3)] * 3),
+    c=st.tuples(*[st.floats(1e-9, 1e-3)] * 2),
+    e=st.tuples(*[st.floats(1e-9, 1e-3)] * 2),
+)
+def test_the_fit_finds_the_curves_that_made_the_points(
+    a: tuple[float, float, float], c: tuple[float, float], e: tuple[float, float]
+) -> None:
+    x = [512, 1024, 3000, 8192, 20000]
+    compute = [(a[0] * n + a[1]) * n + a[2] for n in x]
+    base = [c[0] * n + c[1] for n in x]
+    more = [b + 6 * (e[0] * n + e[1]) for b, n in zip(base, x, strict=True)]
+    cost = fit_cost(x, compute, x, base, more, 6)
+    for n in (700, 16000):
+        assert (cost.compute[0] * n + cost.compute[1]) * n + cost.compute[2] == pytest.approx(
+            (a[0] * n + a[1]) * n + a[2], rel=1e-6, abs=1e-9
+        )
+        assert cost.base[0] * n + cost.base[1] == pytest.approx(c[0] * n + c[1], rel=1e-6, abs=1e-9)
+        assert cost.per_round[0] * n + cost.per_round[1] == pytest.approx(e[0] * n + e[1], rel=1e-5, abs=1e-9)
+
+
+def test_a_profile_is_kept_by_machine_and_geometry(tmp_path: Path) -> None:
+    shape = Geometry.of(geometry("mistral-7b-instruct-v0.2"), "float16", m=2, b=6, kmeans_device="cpu")
+    assert (shape.h, shape.h_kv, shape.d, shape.hidden, shape.intermediate) == (32, 8, 128, 4096, 14336)
+    cost = CostModel((1e-9, 2e-6, 3e-4), (4e-6, 5e-3), (6e-7, 7e-4))
+    path = save_cost(cost, shape, CPU, tmp_path, {"lengths": [1]})
+    assert path == profile_path(shape, CPU, tmp_path) and load_cost(shape, CPU, tmp_path) == cost
+    other = Geometry.of(geometry("mistral-7b-instruct-v0.2"), "float16", m=4, b=6, kmeans_device="cpu")
+    with pytest.raises(ValueError, match=r"no profile .* make one with: python scripts/profile_schedule.py .*--m 4"):
+        load_cost(other, CPU, tmp_path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="unreadable profile"):
+        load_cost(shape, CPU, tmp_path)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_every_geometry_is_a_model_the_interface_takes(name: str) -> None:
+    from pqcache.selective.method import ModelShape
+    from pqcache.selective.support import check_architecture
+
+    config = geometry(name)
+    check_architecture(config)
+    assert ModelShape.of(config).d in (16, 96, 128)
+
+
+def test_unknown_geometries_are_named() -> None:
+    with pytest.raises(ValueError, match="did you mean mistral-7b-instruct-v0.2"):
+        geometry("mistral-7b-instruct")
+
+
+def test_the_line_names_a_command_that_makes_the_profile(
+    llama: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run as printed (on fewer lengths): adaptive rounds then work, and rows say how many they were."""
+    method = PQCache(n_sink=8, b=3, max_iter="adaptive", budget=Budget(ratio=0.25))
+    model = llama.float()
+    try:
+        with pytest.raises(ValueError, match="max_iter=adaptive: no profile") as refused:
+            method.prepare(model, None, tmp_path)
+        command = str(refused.value).partition("make one with: python scripts/profile_schedule.py ")[2]
+        assert "--shape 4,2,16,64,96 --dtype float32 --device cpu --m 2 --b 3" in command and str(tmp_path) in command
+        path = profile_schedule.main([*command.split(), "--lengths", "32", "48", "64", "--rounds", "1"])
+        assert {"cost", "device", "geometry", "points"} == json.loads(path.read_text()).keys()
+        method.prepare(model, None, tmp_path)
+        assert 3 <= method.rounds(100) <= 300
+        result = generate(model, method, torch.tensor([tokens(100, 1)]), max_new_tokens=4)
+        assert result.extra["kmeans_max_iter"] == method.rounds(92) >= result.extra["kmeans_iterations"] >= 1
+        assert capsys.readouterr().out.rstrip().endswith(path.name)
+        composed = TwoStage(
+            budget=Budget(ratio=0.25),
+            n_sink=8,
+            first_options={"page": 4},
+            second_options={"b": 3, "max_iter": "adaptive"},
+        )
+        composed.prepare(model, None, tmp_path)
+        generate(model, composed, torch.tensor([tokens(100, 1)]), max_new_tokens=2)
+    finally:
+        llama.double()
+
+
+def test_adaptive_is_never_on_by_itself() -> None:
+    assert PQCache().max_iter == 5
+    with pytest.raises(ValueError, match="max_iter=adaptiv: allowed is an int >= 1 or adaptive"):
+        PQCache(max_iter="adaptiv")
+    with pytest.raises(RuntimeError, match="not prepared"):
+        PQCache(max_iter="adaptive").rounds(100)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "mistral-7b-instruct"], "unknown geometry; did you mean mistral-7b-instruct-v0.2"),
+        (["--shape", "4,2,16"], "expected five integers"),
+        (["--shape", "4,3,16,64,96"], "KV heads the query heads"),
+        (["--model", "tiny", "--lengths", "128", "256"], "three or more lengths"),
+        (["--model", "tiny", "--lengths", "60", "256", "512"], "above 2\\^b=64"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import re
+
+    with pytest.raises(SystemExit) as left:
+        profile_schedule.main(argv)
+    assert left.value.code == 2 and re.search(message, capsys.readouterr().err.splitlines()[-1])

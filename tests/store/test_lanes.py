@@ -1,0 +1,329 @@
+"""Copies and index builds beside the model, slowed down at random: the same bits, nothing stale, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.clusterkv import ClusterKV
+from baselines.infinigen import InfiniGen
+from baselines.oracle import Oracle
+from baselines.sparq import SparQ
+from baselines.two_stage import TwoStage
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
+from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.store.block_cache import BlockCacheStore
+from pqcache.store.host import HostStore
+from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
+from tests.invariants.conftest import _one_thread, llama
+from tests.invariants.drive import Session, logits, tokens
+
+__all__ = ["_one_thread", "llama"]
+
+CACHE: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
+SMALL: dict[str, Any] = {"n_sink": 8, "b": 3}
+METHODS: dict[str, Callable[[], Method]] = {
+    "pqcache": lambda: PQCache(budget=Budget(ratio=0.25), **SMALL),
+    "pqcache host": lambda: PQCache(budget=Budget(ratio=0.25), store="host", **SMALL),
+    "pqcache lru": lambda: PQCache(budget=Budget(ratio=0.25), **SMALL, **CACHE),
+    "pqcache lfu": lambda: PQCache(budget=Budget(ratio=0.25), cache_policy="lfu", **SMALL, **CACHE),
+    "oracle host": lambda: Oracle(budget=Budget(ratio=0.25), store="host", n_sink=8),
+    "sparq lru": lambda: SparQ(budget=Budget(ratio=0.25), n_sink=8, r=2, **CACHE),
+    "infinigen lru": lambda: InfiniGen(budget=Budget(ratio=0.25), calibration_tokens=32, **CACHE),
+    "infinigen host": lambda: InfiniGen(budget=Budget(ratio=0.25), calibration_tokens=32, store="host"),
+    "clusterkv recent": lambda: ClusterKV(
+        budget=Budget(ratio=0.25), n_sink=8, clusters=5, window=7, window_clusters=2, store="host", cache_steps=2
+    ),
+    "two_stage host": lambda: TwoStage(
+        budget=Budget(ratio=0.25), n_sink=8, store="host", first_options={"page": 4}, second_options={"b": 3}
+    ),
+}
+
+
+def slow(seed: int, most_ms: float = 3.0, workers: int = 2) -> ThreadLanes:
+    """Lanes whose every piece of work begins late, some of it much later than the model wants it."""
+    draw, lock = random.Random(seed), threading.Lock()
+
+    def pause(kind: str) -> None:
+        with lock:
+            delay = draw.choice((0.0, draw.random(), 1.0)) * most_ms
+        time.sleep(delay / 1e3)
+
+    return ThreadLanes(workers, pause)
+
+
+def left_behind() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, method: Method, lanes: Lanes, seed: int) -> tuple[torch.Tensor, SelectiveCache]:
+    """Three padded rows, one of them shorter than the sinks; steps, a reorder, a new turn, steps."""
+    cache = SelectiveCache(model, method, lanes=lanes)
+    prompt = [tokens(90, seed), tokens(61, seed + 1), tokens(6, seed + 2)]
+    out = []
+    with attach(model):
+        session = Session(model, cache, prompt)
+        for token in tokens(4, seed + 3):
+            out.append(session.step([token] * 3))
+        session.reorder([1, 0, 0])
+        for token in tokens(3, seed + 4):
+            out.append(session.step([token] * 3))
+        out.append(session.turn([tokens(40, seed + 5)] * 3))
+        for token in tokens(4, seed + 6):
+            out.append(session.step([token] * 3))
+    cache.wait()
+    return torch.stack(out), cache
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str) -> None:
+    expected, plain = run(llama, METHODS[name](), Lanes(), 1)
+    for seed in range(2):
+        out, cache = run(llama, METHODS[name](), slow(seed), 1)
+        assert torch.equal(out, expected)
+        assert dict(cache.ledger.moved) == dict(plain.ledger.moved)
+        assert dict(cache.ledger.prefill_moved) == dict(plain.ledger.prefill_moved)
+        assert cache.resident_bytes() == plain.resident_bytes()
+        told = {k: v for k, v in cache.ledger.told().items() if not k.endswith("_s")}
+        assert told == {k: v for k, v in plain.ledger.told().items() if not k.endswith("_s")}
+        cache.lanes.close()
+    assert not left_behind()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    policy=st.sampled_from(["lru", "lfu"]),
+    block=st.integers(1, 9),
+    slots=st.integers(1, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_resident_blocks_equal_host_rows_after_every_step(
+    seed: int, lengths: list[int], policy: str, block: int, slots: int, dtype: torch.dtype
+) -> None:
+    """And host rows equal the tokens themselves, whatever was still on its way when they were asked for."""
+    generator = torch.Generator().manual_seed(seed)
+    sink, h_kv, d, n = 4, 2, 3, len(lengths)
+    lanes = slow(seed, most_ms=1.0)
+    store = BlockCacheStore(sink, 3, lambda kind, nbytes: None, block, slots, 4, policy)
+    store.lanes = lanes
+    k, v = (torch.randn(n, h_kv, max(lengths) + 12, d, generator=generator).to(dtype) for _ in range(2))
+    store.load(k[:, :, : max(lengths)], v[:, :, : max(lengths)], lengths)
+    truth = [[x[r, :, :length] for r, length in enumerate(lengths)] for x in (k, v)]  # per row (h_kv, tokens, d)
+    for step in range(12):
+        new = [x[:, :, max(lengths) + step : max(lengths) + step + 1] for x in (k, v)]
+        store.append(new[0], new[1])
+        truth = [[torch.cat([old, x[r]], 1) for r, old in enumerate(rows)] for rows, x in zip(truth, new, strict=True)]
+        want = torch.full((n, h_kv, 5), -1)
+        for row, length in enumerate(store.lengths):
+            for head in range(h_kv):
+                pick = torch.randperm(max(0, length - sink), generator=generator)[:5].sort().values + sink
+                want[row, head, : len(pick)] = pick
+        if step % 3 == 2:  # as a method does that knows its choice early
+            store.prefetch(want)
+        got = (store._prefetched(want) if step % 3 == 2 else None) or store.fetch(want)
+        for fetched, rows in zip(got, truth, strict=True):
+            for row in range(n):
+                for head in range(h_kv):
+                    real = want[row, head] >= 0
+                    assert torch.equal(fetched[row, head][real], rows[row][head, want[row, head][real]])
+        if step % 2:  # every other step is read right after, while blocks are still on their way
+            store.wait()
+            for row, length in enumerate(store.lengths):
+                for host, rows in zip(store.host, truth, strict=True):
+                    assert torch.equal(host.data[row, :, : max(0, length - sink)], rows[row][:, sink:])
+                for b, slot in enumerate(store.slot[row].tolist()):
+                    if slot >= 0:
+                        for cache, host in zip(store.cache, store.host, strict=True):
+                            ours = cache.data[row, :, slot * block : (slot + 1) * block]
+                            assert torch.equal(ours, host.data[row, :, b * block : (b + 1) * block])
+    store.wait()
+    lanes.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("store", ["host", "block_cache"])
+def test_a_prompt_does_not_wait_for_copies_and_clustering(llama: PreTrainedModel, store: str) -> None:
+    """Nothing may begin before the prompt's logits are there; the first step then waits for what it needs."""
+    gate = threading.Event()
+    lanes = ThreadLanes(1, lambda kind: None if gate.wait(120) else pytest.fail("never opened"))
+    method = PQCache(budget=Budget(ratio=0.25), store=store, **SMALL)
+    prompt, fed = tokens(90, 1), tokens(3, 2)
+    expected = logits(llama, method, [prompt], [[t] for t in fed])
+    cache = SelectiveCache(llama, method, lanes=lanes)
+    with attach(llama):
+        session = Session(llama, cache, [prompt])
+        assert torch.equal(session.last, expected[:, 0])
+        for layer in cache.layers:
+            assert isinstance(layer.store, HostStore)
+            assert layer.index.building is not None and not layer.store.host[0].data.any()
+        threading.Timer(0.05, gate.set).start()
+        for i, token in enumerate(fed):
+            assert torch.equal(session.step([token]), expected[:, i + 1])
+    assert all(layer.index.building is None for layer in cache.layers)
+    assert cache.ledger.index_build_s > 0  # the first step's wait
+    lanes.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["pqcache", "pqcache lru", "infinigen host"])
+def test_requests_in_a_row_know_nothing_of_each_other(llama: PreTrainedModel, name: str) -> None:
+    """The first one is given up right after its prompt, the second one after some steps, with work still under way."""
+    cache = SelectiveCache(llama, METHODS[name](), lanes=slow(3, most_ms=5.0))
+    with attach(llama):
+        Session(llama, cache, [tokens(120, 1)])
+        second = Session(llama, cache, [tokens(40, 2)])
+        second.step([5])
+        assert torch.equal(
+            logits(llama, METHODS[name](), [tokens(75, 3)], [[7], [9]], cache=cache),
+            logits(llama, METHODS[name](), [tokens(75, 3)], [[7], [9]]),
+        )
+    cache.reset()
+    assert not left_behind()
+    assert all(layer.store is None for layer in cache.layers if isinstance(layer, RetrievalLayer))
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("name", ["pqcache", "pqcache host", "pqcache lru"])
+def test_an_exception_in_mid_prefill_leaves_nothing_behind(llama: PreTrainedModel, name: str) -> None:
+    """No thread, no future, no stale row: the same cache then serves another prompt as a fresh one does."""
+    started: list[str] = []
+
+    def pause(kind: str) -> None:
+        started.append(kind)
+        time.sleep(0.01)
+
+    lanes = ThreadLanes(1, pause)
+    hook = llama.model.layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Broken("mlp")))
+    ids = torch.tensor([tokens(100, 1)])
+    try:
+        with pytest.raises(Broken):
+            generate(llama, METHODS[name](), ids, max_new_tokens=4, lanes=lanes)
+        assert not left_behind() and not lanes._pools
+        count = len(started)
+        cache = SelectiveCache(llama, METHODS[name](), lanes=lanes)
+        with attach(llama), pytest.raises(Broken), torch.no_grad():
+            Session(llama, cache, [tokens(100, 1)])
+    finally:
+        hook.remove()
+    expected = generate(llama, METHODS[name](), ids[:, :77], max_new_tokens=6).token_ids
+    assert generate(llama, METHODS[name](), ids[:, :77], max_new_tokens=6, lanes=lanes).token_ids == expected
+    with attach(llama):
+        out = logits(llama, METHODS[name](), [tokens(64, 2)], [[3]], cache=cache)
+    assert torch.equal(out, logits(llama, METHODS[name](), [tokens(64, 2)], [[3]]))
+    lanes.close()
+    assert not left_behind() and len(started) > count
+
+
+@pytest.mark.parametrize("lane", [BUILD, TO_HOST])
+def test_what_goes_wrong_beside_the_model_is_raised_where_it_is_needed(llama: PreTrainedModel, lane: str) -> None:
+    def pause(kind: str) -> None:
+        if kind == lane:
+            raise Broken(lane)
+
+    lanes = ThreadLanes(2, pause)
+    with pytest.raises(Broken, match=lane):
+        generate(llama, METHODS["pqcache host"](), torch.tensor([tokens(80, 1)]), max_new_tokens=3, lanes=lanes)
+    assert not left_behind()
+
+
+def test_a_lane_that_failed_does_nothing_more() -> None:
+    lanes, done = ThreadLanes(), []
+    first = lanes.copy(TO_HOST, lambda: 1 / 0)
+    second = lanes.copy(TO_HOST, lambda: done.append(1))
+    for work in (first, second):
+        with pytest.raises(ZeroDivisionError):
+            work.finish()
+    lanes.close()
+    assert not done
+    lanes.copy(TO_HOST, lambda: done.append(2)).finish()  # and can be used again
+    assert done == [2]
+    lanes.close()
+
+
+def test_closing_waits_for_what_runs_and_drops_what_does_not() -> None:
+    lanes, done, gate, begun = ThreadLanes(1), [], threading.Event(), threading.Event()
+    copied = lanes.copy(TO_HOST, lambda: gate.wait(60))
+
+    def build() -> None:  # one that waits for a copy
+        begun.set()
+        copied.finish()
+        done.append("built")
+
+    lanes.build(build)
+    assert begun.wait(60)
+    later = lanes.build(lambda: done.append("never"))
+    later.future.add_done_callback(lambda _: gate.set())  # type: ignore[attr-defined]
+    lanes.close()
+    assert done == ["built"] and not left_behind()
+    assert later.future.cancelled()  # type: ignore[attr-defined]
+
+
+def test_a_dropped_cache_takes_its_threads_with_it(llama: PreTrainedModel) -> None:
+    cache = SelectiveCache(llama, METHODS["pqcache host"](), lanes=slow(0))
+    with attach(llama), torch.no_grad():
+        Session(llama, cache, [tokens(80, 1)]).step([4])
+    assert left_behind()
+    del cache
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while left_behind() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left_behind()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_number_of_workers_changes_nothing(llama: PreTrainedModel, workers: int) -> None:
+    ids = torch.tensor([tokens(150, 4)])
+    one = generate(llama, METHODS["pqcache host"](), ids, max_new_tokens=8)
+    other = generate(llama, METHODS["pqcache host"](), ids, max_new_tokens=8, lanes=slow(2, workers=workers))
+    assert other.token_ids == one.token_ids and other.resident_bytes == one.resident_bytes
+    assert other.extra["kmeans_iterations"] == one.extra["kmeans_iterations"]
+    assert other.extra["kmeans_max_iter"] == 5
+
+
+def test_one_token_is_reported_with_its_index(llama: PreTrainedModel) -> None:
+    """No decode step ever waits for it; figures are final all the same."""
+    ids = torch.tensor([tokens(90, 4)])
+    one = generate(llama, METHODS["pqcache lru"](), ids, max_new_tokens=1)
+    other = generate(llama, METHODS["pqcache lru"](), ids, max_new_tokens=1, lanes=slow(2))
+    assert other.resident_bytes == one.resident_bytes
+    assert other.extra["kmeans_iterations"] == one.extra["kmeans_iterations"] > 0
+
+
+def test_under_inference_mode(llama: PreTrainedModel) -> None:
+    """Its tensors may be written to only where the mode is on, which is a matter of each thread."""
+    with torch.inference_mode():
+        expected = logits(llama, METHODS["pqcache lru"](), [tokens(90, 1)], [[5], [6], [7]])
+        cache = SelectiveCache(llama, METHODS["pqcache lru"](), lanes=slow(1))
+        out = logits(llama, METHODS["pqcache lru"](), [tokens(90, 1)], [[5], [6], [7]], cache=cache)
+    assert torch.equal(out, expected)
+    cache.lanes.close()
+
+
+def test_host_buffers_grow_by_a_part_of_themselves() -> None:
+    """Not by a fixed number of tokens: at 128K each growth copies everything."""
+    store = HostStore(0, 2, lambda kind, nbytes: None)
+    k = torch.randn(1, 1, 16_384, 2)
+    store.load(k, k, [16_384])
+    before = store.host[0].capacity
+    for _ in range(300):
+        store.append(k[:, :, :1], k[:, :, :1])
+    assert store.host[0].capacity == before + 1280 and before == 16_384 + 256
+    assert torch.equal(store.host[0].rows[0, :16_384, 0], k[0, 0])  # the old rows moved along
