@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from pqcache import kernels
 from pqcache.pq import codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
+from pqcache.selective.device_step import Coded
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import ModelShape, NotBuilt
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
@@ -81,6 +82,11 @@ class PQIndex(Index):
         n, h_kv, m = self.centroids.shape[:3]
         codes = self.codes.data[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1)
         return codebook.score(q, codes, self.centroids) * ctx.scaling
+
+    def coded(self) -> Coded | None:
+        if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
+            return None
+        return Coded(self.centroids, self.codes)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""
