@@ -2,7 +2,7 @@
 
     with attach(model), torch.no_grad():
         cache = SelectiveCache(model, method)
-        ...                                             # the prompt, and one decode step
+        ...                                             # the prompt, and at least one decode step
         steps = CapturedSteps(model, cache, token, 256) # token (n, 1): the input of the next step
         for _ in range(256):
             token = steps.replay()                      # on the device; reading it waits
@@ -37,23 +37,34 @@ class CapturedSteps:
         self.token = token.clone()
         # from pinned memory: a copy from pageable memory would wait
         self.position = torch.tensor(cache.past).pin_memory().to(token.device, non_blocking=True)[:, None]
-        self.left = tokens
+        self.model, self.left = model, tokens
+        # the first step is an ordinary one, on a stream of its own: what runs first loads kernels and takes workspaces
+        stream, current = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self.logits = self._forward()
+        current.wait_stream(stream)
+        self.fresh = True  # its token has not been handed out yet
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
-            out = model(
-                input_ids=self.token,
-                position_ids=self.position,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            self.logits = out.logits[:, -1]
-            self.token.copy_(self.logits.argmax(-1, keepdim=True))
-            self.position.add_(1)
-        # recording has run the host's side of the first step already
-        self.noted = True
+            self._recorded = self._forward()
+        self.noted = True  # recording has run the host's side of the next step already
         self.columns = cache.columns
+
+    def _forward(self) -> torch.Tensor:
+        """One step from `token` at `position`, both of which it moves on: logits (n, vocabulary)."""
+        out = self.model(
+            input_ids=self.token,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits = out.logits[:, -1]
+        self.token.copy_(logits.argmax(-1, keepdim=True))
+        self.position.add_(1)
+        return logits
 
     def replay(self) -> torch.Tensor:
         """One step: the next token of each row, (n, 1), overwritten by the next replay."""
@@ -62,10 +73,14 @@ class CapturedSteps:
             raise ValueError("all recorded steps are used: there is no room for another token")
         if cache.columns != self.columns:
             raise RuntimeError("the cache has seen other forward passes since its steps were recorded")
+        self.left -= 1
+        if self.fresh:
+            self.fresh = False
+            return self.token
         if not self.noted:
             cache.note_step()
         self.noted = False
         self.columns = cache.columns
-        self.left -= 1
+        self.logits = self._recorded
         self.graph.replay()
         return self.token

@@ -75,6 +75,8 @@ class DeviceStep:
         """Make room for `tokens` tokens per row in all: buffers that grow later would leave a recorded step behind."""
         store = self.store
         if isinstance(store, HostStore):
+            if tokens - self.n_sink > store.host[0].capacity:
+                self.finish()  # the host is about to copy what kernels write
             for buffer in store.host:
                 buffer.reserve(tokens - self.n_sink)
         else:
@@ -143,8 +145,14 @@ class DeviceStep:
         count = self.plan[:, 1, None, None]
         return torch.where(torch.arange(indices.shape[2], device=indices.device) < count, indices, -1).long()
 
+    def finish(self) -> None:
+        """Wait until the host may read, copy or release what kernels read and write there."""
+        if isinstance(self.store, HostStore) and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def leave(self) -> None:
         """Give the store back as it was lent."""
+        self.finish()
         if isinstance(self.store, HostStore):
             self.store.window_from_ring()
 

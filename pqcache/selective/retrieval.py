@@ -165,6 +165,9 @@ class RetrievalLayer(StagedLayer):
 
     def clear(self) -> None:
         super().clear()
+        before: DeviceStep | None = getattr(self, "device_step", None)
+        if before is not None:
+            before.finish()
         self.device_step: DeviceStep | None = None  # has the store while it is there
         self.store: RetrievalStore | None = None
         self.index = self.new_index()
@@ -172,7 +175,9 @@ class RetrievalLayer(StagedLayer):
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.device_step = None
+        if self.device_step is not None:
+            self.device_step.finish()
+            self.device_step = None
         self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
