@@ -19,6 +19,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():  # Triton's kernels then run through its interpreter; read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 REPO = Path(__file__).resolve().parent.parent
 settings.register_profile("repeatable", derandomize=True)  # the same examples in every run
 settings.load_profile("repeatable")

@@ -9,6 +9,7 @@ import torch
 from pqcache import kernels
 
 _FEW = 64  # fewer points per group are not worth laying out the centroids for the compiled kernel
+_MOST = 256  # centroids that fit on a GPU's multiprocessor, beside sums of as many
 _SAMPLE = 160  # points per cluster that place its centroid well enough for another round
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
@@ -30,6 +31,10 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
         from pqcache.kernels.nearest import nearest
 
         return nearest(x, centroids, torch.zeros_like(centroids[:, :1]))[:2]
+    if x.shape[1] >= _FEW and _on_device(x, centroids):
+        from pqcache.kernels import triton_nearest
+
+        return triton_nearest.nearest(x, centroids, torch.zeros_like(centroids[:, :1]))[:2]
     g, n, _ = x.shape
     c = centroids.shape[1]
     norms = centroids.square().sum(-1)[:, None]  # (G, 1, C)
@@ -41,6 +46,13 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
         codes.append(index)
         best.append(value)
     return torch.cat(codes, 1), torch.cat(best, 1)
+
+
+def _on_device(x: torch.Tensor, centroids: torch.Tensor) -> bool:
+    """Whether the Triton kernel serves; its module is not to be imported to find out."""
+    return (
+        x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MOST and kernels.on_device(x, centroids)
+    )
 
 
 def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:
@@ -70,8 +82,9 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
 
 def _lloyd(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float) -> KMeansResult:
     """Every round over every point."""
-    points = (_NativePoints if kernels.native(x, init) else _Points)(x.float())
-    centroids = init.float() - points.middle
+    x, init = x.float(), init.float()
+    points = (_NativePoints if kernels.native(x, init) else _DevicePoints if _on_device(x, init) else _Points)(x)
+    centroids = init - points.middle
     limit = tol * points.variance  # (G,)
     active = torch.arange(len(x), device=x.device)  # groups still moving
     codes = torch.full(x.shape[:2], -1, dtype=torch.long, device=x.device)
@@ -143,6 +156,23 @@ class _NativePoints(_Points):
         self, groups: torch.Tensor, centroids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.kernel.nearest(self.x, centroids, self.middle[groups], groups.tolist(), add=True)
+
+
+class _DevicePoints(_NativePoints):
+    """The same by the Triton kernel."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        from pqcache.kernels import triton_nearest
+
+        self.kernel = triton_nearest
+        self.x = x
+        variance, middle = torch.var_mean(x, 1, correction=0, keepdim=True)
+        self.middle, self.variance = middle, variance.mean((1, 2))
+
+    def assign_and_add(
+        self, groups: torch.Tensor, centroids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.kernel.nearest(self.x, centroids, self.middle[groups], groups, add=True)
 
 
 def _reseed(

@@ -14,6 +14,7 @@ from pqcache import kernels
 from pqcache.pq import codebook
 from pqcache.pq.fit import Fitted, fit
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
+from pqcache.selective.device_step import Coded
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape
@@ -134,6 +135,12 @@ class PQIndex(Index):
         n, h_kv, m = self.centroids.shape[:3]
         codes = self.codes.data[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1)
         return codebook.score(q, codes, self.centroids) * ctx.scaling
+
+    def coded(self) -> Coded | None:
+        self.wait()
+        if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
+            return None
+        return Coded(self.centroids, self.codes)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""

@@ -203,6 +203,16 @@ class SelectiveCache(Cache):
             self._told = False
             self.note_resident()
 
+    def note_step(self) -> None:
+        """A recorded decode step was replayed: the host's side of it, without a forward pass."""
+        self.ledger.decoding = True
+        for layer in self.layers:
+            layer.note_step(self.ledger)
+            layer.columns += 1
+        self.past = [length + 1 for length in self.past]
+        self.columns += 1
+        self.ledger.end_step()
+
     def check_bound(self, layer_idx: int) -> None:
         if self.bound != layer_idx:
             raise RuntimeError(

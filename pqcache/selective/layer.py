@@ -16,11 +16,14 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from pqcache.selective.attention import attend_one, causal_mask
+from pqcache.selective.device_step import DeviceStep, serves
+from pqcache.selective.method import NotApplicable
 from pqcache.selective.support import standard_probabilities, weighted_values
 from pqcache.store.resident import ResidentStore
 
 if TYPE_CHECKING:
     from pqcache.selective.cache import SelectiveCache
+    from pqcache.selective.ledger import Ledger
     from pqcache.selective.method import ModelShape
 
 
@@ -166,6 +169,16 @@ class SelectiveLayer(CacheLayerMixin):
         """Tier -> every tensor this layer keeps between steps."""
         raise NotImplementedError
 
+    def prepare_capture(self, tokens: int) -> None:
+        """Make room for `tokens` tokens per row, so that a decode step can be recorded as a CUDA graph and replayed.
+
+        Raises NotApplicable where a step depends on more than the device's own counters.
+        """
+        raise NotApplicable(f"{type(self).__name__}: its decode step cannot be recorded as a CUDA graph")
+
+    def note_step(self, ledger: Ledger) -> None:
+        """A recorded decode step of this layer was replayed: what `decode` would have noted."""
+
     def held_positions(self) -> torch.Tensor | None:
         """Positions in the row of the tokens still held: (n, h_kv, m), -1 = padding; None: all. For diagnostics."""
         return None
@@ -281,27 +294,53 @@ class DenseLayer(SelectiveLayer):
 
     def clear(self) -> None:
         self.store = self.make_store()
+        self.device_step: DeviceStep | None = None  # once steps are recorded; has the store while it is there
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
+        self.device_step = None
         self.store.append(k, v, ctx.step.counts)
         return dense_prefill(q, k, v, mask, self.store, ctx)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        if self.device_step is not None and serves(q, self.store):
+            out = self.device_step.run(q, k, v, ctx.scaling)[0]
+            self.note_step(ctx.cache.ledger)
+            return out
+        self.device_step = None
         self.store.append(k, v)
         keys, values = self.store.view()
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
         return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
 
+    def prepare_capture(self, tokens: int) -> None:
+        if self.device_step is None:
+            keys = self.store.view()[0]
+            if not serves(keys, self.store):
+                raise NotApplicable(
+                    f"layer {self.layer_idx}: no kernel that a CUDA graph could hold serves its attention"
+                )
+            self.device_step = DeviceStep(self.store, keys.device)
+        self.device_step.reserve(tokens)
+
+    def note_step(self, ledger: Ledger) -> None:
+        assert self.device_step is not None
+        ledger.attend(self.layer_idx, self.device_step.note(), selecting=False)
+
     def map_rows(self, index: torch.Tensor) -> None:
+        self.device_step = None
         self.store.map_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return self.store.tensors()
+        tiers = dict(self.store.tensors())
+        if self.device_step is not None:
+            tiers["device"] = [*tiers.get("device", []), *self.device_step.tensors()]
+        return tiers
 
     def truncate(self, tokens: int) -> None:
+        self.device_step = None
         self.store.truncate(tokens)
 
 

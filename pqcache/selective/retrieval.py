@@ -15,8 +15,10 @@ import torch
 
 from pqcache.selective.attention import attend_one
 from pqcache.selective.budget import Plan, partition_plan
+from pqcache.selective.device_step import Coded, DeviceStep, serves
 from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
+from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
 from pqcache.store.cached import CachedStore, Served
@@ -133,6 +135,10 @@ class Index:
         """Tier -> tensors kept between steps."""
         return {}
 
+    def coded(self) -> Coded | None:
+        """Centroids and codes, if `select` is their top-k by group-summed softmax over the candidates: kernels then do it."""
+        return None
+
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """The best candidates per KV head: top-k of the group-reduced scores."""
         lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.lo, max(cand.hi))
@@ -162,12 +168,19 @@ class RetrievalLayer(StagedLayer):
 
     def clear(self) -> None:
         super().clear()
+        before: DeviceStep | None = getattr(self, "device_step", None)
+        if before is not None:
+            before.finish()
+        self.device_step: DeviceStep | None = None  # has the store while it is there
         self.store: RetrievalStore | None = None
         self.index = self.new_index()
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        if self.device_step is not None:
+            self.device_step.finish()
+            self.device_step = None
         self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
@@ -228,6 +241,9 @@ class RetrievalLayer(StagedLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None
+        if self._on_device(q):
+            return self._decode_on_device(q, k, v, ctx)
+        self._leave_device()
         self.store.append(k, v)
         if not all(self.dense):
             self.index.append(k, v, self.store.lengths, ctx)
@@ -265,6 +281,44 @@ class RetrievalLayer(StagedLayer):
         if ctx.cache.observers or ctx.cache.watchers:
             self.selected = Selected(lo, None if selection is None else selection.indices, cand, local)
         return out
+
+    def _on_device(self, q: torch.Tensor) -> bool:
+        """Whether `device_step` does this step; it is made if it can. Families that change parts of a step do all of theirs."""
+        if type(self) is not RetrievalLayer or not serves(q, self.store):
+            return False
+        if self.device_step is None:
+            coded, lo = self.index.coded(), self.method.n_sink
+            if coded is None or any(self.dense) or min(plan.k for plan in self.plans) < 1:
+                return False
+            store = cast(ResidentStore | HostStore, self.store)
+            if any(length < lo + plan.local for length, plan in zip(store.lengths, self.plans, strict=True)):
+                return False  # sinks and window overlap
+            self.device_step = DeviceStep(store, q.device, self.plans, coded, lo)
+        return True
+
+    def _leave_device(self) -> None:
+        if self.device_step is not None:
+            self.device_step.leave()
+            self.device_step = None
+
+    def _decode_on_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        assert self.device_step is not None
+        out, indices = self.device_step.run(q, k, v, ctx.scaling)
+        self.note_step(ctx.cache.ledger)
+        if ctx.cache.observers or ctx.cache.watchers:
+            assert indices is not None
+            cand, local = self.candidates()
+            self.selected = Selected(cand.lo, self.device_step.positions(indices), cand, local)
+        return out
+
+    def prepare_capture(self, tokens: int) -> None:
+        if self.device_step is None:
+            raise NotApplicable(f"layer {self.layer_idx}: its last decode step was none that a CUDA graph can hold")
+        self.device_step.reserve(tokens)
+
+    def note_step(self, ledger: Ledger) -> None:
+        assert self.device_step is not None
+        ledger.attend(self.layer_idx, self.device_step.note(), selecting=True)
 
     def _attend(
         self,
@@ -332,6 +386,7 @@ class RetrievalLayer(StagedLayer):
         return torch.cat(parts, dim=2)
 
     def map_rows(self, index: torch.Tensor) -> None:
+        self._leave_device()
         super().map_rows(index)
         if self.store is not None and self.store is not self.staged:  # else it has just been mapped
             self.store.map_rows(index)
@@ -342,6 +397,8 @@ class RetrievalLayer(StagedLayer):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         tiers: dict[str, list[torch.Tensor]] = {}
+        if self.device_step is not None:
+            tiers["device"] = self.device_step.tensors()
         for part in (super().tensors(), {} if self.store is None else self.store.tensors(), self.index.tensors()):
             for tier, tensors in part.items():
                 tiers.setdefault(tier, []).extend(tensors)

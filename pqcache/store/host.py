@@ -209,6 +209,32 @@ class HostStore:
         fetched = ahead[1].wait()  # waited for even where it is not wanted: it reads what is about to change
         return fetched if ahead[0] is indices else None
 
+    def window_to_ring(self) -> None:
+        """Lend the window to kernels that find position p at entry p % capacity of `recent`; only `view` works meanwhile."""
+        self._turn_window(into=True)
+
+    def window_from_ring(self) -> None:
+        """Back to the newest tokens in the last of `columns` columns."""
+        self._turn_window(into=False)
+
+    def _turn_window(self, into: bool) -> None:
+        capacity = self.recent[0].capacity
+        span = min(self.columns, self.window, self.length) if into else min(self.window, self.length)
+        source = self.columns if into else span
+        self.columns = span
+        for buffer in self.recent:
+            turned = torch.zeros_like(buffer.data)
+            for row, length in enumerate(self.lengths):
+                take = min(span, length)
+                first = (length - take) % capacity  # the ring may wrap: at most two pieces
+                for begin, end in ((0, min(take, capacity - first)), (capacity - first, take)):
+                    if begin < end:
+                        ring = slice((first + begin) % capacity, (first + begin) % capacity + end - begin)
+                        line = slice(source - take + begin, source - take + end)
+                        to, origin = (ring, line) if into else (line, ring)
+                        turned[row, :, to] = buffer.data[row, :, origin]
+            buffer.data = turned
+
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:
             return

@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines.full import Full
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, generate
+from pqcache.selective import Budget, SelectiveCache, attach, generate
+from pqcache.selective.captured import CapturedSteps
+from pqcache.selective.method import Method
 from tests.invariants.cases import Case
 from tests.invariants.conftest import build
 from tests.invariants.drive import tokens
@@ -48,3 +51,57 @@ def test_host_store_equals_resident_store(on_gpu: PreTrainedModel, kmeans_device
         for store in ("host", "resident")
     ]
     assert results[0] == results[1]
+
+
+@pytest.fixture(scope="module")
+def half() -> PreTrainedModel:
+    return copy.deepcopy(build("llama")).half().to("cuda")
+
+
+def started(model: PreTrainedModel, method: Method, s: int = 700) -> tuple[SelectiveCache, torch.Tensor]:
+    """A prompt and one decode step, which makes and compiles what later steps reuse; and the next step's input."""
+    cache = SelectiveCache(model, method)
+    ids = torch.tensor([tokens(s, 3)], device="cuda")
+    cache.begin([s])
+    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    return cache, token
+
+
+@pytest.mark.parametrize("store", ["resident", "host"])
+def test_a_decode_step_never_waits_for_the_device(half: PreTrainedModel, store: str) -> None:
+    method = PQCache(budget=Budget(ratio=0.2), store=store, kmeans_device="cuda")
+    with attach(half), torch.no_grad():
+        cache, token = started(half, method)
+        assert all(layer.device_step is not None for layer in cache.layers)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                token = half(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", ["full", "resident", "host"])
+def test_recorded_steps_equal_ordinary_ones(half: PreTrainedModel, method: str) -> None:
+    def make() -> Method:
+        if method == "full":
+            return Full()
+        return PQCache(budget=Budget(ratio=0.2), store=method, kmeans_device="cuda")
+
+    with attach(half), torch.no_grad():
+        cache, token = started(half, make())
+        if method == "full":
+            for layer in cache.layers:
+                layer.prepare_capture(800)  # the same kernels
+        ordinary = []
+        for _ in range(40):
+            token = half(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+            ordinary.append(token.item())
+        recorded, token = started(half, make())
+        steps = CapturedSteps(half, recorded, token, 40)
+        assert [steps.replay().item() for _ in range(40)] == ordinary
+        with pytest.raises(ValueError, match="no room"):
+            steps.replay()
+    assert recorded.past == cache.past and recorded.ledger.moved == cache.ledger.moved
+    assert recorded.ledger.attended(all_layers=True) == pytest.approx(cache.ledger.attended(all_layers=True))

@@ -1,0 +1,387 @@
+"""Selection by product-quantized score on a CUDA device: look-up, group softmax and top-k, without asking the host anything.
+
+What changes from step to step (how many tokens there are) is read on the device, so that a recorded step can be replayed. The
+chain: `enter` stores the new token, codes it, and multiplies the query with every centroid; then, where joint codes are few
+(2 x 6 bits: 4096), a histogram of them, kept up to date token by token, and one small program per KV head give softmax
+and the k-th largest weight from a table of 4096 entries; else each token gets a weight of its own. Last, two passes over the
+codes write the chosen positions in ascending order: counts per block, then slots. Ties go to the lower position.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_JOINT = 4096  # entries of a table of joint codes that one program holds
+_BLOCK = 4096  # tokens per program
+
+
+@triton.jit
+def _joint_codes(codes, token, mask, code_line, M: tl.constexpr, C: tl.constexpr):
+    """Joint codes of one KV head's tokens; `codes` points at its first line."""
+    joint = tl.load(codes + token, mask=mask, other=0).to(tl.int32)
+    for j in tl.static_range(1, M):
+        joint = joint * C + tl.load(codes + j * code_line + token, mask=mask, other=0).to(tl.int32)
+    return joint
+
+
+@triton.jit
+def _enter(
+    k, v, q, centroids, codes, near_k, near_v, far_k, far_v, cursor, plan, tables, amount,
+    scaling, ring, n_sink, code_row, code_line, near_row, near_head, near_line, far_row, far_head, far_line,
+    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, SUB_PAD: tl.constexpr, G: tl.constexpr,
+    CHUNK: tl.constexpr, SIZE: tl.constexpr, CODED: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Program = (row, KV head, sub-space): its share of the new key and value, its code, its products with the centroids.
+
+    k, v (n, HEADS, d), q (n, HEADS * G, d), centroids (n, HEADS, M, C, SUB), all dense; tables (n, HEADS, G, M, C) fp32.
+    """
+    task = tl.program_id(0).to(tl.int64)
+    j = task % M
+    head = task // M % HEADS
+    row = task // M // HEADS
+    position = tl.load(cursor + row).to(tl.int64)
+    inside = tl.arange(0, SUB_PAD)
+    real = inside < SUB
+    part = j * SUB + inside
+    source = (row * HEADS + head) * M * SUB + part
+    key = tl.load(k + source, mask=real, other=0.0)
+    value = tl.load(v + source, mask=real, other=0.0)
+    near = row * near_row + head * near_head + position % ring * near_line + part
+    tl.store(near_k + near, key, mask=real)
+    tl.store(near_v + near, value, mask=real)
+    if FAR:
+        far = row * far_row + head * far_head + (position - n_sink) * far_line + part
+        tl.store(far_k + far, key, mask=real)
+        tl.store(far_v + far, value, mask=real)
+    if CODED:
+        x = key.to(tl.float32)
+        own = ((row * HEADS + head) * M + j) * C
+        best = tl.full([], float("inf"), tl.float32)
+        code = tl.full([], 0, tl.int32)
+        for start in range(0, C, CHUNK):
+            c = start + tl.arange(0, CHUNK)
+            where = (own + c)[:, None] * SUB + inside[None]
+            mask = (c < C)[:, None] & real[None]
+            centers = tl.load(centroids + where, mask=mask, other=0.0).to(tl.float32)
+            away = tl.sum((x[None] - centers) * (x[None] - centers), 1)
+            away = tl.where(c < C, away, float("inf"))
+            nearest = tl.min(away, 0)
+            if nearest < best:
+                code = start + tl.argmin(away, 0, tie_break_left=True).to(tl.int32)
+                best = nearest
+            for a in range(G):
+                query = tl.load(q + ((row * HEADS + head) * G + a) * M * SUB + part, mask=real, other=0.0)
+                product = tl.sum(query.to(tl.float32)[None] * centers, 1) * scaling
+                to = (((row * HEADS + head) * G + a) * M + j) * C + c
+                tl.store(tables + to, product, mask=c < C)
+        spot = codes + row * code_row + (head * M + j) * code_line + position - n_sink
+        tl.store(spot, code.to(codes.dtype.element_ty))
+        if (SIZE > 0) & (j == 0):  # the token that leaves the window now becomes a candidate
+            token = position - tl.load(plan + row * 4 + 2) - 1 - n_sink
+            joint = _joint_codes(codes + row * code_row + head * M * code_line, token, token >= 0, code_line, M, C)
+            entry = amount + (row * HEADS + head) * SIZE + joint
+            tl.store(entry, tl.load(entry) + 1, mask=token >= 0)
+
+
+@triton.jit
+def _histogram(
+    codes, cursor, plan, amount, n_sink, code_row, code_line,
+    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program = (block of tokens, row and KV head): how often each joint code occurs among the last step's candidates."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - 1 - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    joint = _joint_codes(codes + row * code_row + head * M * code_line, token, mask, code_line, M, C)
+    tl.atomic_add(amount + task * SIZE + joint, 1, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _weigh(
+    tables, amount, plan, bits, level,
+    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program = (row, KV head): the group's softmax weight of each joint code, and the k-th largest among the tokens.
+
+    bits (n, HEADS, SIZE): the weights as integers (non-negative floats order as their bits do); level (n, HEADS, 2): the k-th
+    largest, and how many tokens of just that weight belong to the k.
+    """
+    task = tl.program_id(0).to(tl.int64)
+    row = task // HEADS
+    entry = tl.arange(0, SIZE)
+    count = tl.load(amount + task * SIZE + entry)
+    there = count > 0
+    weights = tl.zeros([SIZE], tl.float32)
+    for a in range(G):
+        logits = tl.zeros([SIZE], tl.float32)
+        rest = entry
+        for back in tl.static_range(M):
+            j = M - 1 - back
+            logits += tl.load(tables + ((task * G + a) * M + j) * C + rest % C)
+            rest = rest // C
+        top = tl.max(tl.where(there, logits, float("-inf")), 0)
+        share = tl.where(there, tl.exp(logits - top), 0.0)
+        weights += share / tl.sum(share * count.to(tl.float32), 0)
+    own = weights.to(tl.int32, bitcast=True)
+    tl.store(bits + task * SIZE + entry, own)
+    wanted = tl.load(plan + row * 4 + 1)
+    kth = tl.full([], 0, tl.int32)
+    for place in range(31):
+        trial = kth | (tl.full([], 1, tl.int32) << (30 - place))
+        enough = tl.sum(tl.where(own >= trial, count, 0), 0) >= wanted
+        kth = tl.where(enough, trial, kth)
+    tl.store(level + task * 2, kth)
+    tl.store(level + task * 2 + 1, wanted - tl.sum(tl.where(own > kth, count, 0), 0))
+
+
+@triton.jit
+def _wide_logits(codes, table, token, mask, code_line, M: tl.constexpr, C: tl.constexpr):
+    """Scaled logits of one query head for tokens of its KV head; `table` points at its (M, C) products."""
+    total = tl.load(table + tl.load(codes + token, mask=mask, other=0).to(tl.int32), mask=mask, other=float("-inf"))
+    for j in tl.static_range(1, M):
+        code = tl.load(codes + j * code_line + token, mask=mask, other=0).to(tl.int32)
+        total += tl.load(table + j * C + code, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _wide_sums(
+    codes, cursor, plan, tables, sums, n_sink, code_row, code_line, blocks,
+    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program = (block, row and KV head): maximum and sum of exponentials per query head, sums (n, HEADS, G, blocks, 2)."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    block = tl.program_id(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    mine = codes + row * code_row + head * M * code_line
+    for a in range(G):
+        logits = _wide_logits(mine, tables + (task * G + a) * M * C, token, mask, code_line, M, C)
+        top = tl.max(logits, 0)
+        mass = tl.sum(tl.where(mask, tl.exp(logits - tl.where(top == float("-inf"), 0.0, top)), 0.0), 0)
+        to = sums + ((task * G + a) * blocks + block) * 2
+        tl.store(to, top)
+        tl.store(to + 1, mass)
+
+
+@triton.jit
+def _wide_weigh(
+    codes, cursor, plan, tables, sums, bits, n_sink, code_row, code_line, blocks, width,
+    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Program = (block, row and KV head): the group's softmax weight of each token, as integers: bits (n, HEADS, width)."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    mine = codes + row * code_row + head * M * code_line
+    each = tl.arange(0, BLOCKS)
+    weights = tl.zeros([BLOCK], tl.float32)
+    for a in range(G):
+        at = sums + ((task * G + a) * blocks + each) * 2
+        tops = tl.load(at, mask=each < blocks, other=float("-inf"))
+        masses = tl.load(at + 1, mask=each < blocks, other=0.0)
+        top = tl.max(tops, 0)
+        total = tl.sum(masses * tl.exp(tops - top), 0)
+        logits = _wide_logits(mine, tables + (task * G + a) * M * C, token, mask, code_line, M, C)
+        weights += tl.exp(logits - top) / total
+    tl.store(bits + task * width + token, weights.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _wide_level(
+    bits, cursor, plan, level, n_sink, width,
+    HEADS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program = (row, KV head): the k-th largest weight, a digit of eight bits at a time."""
+    task = tl.program_id(0).to(tl.int64)
+    row = task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    wanted = tl.load(plan + row * 4 + 1)
+    digit = tl.arange(0, 256)
+    kth = tl.full([], 0, tl.int32)
+    for shift in tl.static_range(24, -1, -8):
+        counts = tl.zeros([256], tl.int32)
+        for start in range(0, tokens, TILE):
+            token = start + tl.arange(0, TILE)
+            own = tl.load(bits + task * width + token, mask=token < tokens, other=0)
+            mask = token < tokens
+            if shift < 24:  # digits found so far; a shift by 32 is no shift
+                mask = mask & ((own >> (shift + 8)) == (kth >> (shift + 8)))
+            counts += tl.histogram((own >> shift) & 255, 256, mask=mask)
+        up_to = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # tokens of this digit or a larger one
+        found = tl.minimum(
+            tl.max(tl.where(up_to >= wanted, digit, 0), 0), 127 if shift == 24 else 255
+        )  # never the sign
+        wanted -= tl.sum(tl.where(digit > found, counts, 0), 0)
+        kth = kth | (found << shift)
+    tl.store(level + task * 2, kth)
+    tl.store(level + task * 2 + 1, wanted)
+
+
+@triton.jit
+def _own_bits(
+    codes, bits, task, row, head, token, mask, code_row, code_line, width,
+    M: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The tokens' weights as integers: their own, or those of their joint codes. -1 where there is no token."""
+    where = token
+    if not WIDE:
+        where = _joint_codes(codes + row * code_row + head * M * code_line, token, mask, code_line, M, C)
+    return tl.load(bits + task * width + where, mask=mask, other=-1)
+
+
+@triton.jit
+def _count(
+    codes, bits, cursor, plan, level, counts, n_sink, code_row, code_line, width, blocks,
+    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program = (block, row and KV head): tokens above the k-th weight, and of just that weight: counts (n, HEADS, 2, blocks)."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    block = tl.program_id(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    own = _own_bits(codes, bits, task, row, head, token, token < tokens, code_row, code_line, width, M, C, WIDE)
+    kth = tl.load(level + task * 2)
+    to = counts + task * 2 * blocks + block
+    tl.store(to, tl.sum((own > kth).to(tl.int32), 0))
+    tl.store(to + blocks, tl.sum((own == kth).to(tl.int32), 0))
+
+
+@triton.jit
+def _compact(
+    codes, bits, cursor, plan, level, counts, out, n_sink, code_row, code_line, width, blocks, widest,
+    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program = (block, row and KV head): its chosen positions to their slots of out (n, HEADS, widest)."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    block = tl.program_id(0)
+    first = block * BLOCK
+    if first < tokens:
+        token = first + tl.arange(0, BLOCK)
+        own = _own_bits(codes, bits, task, row, head, token, token < tokens, code_row, code_line, width, M, C, WIDE)
+        kth, ties = tl.load(level + task * 2), tl.load(level + task * 2 + 1)
+        each = tl.arange(0, BLOCKS)
+        before = counts + task * 2 * blocks + each
+        above = tl.sum(tl.load(before, mask=each < block, other=0), 0)
+        equal = tl.sum(tl.load(before + blocks, mask=each < block, other=0), 0)
+        same = (own == kth).to(tl.int32)
+        chosen = (own > kth) | ((same == 1) & (equal + tl.cumsum(same, 0) <= ties))
+        slot = above + tl.minimum(equal, ties) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(out + task * widest + slot, token + n_sink, mask=chosen & (slot < widest))
+
+
+def histogram(
+    codes: torch.Tensor, cursor: torch.Tensor, plan: torch.Tensor, n_sink: int, h_kv: int, m: int, c: int
+) -> torch.Tensor | None:
+    """How many candidates of the last step had each joint code: (n, h_kv, c^m) int32; None if they are too many to count.
+
+    `enter` keeps it up to date. codes (n, h_kv * m, capacity).
+    """
+    size = c**m
+    if size > _JOINT:
+        return None
+    n, _, capacity = codes.shape
+    amount = torch.zeros((n, h_kv, size), dtype=torch.int32, device=codes.device)
+    grid = (max(1, triton.cdiv(capacity, _BLOCK)), n * h_kv)
+    _histogram[grid](
+        codes, cursor, plan, amount, n_sink, codes.stride(0), codes.stride(1),
+        HEADS=h_kv, M=m, C=c, SIZE=size, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return amount
+
+
+def enter(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    near: tuple[torch.Tensor, torch.Tensor],
+    ring: int,
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    *,
+    far: tuple[torch.Tensor, torch.Tensor] | None = None,
+    n_sink: int = 0,
+    q: torch.Tensor | None = None,
+    centroids: torch.Tensor | None = None,
+    codes: torch.Tensor | None = None,
+    amount: torch.Tensor | None = None,
+    scaling: float = 1.0,
+) -> torch.Tensor:
+    """Store one token per row, k and v (n, h_kv, 1, d), at position cursor[r]; code it and multiply q (n, h, 1, d) if indexed.
+
+    near: K and V (n, h_kv, >= ring, d) on the device, position p at entry p % ring; far: on the host (pinned), p at p - n_sink.
+    centroids (n, h_kv, m, C, d / m); codes (n, h_kv * m, capacity) get the token's own at p - n_sink; amount: see `histogram`.
+    Returns the scaled products (n, h_kv, g, m, C) fp32.
+    """
+    n, h_kv, _, d = k.shape
+    m, c = (1, 1) if centroids is None else centroids.shape[2:4]
+    g = 1 if q is None else q.shape[1] // h_kv
+    tables = torch.empty((n, h_kv, g, m, c), dtype=torch.float32, device=k.device)
+    a, b = near
+    x, y = near if far is None else far
+    _enter[(n * h_kv * m,)](
+        k.contiguous(), v.contiguous(), k if q is None else q.contiguous(), k if centroids is None else centroids,
+        k if codes is None else codes, a, b, x, y, cursor, plan, tables, tables if amount is None else amount,
+        scaling, ring, n_sink, 0 if codes is None else codes.stride(0), 0 if codes is None else codes.stride(1),
+        a.stride(0), a.stride(1), a.stride(2), x.stride(0), x.stride(1), x.stride(2),
+        HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=triton.next_power_of_2(d // m), G=g,
+        CHUNK=min(64, max(16, triton.next_power_of_2(c))), SIZE=0 if amount is None else amount.shape[2],
+        CODED=centroids is not None, FAR=far is not None,
+    )  # fmt: skip
+    return tables
+
+
+def select(
+    tables: torch.Tensor,
+    amount: torch.Tensor | None,
+    codes: torch.Tensor,
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    n_sink: int,
+    widest: int,
+    capacity: int,
+) -> torch.Tensor:
+    """Per row and KV head the plan[r][1] candidates of largest group-summed softmax weight, positions ascending.
+
+    tables, amount: of `enter` and `histogram`; codes (n, h_kv * m, >= capacity). Candidates of row r are the positions n_sink ..
+    cursor[r] - plan[r][2] - 1; capacity: codes there may ever be. Returns (n, h_kv, widest) int32, of which row r's first
+    plan[r][1] mean something.
+    """
+    n, h_kv, g, m, c = tables.shape
+    blocks = max(1, triton.cdiv(capacity, _BLOCK))
+    grid = (blocks, n * h_kv)
+    line = (n_sink, codes.stride(0), codes.stride(1))
+    level = torch.empty((n, h_kv, 2), dtype=torch.int32, device=codes.device)
+    wide = amount is None
+    width = blocks * _BLOCK if amount is None else amount.shape[2]
+    bits = torch.empty((n, h_kv, width), dtype=torch.int32, device=codes.device)
+    shape = {"HEADS": h_kv, "M": m, "C": c}
+    block = {"BLOCK": _BLOCK, "num_warps": 8}
+    padded = triton.next_power_of_2(blocks)
+    if amount is not None:
+        _weigh[(n * h_kv,)](tables, amount, plan, bits, level, **shape, G=g, SIZE=width, num_warps=8)
+    else:
+        sums = torch.empty((n, h_kv, g, blocks, 2), dtype=torch.float32, device=codes.device)
+        _wide_sums[grid](codes, cursor, plan, tables, sums, *line, blocks, **shape, G=g, **block)
+        _wide_weigh[grid](
+            codes, cursor, plan, tables, sums, bits, *line, blocks, width, **shape, G=g, BLOCKS=padded, **block
+        )
+        _wide_level[(n * h_kv,)](bits, cursor, plan, level, n_sink, width, HEADS=h_kv, TILE=_BLOCK, num_warps=16)
+    counts = torch.empty((n, h_kv, 2, blocks), dtype=torch.int32, device=codes.device)
+    out = torch.empty((n, h_kv, widest), dtype=torch.int32, device=codes.device)
+    _count[grid](codes, bits, cursor, plan, level, counts, *line, width, blocks, **shape, WIDE=wide, **block)
+    _compact[grid](
+        codes, bits, cursor, plan, level, counts, out, *line, width, blocks, widest,
+        **shape, BLOCKS=padded, WIDE=wide, **block,
+    )  # fmt: skip
+    return out

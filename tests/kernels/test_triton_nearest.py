@@ -1,0 +1,67 @@
+"""Triton's K-Means pass against plain torch: on a CUDA device if there is one, else through Triton's interpreter."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqcache import kernels
+from pqcache.pq.kmeans import assign, kmeans
+
+if sys.platform != "linux":
+    pytest.skip("triton is for Linux", allow_module_level=True)
+from pqcache.kernels import triton_nearest
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def points(groups, n, d, seed):
+    return torch.randn(groups, n, d, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    groups=st.integers(1, 3), n=st.integers(1, 300), d=st.sampled_from([4, 24, 64]), c=st.sampled_from([1, 5, 32, 100]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_nearest_and_sums(groups, n, d, c, seed):
+    x, centroids = points(groups + 1, n, d, seed), points(groups, c, d, seed + 1)
+    middle = points(groups, 1, d, seed + 2)
+    who = torch.randperm(groups + 1, generator=torch.Generator().manual_seed(seed))[:groups].to(DEVICE)
+    codes, best, sums, counts = triton_nearest.nearest(x, centroids, middle, who, add=True)
+    around = x[who] - middle
+    distance = torch.cdist(around.double(), centroids.double()).square()
+    assert codes.dtype == torch.long and codes.shape == (groups, n)
+    mine = distance.gather(2, codes[..., None])[..., 0]
+    torch.testing.assert_close(mine, distance.amin(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(best.double() + around.double().square().sum(-1), mine, rtol=1e-4, atol=1e-4)
+    for i in range(groups):
+        expected = torch.zeros(c, d, device=DEVICE).index_add_(0, codes[i], around[i])
+        torch.testing.assert_close(sums[i], expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(counts[i], torch.bincount(codes[i], minlength=c))
+
+
+def test_ties_go_to_the_lowest_centroid():
+    x = points(1, 70, 8, 0)
+    centroids = torch.cat([x[:, 3:4], x[:, :2], x[:, 3:4]], 1)
+    assert triton_nearest.nearest(x, centroids, torch.zeros_like(x[:, :1]))[0][0, 3] == 0
+
+
+def test_blocks_are_added_in_order():
+    x = points(1, 4200, 4, 1)
+    runs = [triton_nearest.nearest(x, x[:, :16], x[:, :1], add=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_kmeans_as_in_plain_torch():
+    x = points(2, 200, 16, 4)
+    init = torch.cat([x[:, :6], torch.full((2, 2, 16), 50.0, device=DEVICE)], 1)  # two start empty
+    with kernels.interpreted():
+        kernel, nearest = kmeans(x, init, 4, tol=0), assign(x, init)
+    with kernels.plain_torch():
+        plain, expected = kmeans(x, init, 4, tol=0), assign(x, init)
+    torch.testing.assert_close(kernel.centroids, plain.centroids, rtol=1e-4, atol=1e-4)
+    assert (kernel.codes != plain.codes).float().mean() < 5e-3 and kernel.rounds == plain.rounds
+    assert torch.equal(nearest[0], expected[0])
