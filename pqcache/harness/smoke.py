@@ -3,9 +3,10 @@
     python run.py experiment=pqcache_table2 smoke=true      every cell of the table; rows under <out>/smoke
 
 A named model becomes a small random one of its architecture (same kind, same group of query heads per KV head, sliding
-window included) with the embedded tokenizer; the embedded model stays itself. Tasks take the one row they construct
-themselves, prompts keep their first and last half of 1024 tokens, answers end after 16. Grids (seeds, lengths, depths,
-lines) keep two values; methods, budgets, data sets and everything else of the experiment stay.
+window included) with the embedded tokenizer; the embedded model stays itself, random weights take the tiny geometry.
+Tasks take the one row they construct themselves, prompts keep their first and last half of 1024 tokens, answers end
+after 16. Grids (seeds, lengths, depths, lines) keep two values; methods, budgets, data sets and everything else of the
+experiment stay.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ LENGTHS = (512, 1000)  # what stands in for longer prompts
 LINES = (10, 20)  # and for longer lists
 GRIDS = {"seed": None, "task.length": LENGTHS, "task.lines": LINES}  # swept over: one value per cell
 LISTS = {"lengths": LENGTHS, "lines": LINES, "depths": None}  # one list per cell
-MOST = {"length": LENGTHS[-1], "tokens": LENGTHS[-1], "stride": 250, "constructed_tokens": 700}
+MOST = {
+    "length": LENGTHS[-1],
+    "tokens": LENGTHS[-1],
+    "stride": 250,
+    "constructed_tokens": 700,
+    "new_tokens": 8,
+    "rounds": 1,
+}
 
 # model -> (model_type, query heads per KV head, what else shapes its attention)
 ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -51,7 +59,7 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 HEAD_DIM = 64
 LAYERS = 3
-EMBEDDED = "embedded"
+EMBEDDED, RANDOM = "embedded", "random"  # the one stays itself, the other has a geometry as small as can be
 
 
 # -- the configurations of a command -----------------------------------------------------------------------------------
@@ -71,6 +79,8 @@ def reduced(composed: Iterable[Composed]) -> list[Composed]:
             for key, values in kept.items():
                 _replace(config, key, values)
             _shrink_task(config)
+            if config["model"].get("name") == RANDOM:
+                config["model"]["geometry"] = "tiny"
             result.append(type(one)(config, one.group_defaults, one.cell, one.typed))
     return result
 
@@ -138,7 +148,7 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of the small model that stands for a named one."""
     from pqcache.harness import models
 
-    if name == EMBEDDED:
+    if name in (EMBEDDED, RANDOM):
         return models.load_config(name, options)
     from transformers import CONFIG_MAPPING
 
@@ -181,7 +191,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
     from pqcache.harness import models
 
-    if name == EMBEDDED:
+    if name in (EMBEDDED, RANDOM):
         return models.load(name, options)
     config = model_config(name, options)
     with torch.random.fork_rng():
