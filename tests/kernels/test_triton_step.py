@@ -13,6 +13,7 @@ from pqcache.selective import Budget
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.store.lanes import Lanes
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
@@ -43,7 +44,7 @@ class Driven:
         past = [length - (not decode) for length in self.lengths]
         step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
         nothing: Any = None
-        cache: Any = SimpleNamespace(ledger=self.ledger, observers=[], watchers=["someone"] if decode else [])
+        cache: Any = SimpleNamespace(ledger=self.ledger, lanes=Lanes(), observers=[], watchers=["someone"] if decode else [])
         ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
         ctx.scaling = SHAPE.d**-0.5
         return ctx
