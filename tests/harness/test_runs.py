@@ -611,7 +611,7 @@ def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
     assert left == []
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
     assert len(list(out.glob("*/row.json"))) == 2
-    assert len(list(out.glob("*/*.png"))) == 2
+    assert len(list(out.glob("*/*.png"))) == 4  # two maps per cell: keywords, words
 
 
 def test_wandb_that_fails_costs_nothing(

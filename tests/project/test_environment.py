@@ -65,7 +65,7 @@ def _closure(roots: list[Requirement]) -> set[str]:
 
 def test_constraints_hold_exactly_what_is_installed(project: dict, pins: dict[str, Version]) -> None:
     needed = _closure(_requirements(project, INSTALLED_EXTRAS))
-    cuda = {n for n in needed if n.startswith("nvidia-") or n in ("triton", "cuda-bindings", "cuda-toolkit")}
+    cuda = {n for n in needed if n.startswith("nvidia-") or n in ("cuda-bindings", "cuda-toolkit")}
     needed -= cuda  # pinned by PyPI's torch wheel itself
     gpu_only = {"flash-attn", "einops"}
     assert needed - set(pins) == set(), "needed, not pinned"
