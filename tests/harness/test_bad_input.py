@@ -218,9 +218,11 @@ def test_experiment_files_start_with_their_command_and_sweep() -> None:
     files = list((REPO / "configs" / "experiment").glob("*.yaml"))
     assert files
     for path in files:
-        assert path.read_text().splitlines()[0] == f"# python run.py experiment={path.stem}"
+        command = path.read_text().splitlines()[0].removeprefix("# python run.py ").split()
+        consent = ["task.execute=true"] if path.stem == "zipcache_tableB" else []  # HumanEval runs what a model wrote
+        assert command == [f"experiment={path.stem}", *consent]
         assert yaml.safe_load(path.read_text())["hydra"]["mode"] == "MULTIRUN"
-        plan = make_plan(compose_all([f"experiment={path.stem}"], REPO / "configs"))  # every cell is a valid one
+        plan = make_plan(compose_all(command, REPO / "configs"))  # every cell is a valid one
         for cell in plan.cells:  # a sweep over budgets may ask quantizers of bits for one that they have no bits for
             share_of_bits = cell.identity["method"]["name"] in ("zipcache", "mikv") and "budget" in str(cell.skip)
             assert cell.skip is None or cell.skip[0] == "not built" or share_of_bits, path.stem

@@ -44,7 +44,9 @@ class Driven:
         past = [length - (not decode) for length in self.lengths]
         step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
         nothing: Any = None
-        cache: Any = SimpleNamespace(ledger=self.ledger, lanes=Lanes(), observers=[], watchers=["someone"] if decode else [])
+        cache: Any = SimpleNamespace(
+            ledger=self.ledger, lanes=Lanes(), observers=[], watchers=["someone"] if decode else []
+        )
         ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
         ctx.scaling = SHAPE.d**-0.5
         return ctx

@@ -57,7 +57,7 @@ def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch
     assert "-67.20" in page  # Quest at a tenth, to Full
     assert "39.32" in page  # printed
     page = _execute(repo / "notebooks" / "figures.ipynb", None, tmp_path, monkeypatch)
-    assert page.count("data:image/png") == 2
+    assert page.count('src="data:image/png') == 2
 
 
 def test_notebooks_are_committed_without_outputs(repo: Path) -> None:
