@@ -36,7 +36,12 @@ def context(shape: ModelShape, q: torch.Tensor) -> LayerContext:
     """As much of a layer's context as a whole prompt in one block needs."""
     s, nothing = q.shape[2], None
     cache: Any = SimpleNamespace(
-        ledger=Ledger(), observers=[], watchers=[], kernel=sdpa_attention_forward, note_resident=lambda: None
+        ledger=Ledger(),
+        attn="sdpa",
+        observers=[],
+        watchers=[],
+        kernel=sdpa_attention_forward,
+        note_resident=lambda: None,
     )
     module: Any = SimpleNamespace(num_key_value_groups=shape.group, is_causal=True, training=False)
     step = Step(decode=False, t=s, past=[0], counts=[s], final=[s], ends_prompt=True, first=True)

@@ -60,7 +60,12 @@ class OneLayer:
     def context(self, x: torch.Tensor, step: Step) -> LayerContext:
         nothing: Any = None
         cache: Any = SimpleNamespace(
-            ledger=Ledger(), observers=[], watchers=[], kernel=sdpa_attention_forward, note_resident=lambda: None
+            ledger=Ledger(),
+            attn="sdpa",
+            observers=[],
+            watchers=[],
+            kernel=sdpa_attention_forward,
+            note_resident=lambda: None,
         )
         module: Any = SimpleNamespace(num_key_value_groups=self.shape.group, is_causal=True, training=False)
         ctx = LayerContext(LAYER, module, cache, x, nothing, nothing, nothing, [], nothing, step)
