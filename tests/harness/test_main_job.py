@@ -42,7 +42,7 @@ def test_the_demo_is_seven_cells() -> None:
     )
     assert demo.sweep
     assert demo.budgets == [0.2, 0.1]
-    typed = plan("-m method=full,oracle,pqcache,streaming budget=0.1,0.2")
+    typed = plan("-m method=full,oracle,pqcache,streaming budget=0.1,0.2 task=pocket")
     assert {cell.name for cell in typed.cells} == {cell.name for cell in demo.cells}
 
 
