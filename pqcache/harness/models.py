@@ -163,6 +163,15 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(_path(options), revision=options["revision"])
 
 
+def why_not(options: dict[str, Any], error: Exception) -> str:
+    """One line: the model that cannot be had, why, and what to do."""
+    reason = " ".join(str(error).split())
+    return (
+        f"model.path={options['path']}: cannot be loaded; set model.path to a local folder, or check the name, the network and,"
+        f" for a gated model, that its licence is accepted and `hf auth login` was run ({reason[:200]})"
+    )
+
+
 def load(name: str, options: dict[str, Any]) -> LoadedModel:
     """Load weights and tokenizer. Raises OSError or ValueError, whose first line says what is missing."""
     import torch

@@ -218,6 +218,8 @@ def _check_models(plan: Plan, session: Session) -> None:
             except (OSError, ValueError) as error:
                 configs[key] = None
                 session.unloadable[key] = error  # its cells will say what is wrong
+                if not plan.sweep:
+                    errors.append(models.why_not(cell.identity["model"], error))
         if cell.method is None:
             continue
         errors += [line for line in [models.device_error(cell.identity["model"]["device"])] if line]

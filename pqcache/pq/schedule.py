@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from pqcache.machine import device_caption, slug
-from pqcache.selective.method import ModelShape
+from pqcache.selective.method import ModelShape, NotApplicable
 
 T_MIN, T_MAX = 3, 300  # 3 rounds is what the base latency below was measured with
 
@@ -99,14 +99,14 @@ def profile_path(geometry: Geometry, device: torch.device, cache_dir: Path | Non
 
 
 def load_cost(geometry: Geometry, device: torch.device, cache_dir: Path | None = None) -> CostModel:
-    """The fitted costs. Raises ValueError, one line that names the command that measures them."""
+    """The fitted costs. Raises NotApplicable, one line that names the command that measures them."""
     path = profile_path(geometry, device, cache_dir)
     try:
         cost = json.loads(path.read_text())["cost"]
         return CostModel(*(tuple(map(float, cost[key])) for key in ("compute", "base", "per_round")))  # type: ignore[arg-type]
     except (OSError, ValueError, KeyError, TypeError):
         found = "unreadable" if path.exists() else "no"
-        raise ValueError(
+        raise NotApplicable(
             f"max_iter=adaptive: {found} profile of this machine and model ({path});"
             f" make one with: {geometry.command(device, cache_dir)}"
         ) from None

@@ -446,17 +446,19 @@ def test_one_failed_cell_does_not_lose_the_others(
     assert command("-m", "method=oracle,full", "budget=0.1,0.2", "limit=1") == 0  # and it is made good by a rerun
 
 
-def test_a_model_that_cannot_be_loaded_fails_its_cells(
+def test_a_model_that_cannot_be_loaded_is_refused_alone_and_fails_its_cells_in_a_sweep(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert command("method=full", f"model.path={empty}") == 1
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("its configuration had failed already"))
+    assert command("method=full", f"model.path={empty}") == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert error.startswith("failed: full")
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("its configuration had failed already"))
-    assert command("method=full", f"model.path={empty}") == 1
+    assert error.startswith(f"error: model.path={empty}: cannot be loaded; set model.path to a local folder")
+    assert command("-m", "method=full", "seed=0,1", f"model.path={empty}") == 1
+    error = capsys.readouterr().err
+    assert [line.startswith("failed: full") for line in error.splitlines() if "failed" in line] == [True, True]
 
 
 def test_not_applicable_is_refused_alone_and_skipped_in_a_sweep(
