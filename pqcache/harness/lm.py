@@ -201,7 +201,8 @@ class HarnessLM(LikelihoodLM):
         return _sample(task, doc_id, mark, response, score, question, result, kernel, self.facts)
 
     def _question(self, asked: _Asked) -> int:
-        return self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
+        question = self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
+        return min(question, NEW_TOKENS) if self.smoke else question  # steps are what takes a smoke run's time
 
     def _prompt(self, task: str, prompt: str, settings: dict[str, Any]) -> tuple[str, str, tuple[int, int] | None]:
         """(what the model is to read, its wrapper, how it was cut), by the task's `wrapper` and `cut_middle`.

@@ -68,6 +68,14 @@ def test_rows_lie_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(tables.load_rows(tmp_path / "o" / "smoke")) == 1
 
 
+def test_a_question_is_as_short_as_an_answer(tmp_path: Path) -> None:
+    line = "method=full model=llama-2-7b smoke=true task=longbench_trec question_as_decode=true task.source=constructed"
+    assert run.main([*line.split(), "wandb=disabled", f"cache_dir={tmp_path}/c", f"out={tmp_path}/o"]) == 0
+    row = results.read_row(next((tmp_path / "o").rglob("row.json")))
+    assert row is not None
+    assert row["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS
+
+
 def test_long_prompts_keep_both_ends() -> None:
     assert smoke.middle(list(range(10)), 4) == [0, 1, 8, 9]
     assert smoke.middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
