@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from pqcache.kernels import threads
 
 _TILE = 256  # tokens between two looks at the running maximum
+_AHEAD = 8  # rows fetched before they are read: no processor guesses where the next chosen token lies
+_LINE = 64  # bytes of a cache line
+
+
+def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
+    """Ask for `size` bytes at the address to be brought into the caches, and go on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        lines = builder.udiv(args[1], ir.Constant(ir.IntType(64), _LINE))
+        with cgutils.for_range(builder, lines) as loop:
+            at = builder.add(args[0], builder.mul(loop.index, ir.Constant(ir.IntType(64), _LINE)))
+            read, near, data = (ir.Constant(word, value) for value in (0, 2, 1))  # into the second-level cache
+            builder.call(prefetch, [builder.inttoptr(at, byte), read, near, data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
+_fetch: Any = intrinsic(_generate_fetch)
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
@@ -20,12 +47,14 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
     heads, g, d = q.shape[1], q.shape[2], q.shape[3]
     chosen = indices.shape[2]
     total = sinks + chosen + recent
+    step, row_bytes = k.strides[2], d * 4
     for task in range(first, last):
         part = task % parts
         head = task // parts % heads
         row = task // parts // heads
         mine = indices[row, head if indices.shape[1] > 1 else 0]
         query, keys, values = q[row, head], k[row, head], v[row, head]
+        keys_at, values_at = keys.ctypes.data, values.ctypes.data
         where = np.empty(_TILE, np.int64)
         logits = np.empty((g, _TILE), np.float32)
         result = out[row, head, part]
@@ -45,13 +74,19 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
                     where[count] = position
                     count += 1
                 start += 1
+            for i in range(min(_AHEAD, count)):
+                _fetch(keys_at + where[i] * step, row_bytes)
             for i in range(count):
                 position = where[i]
+                if i + _AHEAD < count:
+                    _fetch(keys_at + where[i + _AHEAD] * step, row_bytes)
                 for a in range(g):
                     value = np.float32(0)
                     for j in range(d):
                         value += query[a, j] * keys[position, j]
                     logits[a, i] = value * scaling
+            for i in range(min(_AHEAD, count)):  # they arrive while the exponentials are taken
+                _fetch(values_at + where[i] * step, row_bytes)
             for a in range(g):
                 top = high[a]
                 for i in range(count):
@@ -70,6 +105,8 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
             i = 0
             while i + 4 <= count:  # four rows of V per visit to the output
                 w0, w1, w2, w3 = where[i], where[i + 1], where[i + 2], where[i + 3]
+                for ahead in range(i + _AHEAD, min(i + _AHEAD + 4, count)):
+                    _fetch(values_at + where[ahead] * step, row_bytes)
                 for a in range(g):
                     p0, p1, p2, p3 = logits[a, i], logits[a, i + 1], logits[a, i + 2], logits[a, i + 3]
                     for j in range(d):

@@ -64,7 +64,7 @@ def nearest(
     """One pass over the points x (G, N, d) fp32 of `groups` (A,), default all: who is nearest, and their sums.
 
     centroids (A, C, d), C <= 256 as a tile's sums are a product with one-hot codes, and middle (A, 1, d), fp32; distances are
-    those of x - middle to the centroids. Returns codes (A, N) int64, the squared distance without |x - middle|^2 (A, N), and with
+    those of x - middle to the centroids. Returns codes (A, N) int32, the squared distance without |x - middle|^2 (A, N), and with
     add=True the sums of x - middle (A, C, d) and the sizes (A, C) of the clusters (else empty).
     """
     groups = torch.arange(len(x), device=x.device) if groups is None else groups
@@ -82,4 +82,4 @@ def nearest(
         D=d, DIMS=max(16, triton.next_power_of_2(d)), C=c, CENTERS=max(16, triton.next_power_of_2(c)),
         TILE=_TILE, BLOCK=_BLOCK, ADD=add, num_warps=8,
     )  # fmt: skip
-    return codes.long(), best, sums.sum(1), counts.sum(1)
+    return codes, best, sums.sum(1), counts.sum(1)

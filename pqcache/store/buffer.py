@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from pqcache.store import pages
+
 STEP = 256  # tokens per growth step: one copy per 256 generated tokens instead of one per token
 
 
@@ -47,7 +49,12 @@ class Buffer:
     ) -> torch.Tensor:
         # zeros, not empty: what a shorter row masks out is still multiplied by weight 0, and 0 * NaN is NaN
         sizes = (n, capacity, heads, *rest) if self.token_major else (n, heads, capacity, *rest)
-        data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
+        if self.pinned or device.type != "cpu":
+            data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
+        else:
+            data = torch.empty(sizes, dtype=dtype, device=device)
+            pages.advise(data)
+            data.zero_()
         return data.transpose(1, 2) if self.token_major else data
 
     @classmethod

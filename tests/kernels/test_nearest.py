@@ -31,6 +31,7 @@ def test_one_pass_equals_a_distance_matrix(g, n, d, c, offset, seed):
     middle = x.mean(1, keepdim=True)
     codes, partial, sums, counts = nearest.nearest(x, centroids, middle, add=True)
     exact = torch.cdist((x - middle).double(), centroids.double()).square()
+    codes = codes.long()
     chosen = exact.gather(2, codes[..., None])[..., 0]
     scale = 1 + exact.amax()
     assert (
@@ -39,6 +40,29 @@ def test_one_pass_equals_a_distance_matrix(g, n, d, c, offset, seed):
     whole = partial + (x - middle).square().sum(-1)
     assert (whole - chosen).abs().amax() <= 1e-5 * scale
     member = torch.nn.functional.one_hot(codes, c).double()
+    assert torch.equal(counts, member.sum(1).long())
+    expected = member.transpose(1, 2) @ (x - middle).double()
+    assert (sums - expected).abs().amax() <= 1e-5 * (1 + expected.abs().amax() + n**0.5)
+
+
+@pytest.mark.parametrize(("n", "d", "c"), [(3001, 64, 64), (500, 16, 100), (700, 256, 9), (700, 24, 9)])
+def test_rough_distances_are_those_of_rounded_points(n, d, c):
+    """Exact ones where the processor has no bfloat16 products, and where the tile does not take the dimension."""
+    x, centroids = points(3, n, d, 5, 4.0), points(3, c, d, 6)
+    middle = x.mean(1, keepdim=True)
+    codes, partial, sums, counts = nearest.nearest(x, centroids, middle, add=True, rough=True)
+    exact = nearest.nearest(x, centroids, middle, add=True)
+    if nearest.ROUGH and d % 16 == 0:
+        rounded = (x - middle).bfloat16().double() @ centroids.bfloat16().double().transpose(1, 2)
+        whole = n - n % 4  # points of full tiles
+        score = rounded - centroids.double().square().sum(-1)[:, None] / 2
+        chosen = score.gather(2, codes[..., None].long())[..., 0]
+        assert (score.amax(-1) - chosen)[:, :whole].max() <= 1e-4 * (1 + score.abs().max())
+        assert (partial + 2 * score.amax(-1))[:, :whole].abs().max() <= 1e-4 * (1 + score.abs().max())
+        assert 0 < (codes != exact[0]).float().mean() < 0.02 and not torch.equal(partial, exact[1])
+    else:
+        assert all(torch.equal(a, b) for a, b in zip((codes, partial, sums, counts), exact, strict=True))
+    member = torch.nn.functional.one_hot(codes.long(), c).double()
     assert torch.equal(counts, member.sum(1).long())
     expected = member.transpose(1, 2) @ (x - middle).double()
     assert (sums - expected).abs().amax() <= 1e-5 * (1 + expected.abs().amax() + n**0.5)

@@ -33,7 +33,8 @@ def test_nearest_and_sums(groups, n, d, c, seed):
     codes, best, sums, counts = triton_nearest.nearest(x, centroids, middle, who, add=True)
     around = x[who] - middle
     distance = torch.cdist(around.double(), centroids.double()).square()
-    assert codes.dtype == torch.long and codes.shape == (groups, n)
+    assert codes.dtype == torch.int32 and codes.shape == (groups, n)
+    codes = codes.long()
     mine = distance.gather(2, codes[..., None])[..., 0]
     torch.testing.assert_close(mine, distance.amin(2), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(best.double() + around.double().square().sum(-1), mine, rtol=1e-4, atol=1e-4)

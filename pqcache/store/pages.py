@@ -1,0 +1,33 @@
+"""Large pages under large tensors: rows read here and there of a big cache otherwise miss the page tables each time."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+
+_LEAST = 8 << 20  # bytes: less is not worth rounding up to pages of 2 MiB
+_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+
+
+@cache
+def _madvise() -> Any:
+    call = getattr(ctypes.CDLL(None), "madvise", None)
+    if call is not None:
+        call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return call
+
+
+def advise(data: torch.Tensor) -> None:
+    """Ask for large pages under a contiguous CPU tensor that was not written yet; a system that has none goes on as before."""
+    size = data.numel() * data.element_size()
+    if _HUGEPAGE is None or sys.platform != "linux" or data.device.type != "cpu" or size < _LEAST:
+        return
+    call = _madvise()
+    if call is not None:
+        start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        call(start, (data.data_ptr() + size - start) // mmap.PAGESIZE * mmap.PAGESIZE, _HUGEPAGE)
