@@ -66,7 +66,7 @@ class Row(TypedDict):
     task: str
     task_options: dict[str, Any]  # the rest of task.*
     data: dict[str, Any]  # what the task read: source, revision, sha256 by file; {} where it makes its documents itself
-    seed: int  # of the task's documents and of everything random in the method
+    seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
     n_samples: int
     protocol: str  # aligned | paper: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
