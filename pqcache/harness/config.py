@@ -44,7 +44,9 @@ class RunOptions:
     """The top-level keys beside the groups. Their defaults are also what configs/config.yaml shows."""
 
     budget: float | int = 0.2  # a share of the prompt in (0, 1], or a number of tokens >= 64
-    seed: int = 0  # seeds the task's documents, and torch for each sample; a method's own seeds are its hyper-parameters
+    seed: int = (
+        0  # seeds the task's documents, and torch for each sample; a method's own seeds are its hyper-parameters
+    )
     limit: int | None = 20  # samples per task; null: all
     out: str = "results/runs"  # everything a run writes lies under this folder
     wandb: Literal["offline", "online", "disabled"] = "offline"
@@ -383,7 +385,9 @@ def _check_run(run: RunOptions, errors: list[str]) -> None:
     elif not os.access(found, os.W_OK | os.X_OK):
         errors.append(f"out={run.out}: {found} cannot be written")
     if run.attn == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        errors.append("attn=flash_attention_2: the package flash-attn is not installed; allowed here: auto, sdpa, standard")
+        errors.append(
+            "attn=flash_attention_2: the package flash-attn is not installed; allowed here: auto, sdpa, standard"
+        )
 
 
 def existing(path: Path) -> Path:

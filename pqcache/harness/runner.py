@@ -21,7 +21,7 @@ from pqcache.harness.cells import Cell, Plan, open_folder, write_status
 from pqcache.harness.config import Refused, existing
 from pqcache.harness.results import Row
 from pqcache.harness.samples import Busy, SampleLog
-from pqcache.harness.tasks import TaskSpec, build_task, longest_prompt, prepare_task
+from pqcache.harness.tasks import TaskRequest, TaskSpec, build_task, longest_prompt, prepare_task
 
 if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
@@ -66,17 +66,14 @@ class Session:
         chat = loaded.chat if cell.run.smoke else None
         key = json.dumps([name, options, seed, limit, chat], sort_keys=True)
         if key not in self._tasks:
-            workdir = Path(cell.run.out).expanduser() / ".cache" / "tasks"
-            spec, manager = build_task(
-                name,
-                options,
+            request = TaskRequest(
                 seed=seed,
-                tokenizer=loaded.tokenizer,
-                workdir=workdir,
                 limit=limit,
                 model_name=loaded.name,
+                tokenizer=loaded.tokenizer,
                 count_tokens=loaded.count,
             )
+            spec, manager = build_task(name, options, request)
             if spec.note is not None:
                 print(f"{name}: {spec.note}", flush=True)
             tasks = manager.load(spec.lm_eval_tasks)

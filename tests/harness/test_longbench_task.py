@@ -24,7 +24,7 @@ from pqcache.harness import lm, models
 from pqcache.harness.registry import method_class
 from pqcache.harness.results import Row, read_row
 from pqcache.harness.samples import SampleLog
-from pqcache.harness.tasks import TASKS, build_task, longbench_rows, sources, task_options
+from pqcache.harness.tasks import TASKS, TaskRequest, build_task, longbench_rows, sources, task_options
 from pqcache.harness.tasks import longbench as task
 from pqcache.selective import generate
 
@@ -555,13 +555,11 @@ def test_rows_of_packed_and_table_files(tmp_path: Path) -> None:
             sources.read_rows(tmp_path / name, fields=("c",))
 
 
-def test_documents_of_a_task_do_not_carry_the_context_twice(loaded: models.LoadedModel, tmp_path: Path) -> None:
+def test_documents_of_a_task_do_not_carry_the_context_twice(loaded: models.LoadedModel) -> None:
     options = {"source": "constructed", "constructed_tokens": 200}
     assert task_options("longbench_trec")(**options).max_length is None
-    spec, manager = build_task(
-        "longbench_trec", options, seed=0, tokenizer=loaded.tokenizer, workdir=tmp_path, limit=1, model_name="hf",
-        count_tokens=loaded.count,
-    )  # fmt: skip
+    request = TaskRequest(seed=0, limit=1, model_name="hf", tokenizer=loaded.tokenizer, count_tokens=loaded.count)
+    spec, manager = build_task("longbench_trec", options, request)
     (found,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
     (doc,) = found.test_docs()
     assert "context" not in doc

@@ -1,23 +1,21 @@
 """The tasks of the harness, each one file of Python beside one lm-eval definition (YAML).
 
     options = {"lengths": [1024], "depths": [0, 50, 100]}
-    spec, manager = build_task(
-        "needle", options, seed=0, tokenizer=tokenizer, workdir=out, limit=None, model_name="embedded",
-        count_tokens=loaded.count,
+    request = TaskRequest(
+        seed=0, limit=None, model_name="embedded", tokenizer=loaded.tokenizer, count_tokens=loaded.count
     )
+    spec, manager = build_task("needle", options, request)
     lm_eval.simple_evaluate(model=lm, tasks=spec.lm_eval_tasks, task_manager=manager)
 
 A task module has `Options` (a dataclass: the fields are the `task.*` keys; it checks itself when it is made, before any
 model is loaded), `longest(options, *, limit, model_name)`, the tokens of its longest prompt and the key that says so, and
-`build(options, *, seed, tokenizer, count_tokens, limit, model_name)`, which returns the TaskSpec and the documents of
-each lm-eval task. One that reads published data also has `prepare(options, *, limit)`, which gets them (from the hub)
-and checks them before any model is loaded.
+`build(options, request)`, which returns the TaskSpec and the documents of each lm-eval task. One that reads published
+data also has `prepare(options, *, limit)`, which gets them (from the hub) and checks them before any model is loaded.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from pqcache.harness.tasks import (
     xsum,
 )
 from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyTask, Loaded
-from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec
+from pqcache.harness.tasks.base import Docs, SampleRow, TaskRequest, TaskSpec
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -60,6 +58,7 @@ _MODULES["latency"] = latency  # none of them: harness/latency.py runs it
 __all__ = [
     "TASKS",
     "SampleRow",
+    "TaskRequest",
     "TaskSpec",
     "build_task",
     "check_task",
@@ -105,35 +104,14 @@ def prepare_task(name: str, options: dict[str, Any], *, limit: int | None) -> No
         module.prepare(module.Options(**options), limit=limit)
 
 
-def build_task(
-    name: str,
-    options: dict[str, Any],
-    *,
-    seed: int,
-    tokenizer: Any,
-    workdir: Path,
-    limit: int | None,
-    model_name: str,
-    count_tokens: Callable[[str], int],
-) -> tuple[TaskSpec, TaskManager | Loaded]:
-    """Make the documents of a task and the TaskManager that finds its definition in this package.
-
-    The documents stay in memory; `workdir` is for tasks that must keep files. `count_tokens` says how many tokens the
-    model sees for a prompt, its wrapping included.
-    """
+def build_task(name: str, options: dict[str, Any], request: TaskRequest) -> tuple[TaskSpec, TaskManager | Loaded]:
+    """Make the documents of a task, which stay in memory, and the TaskManager that finds its definition in this package."""
     from lm_eval.tasks import TaskManager
 
     module = _module(name)
     if isinstance(module, AnyTask):
         return module.build_manager(module.Options(**options))
-    spec, docs = module.build(
-        module.Options(**options),
-        seed=seed,
-        tokenizer=tokenizer,
-        count_tokens=count_tokens,
-        limit=limit,
-        model_name=model_name,
-    )
+    spec, docs = module.build(module.Options(**options), request)
     definitions = str(Path(__file__).parent)
     manager = TaskManager(include_path=definitions, include_defaults=False, metadata={"docs": Docs(docs)})
     return spec, manager

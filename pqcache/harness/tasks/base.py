@@ -32,6 +32,24 @@ class TaskSpec:
     tokens: Callable[[dict], tuple[list[int], int, int]] | None = None
 
 
+Built = tuple[TaskSpec, dict[str, list[dict]]]  # what a task's `build` returns: and its documents by lm-eval task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRequest:
+    """What documents are made for, beside the task's own options."""
+
+    seed: int
+    limit: int | None  # samples per lm-eval task; null: all, or where there is no end to them, the task's number
+    model_name: str
+    tokenizer: Any
+    count_tokens: Callable[[str], int]  # tokens the model sees for a prompt, its wrapping included
+
+    def samples(self, default: int) -> int:
+        """How many to make, where there is no end to them."""
+        return default if self.limit is None else self.limit
+
+
 class Docs:
     """Generated documents on their way to lm-eval, which passes `metadata` to a task's `custom_dataset`.
 

@@ -7,14 +7,13 @@ are in the row's metrics; `task.extract` says which one is the score.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
 from pqcache.harness.tasks import arithmetic, gsm8k_cot_long, published, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of
 
 MAX_NEW_TOKENS = 256  # lm-eval's default; the definition sets none
 FILTERS = {"strict": "strict-match", "flexible": "flexible-extract"}
@@ -58,16 +57,8 @@ def definition() -> dict[str, Any]:
     return {**found, "custom_dataset": dataset}
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
-    rows, facts = read(options, seed, limit)
+def build(options: Options, request: TaskRequest) -> Built:
+    rows, facts = read(options, request.seed, request.limit)
     spec = TaskSpec(
         name="gsm8k_cot",
         lm_eval_tasks=[definition()],

@@ -14,14 +14,13 @@ that do not fit a model are refused (the released code cuts none of these either
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from pqcache.harness.tasks import arithmetic, published, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 FIELDS = ("question", "answer")
 TEST = published.DataSet(
@@ -100,22 +99,16 @@ def prepare(options: Options, *, limit: int | None) -> None:
     read(options, 0, limit)
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
-    shown, rows, facts = read(options, seed, limit)
+def build(options: Options, request: TaskRequest) -> Built:
+    shown, rows, facts = read(options, request.seed, request.limit)
     examples = [worked(row) for row in shown[: options.shots]]
     docs = []
     for row in rows:
         left = examples
         prompt = prompt_of(left, row["question"])
-        while options.tokens is not None and len(tokenizer(prompt, verbose=False)["input_ids"]) > options.tokens:
+        while (
+            options.tokens is not None and len(request.tokenizer(prompt, verbose=False)["input_ids"]) > options.tokens
+        ):
             require(bool(left), "tokens", options.tokens, "is too short for a question alone")
             left = left[1:]
             prompt = prompt_of(left, row["question"])

@@ -18,7 +18,7 @@ from typing import Any
 
 from pqcache.harness import sandbox
 from pqcache.harness.tasks import published, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 DATA = published.DataSet(
@@ -86,17 +86,9 @@ def prepare(options: Options, *, limit: int | None) -> None:
     read(options, 0, limit)
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
+def build(options: Options, request: TaskRequest) -> Built:
     check(options)
-    rows, facts = read(options, seed, limit)
+    rows, facts = read(options, request.seed, request.limit)
     docs = [
         {**{key: row[key] for key in FIELDS}, "answer": row["canonical_solution"], "timeout": options.timeout}
         for row in rows

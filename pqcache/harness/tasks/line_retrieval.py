@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from random import Random
@@ -21,7 +20,7 @@ from typing import Any
 
 from pqcache.embedded import documents
 from pqcache.harness.tasks import published, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 REPO = "abacusai/LongChat-Lines"  # LongEval's own rows lie on GitHub only; these are made by its generator
 ON_HUB = (100, 150, 175, 200, 250, 300, 400, 500, 600, 680, 750, 850, 950, 1100)
@@ -95,16 +94,8 @@ def prepare(options: Options, *, limit: int | None) -> None:
     read(options, 0, limit)
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
-    rows, facts = read(options, seed, limit)
+def build(options: Options, request: TaskRequest) -> Built:
+    rows, facts = read(options, request.seed, request.limit)
     docs = [
         {"prompt": row["prompt"], "answer": str(row["expected_number"]), "meta": {"lines": options.lines}}
         for row in rows

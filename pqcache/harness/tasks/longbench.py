@@ -25,7 +25,7 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from pqcache.harness import longbench
 from pqcache.harness.tasks import longbench_rows, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
 FIELDS = ("input", "context", "answers", "length", "dataset", "language", "all_classes", "_id")
@@ -233,27 +233,18 @@ class Suite:
         for dataset in self._chosen(options):
             template(dataset)
 
-    def build(
-        self,
-        options: Options,
-        *,
-        seed: int,
-        tokenizer: Any,
-        count_tokens: Callable[[str], int],
-        limit: int | None,
-        model_name: str,
-    ) -> tuple[TaskSpec, dict[str, list[dict]]]:
+    def build(self, options: Options, request: TaskRequest) -> Built:
         if options.source == sources.CONSTRUCTED:
-            rows, facts = self._construct(options, seed, tokenizer, limit)
+            rows, facts = self._construct(options, request.seed, request.tokenizer, request.limit)
         else:
-            rows, facts = self._read(options, limit)
+            rows, facts = self._read(options, request.limit)
         docs: dict[str, list[dict]] = {}
         dataset_by_task: dict[str, str] = {}
         for dataset in self._chosen(options):
-            for task, chosen in self._tasks(dataset, rows[dataset], limit).items():
+            for task, chosen in self._tasks(dataset, rows[dataset], request.limit).items():
                 docs[task] = [_doc(dataset, row) for row in chosen]
                 dataset_by_task[task] = dataset
-        known = max_length(model_name) or max_length(str(getattr(tokenizer, "name_or_path", "")))
+        known = max_length(request.model_name) or max_length(str(getattr(request.tokenizer, "name_or_path", "")))
         spec = TaskSpec(
             name=self.name,
             lm_eval_tasks=[_definition(task, dataset_by_task[task], options, known) for task in docs],

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, SampleRow, TaskRequest, TaskSpec, dataset_of, require
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
@@ -161,21 +161,13 @@ def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[st
     return f"task.lengths={tokens}", tokens
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
+def build(options: Options, request: TaskRequest) -> Built:
     """One document per cell of the grid, shortest first; a limit keeps the first ones."""
-    grid, size = _grid(options, limit, model_name)
-    tokens = _haystack(options, tokenizer, seed, max(length for length, _ in grid))
+    grid, size = _grid(options, request.limit, request.model_name)
+    tokens = _haystack(options, request.tokenizer, request.seed, max(length for length, _ in grid))
     docs = []
     for length, depth in grid:
-        prompt, count = make_prompt(tokens, count_tokens, length, depth)
+        prompt, count = make_prompt(tokens, request.count_tokens, length, depth)
         docs.append(
             {"prompt": prompt, "answer": ANSWER, "meta": {"length": length, "depth": depth, "tokens": count}},
         )

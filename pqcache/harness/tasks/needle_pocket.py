@@ -5,12 +5,11 @@ Score: 100 x the share of value words restated at their place. The documents com
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pqcache.embedded import needle_pocket as pocket
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 MAX_NEW_TOKENS = 48
 DEFAULT_SAMPLES = 50  # where no limit is given: the documents are generated, there is no end to them
@@ -28,17 +27,9 @@ def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[st
     return f"task.length={options.length}", options.length
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
-    samples = limit if limit is not None else DEFAULT_SAMPLES
-    docs = pocket.make_samples(samples, options.length, seed, tokenizer, count_tokens)
+def build(options: Options, request: TaskRequest) -> Built:
+    samples = request.samples(DEFAULT_SAMPLES)
+    docs = pocket.make_samples(samples, options.length, request.seed, request.tokenizer, request.count_tokens)
     spec = TaskSpec(
         name="needle_pocket",
         lm_eval_tasks=["needle_pocket"],

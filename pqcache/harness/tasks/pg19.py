@@ -16,7 +16,7 @@ over positions, in stream mode its geometric mean, 100 / perplexity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -25,7 +25,7 @@ from typing import Any, Literal
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks import published, sources
 from pqcache.harness.tasks.any_lm_eval import percent
-from pqcache.harness.tasks.base import Docs, SampleRow, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, SampleRow, TaskRequest, TaskSpec, dataset_of, require
 
 DATA = published.DataSet(
     "emozilla/pg19-test", fields=("short_book_title", "text"), files=("test.jsonl", "test.parquet")
@@ -94,18 +94,10 @@ def prepare(options: Options, *, limit: int | None) -> None:
     read(options, 0)
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
-    title, text, facts = read(options, seed)
-    most = _tokens(options, model_name)
-    ids = list(tokenizer(text, verbose=False)["input_ids"])[: most + 2]  # special tokens included
+def build(options: Options, request: TaskRequest) -> Built:
+    title, text, facts = read(options, request.seed)
+    most = _tokens(options, request.model_name)
+    ids = list(request.tokenizer(text, verbose=False)["input_ids"])[: most + 2]  # special tokens included
     shared = {"title": title, "mode": options.mode, "sha256": published.digest([{"ids": ids}])[:16]}
     if options.mode == "stream":
         ids = ids[: most + 1]
@@ -135,7 +127,7 @@ def build(
         data={**facts, "book": title, "perplexity": label},
         tokens=tokens,
     )
-    return spec, {"pg19": docs[:limit]}
+    return spec, {"pg19": docs[: request.limit]}
 
 
 def dataset(docs: Docs, **_: Any) -> dict:

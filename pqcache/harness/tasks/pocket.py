@@ -18,7 +18,6 @@ before it: see `final`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from pqcache.embedded import load_tokenizer
 from pqcache.embedded import pocket as generator
 from pqcache.embedded.families import FAMILIES
 from pqcache.harness import longbench
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 NEW_TOKENS = {
     "qa": 32, "hop": 48, "decisions": 112, "labels": 32, "passages": 32, "count": 104, "chain": 64, "code": 40,
@@ -54,23 +53,14 @@ class Suite:
     def longest(self, options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
         return f"task.length={options.length}", options.length
 
-    def build(
-        self,
-        options: Options,
-        *,
-        seed: int,
-        tokenizer: Any,
-        count_tokens: Callable[[str], int],
-        limit: int | None,
-        model_name: str,
-    ) -> tuple[TaskSpec, dict[str, list[dict]]]:
-        samples = limit if limit is not None else DEFAULT_SAMPLES
+    def build(self, options: Options, request: TaskRequest) -> Built:
+        samples = request.samples(DEFAULT_SAMPLES)
         words = load_tokenizer()  # the words are made of the embedded model's tokens, whichever model reads them
         docs = {
             f"pocket_{family}": [
                 {**sample, "family": family}
                 for sample in generator.make_samples(
-                    family, samples, options.length, seed, tokenizer, count_tokens, words=words
+                    family, samples, options.length, request.seed, request.tokenizer, request.count_tokens, words=words
                 )
             ]
             for family in self.families

@@ -28,7 +28,7 @@ from typing import Any
 from pqcache.embedded import documents
 from pqcache.harness.registry import suggestion
 from pqcache.harness.tasks import published, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 NIAH = {  # haystack, kind of key, kind of value, keys, values per key, keys asked for
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
@@ -313,25 +313,17 @@ def prepare(options: Options, *, limit: int | None) -> None:
         published_rows(options)
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
+def build(options: Options, request: TaskRequest) -> Built:
     found: dict[str, list[dict]] = {}
     if options.source == sources.CONSTRUCTED:
-        count = limit if limit is not None else DEFAULT_SAMPLES
+        count = request.samples(DEFAULT_SAMPLES)
         for family in chosen(options):
-            found[family] = make_rows(family, count, options.length, seed, count_tokens)
-        facts = published.constructed([row for rows in found.values() for row in rows], seed)
+            found[family] = make_rows(family, count, options.length, request.seed, request.count_tokens)
+        facts = published.constructed([row for rows in found.values() for row in rows], request.seed)
     else:
         rows, facts = published_rows(options)
         for family in chosen(options):
-            found[family] = [row for row in rows if row["task"] == family][:limit]
+            found[family] = [row for row in rows if row["task"] == family][: request.limit]
     docs = {
         f"ruler_{family}": [
             {

@@ -10,7 +10,6 @@ document; unitxt's own layout around them is left out).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 from pqcache.embedded import documents
 from pqcache.harness.tasks import published, sources
-from pqcache.harness.tasks.base import Docs, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 FIELDS = ("document", "summary", "id")
 DATA = published.DataSet(
@@ -68,16 +67,8 @@ def prepare(options: Options, *, limit: int | None) -> None:
     read(options, 0, limit)
 
 
-def build(
-    options: Options,
-    *,
-    seed: int,
-    tokenizer: Any,
-    count_tokens: Callable[[str], int],
-    limit: int | None,
-    model_name: str,
-) -> tuple[TaskSpec, dict[str, list[dict]]]:
-    rows, facts = read(options, seed, limit)
+def build(options: Options, request: TaskRequest) -> Built:
+    rows, facts = read(options, request.seed, request.limit)
     docs = [
         {
             "prompt": PROMPT.format(document=row["document"]),

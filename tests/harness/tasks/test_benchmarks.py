@@ -16,6 +16,7 @@ from pqcache.embedded import load_tokenizer
 from pqcache.harness.models import LoadedModel
 from pqcache.harness.perplexity import curve, save_curve
 from pqcache.harness.tasks import (
+    TaskRequest,
     arithmetic,
     build_task,
     check_task,
@@ -51,16 +52,9 @@ def make(
     name: str, options: dict[str, Any], tokenizer: Any, *, limit: int | None = 3, seed: int = 0
 ) -> tuple[Any, dict]:
     """(the task's specification, its documents by lm-eval task)"""
-    spec, manager = build_task(
-        name,
-        options,
-        seed=seed,
-        tokenizer=tokenizer,
-        workdir=Path("unused"),
-        limit=limit,
-        model_name="embedded",
-        count_tokens=LoadedModel("m", None, tokenizer, True, None, None).count,  # type: ignore[arg-type]
-    )
+    count = LoadedModel("m", None, tokenizer, True, None, None).count  # type: ignore[arg-type]
+    request = TaskRequest(seed=seed, limit=limit, model_name="embedded", tokenizer=tokenizer, count_tokens=count)
+    spec, manager = build_task(name, options, request)
     tasks = manager.load(spec.lm_eval_tasks)["tasks"]
     return spec, {key: (task, list(task.test_docs())) for key, task in tasks.items()}
 

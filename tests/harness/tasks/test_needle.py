@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.models import LoadedModel
-from pqcache.harness.tasks import build_task, task_options
+from pqcache.harness.tasks import TaskRequest, build_task, task_options
 from pqcache.harness.tasks import needle as task
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
@@ -41,22 +41,17 @@ def _count(tokenizer):
     return LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
 
 
-def _build(tokenizer, tmp_path: Path, *, limit: int | None = None, seed: int = 0, model: str = "embedded", **options):
+def _build(tokenizer, *, limit: int | None = None, seed: int = 0, model: str = "embedded", **options):
     spec, manager = build_task(
         "needle",
         options,
-        seed=seed,
-        tokenizer=tokenizer,
-        workdir=tmp_path,
-        limit=limit,
-        model_name=model,
-        count_tokens=_count(tokenizer),
+        TaskRequest(seed=seed, limit=limit, model_name=model, tokenizer=tokenizer, count_tokens=_count(tokenizer)),
     )
     return spec, manager.load(spec.lm_eval_tasks)["tasks"]["needle"]
 
 
-def test_the_length_is_never_exceeded_and_nearly_used_up(tokenizer, tmp_path: Path) -> None:
-    _, found = _build(tokenizer, tmp_path, lengths=[512, 1024], depths=[0, 30, 100])
+def test_the_length_is_never_exceeded_and_nearly_used_up(tokenizer) -> None:
+    _, found = _build(tokenizer, lengths=[512, 1024], depths=[0, 30, 100])
     docs = list(found.test_docs())
     assert [(d["meta"]["length"], d["meta"]["depth"]) for d in docs] == [
         (512, 0), (512, 30), (512, 100), (1024, 0), (1024, 30), (1024, 100),
@@ -68,8 +63,8 @@ def test_the_length_is_never_exceeded_and_nearly_used_up(tokenizer, tmp_path: Pa
         assert doc["prompt"].count(task.NEEDLE) == 1
 
 
-def test_the_needle_stands_after_a_sentence_end_at_its_depth(tokenizer, tmp_path: Path) -> None:
-    _, found = _build(tokenizer, tmp_path, lengths=[1024], depths=[0, 25, 50, 75, 100])
+def test_the_needle_stands_after_a_sentence_end_at_its_depth(tokenizer) -> None:
+    _, found = _build(tokenizer, lengths=[1024], depths=[0, 25, 50, 75, 100])
     for doc in found.test_docs():
         before, _, after = doc["prompt"].partition(task.NEEDLE)
         before, after, depth = before.removeprefix(task.HEAD), after.removesuffix(task.TAIL), doc["meta"]["depth"]
@@ -89,7 +84,7 @@ def test_insertion_point(target: int, inserted_after: str) -> None:
     assert task.insert_needle(text, target, 50) == inserted_after + task.NEEDLE + text.removeprefix(inserted_after)
 
 
-def test_tokenizers_without_offsets(tmp_path: Path) -> None:
+def test_tokenizers_without_offsets() -> None:
     class Slow:
         is_fast = False
 
@@ -105,26 +100,26 @@ def test_tokenizers_without_offsets(tmp_path: Path) -> None:
     fast.backend_tokenizer.decoder = decoders.ByteLevel()
     prompts = []
     for tokenizer in (fast, Slow(fast)):
-        _, found = _build(tokenizer, tmp_path, lengths=[512], depths=[50])
+        _, found = _build(tokenizer, lengths=[512], depths=[50])
         prompts.append(found.test_docs()[0]["prompt"])
     assert prompts[0] == prompts[1]
 
 
-def test_default_grids(tokenizer, tmp_path: Path) -> None:
-    _, small = _build(tokenizer, tmp_path, limit=1)
+def test_default_grids(tokenizer) -> None:
+    _, small = _build(tokenizer, limit=1)
     assert small.test_docs()[0]["meta"]["length"] == 1024
-    _, large = _build(tokenizer, tmp_path, limit=1, model="some/model")
+    _, large = _build(tokenizer, limit=1, model="some/model")
     assert large.test_docs()[0]["meta"]["length"] == 1000
     lengths, depths = task.GRID
     assert (lengths[-1], len(depths)) == (30_000, 11)
     assert task.EMBEDDED_GRID == ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
 
 
-def test_a_limit_keeps_the_first_documents_and_the_seed_changes_the_text(tokenizer, tmp_path: Path) -> None:
+def test_a_limit_keeps_the_first_documents_and_the_seed_changes_the_text(tokenizer) -> None:
     options = {"lengths": [512, 300], "depths": [50, 0]}
-    _, whole = _build(tokenizer, tmp_path, **options)
-    _, part = _build(tokenizer, tmp_path, limit=2, **options)
-    _, other = _build(tokenizer, tmp_path, seed=1, **options)
+    _, whole = _build(tokenizer, **options)
+    _, part = _build(tokenizer, limit=2, **options)
+    _, other = _build(tokenizer, seed=1, **options)
     prompts = whole.test_docs()["prompt"]
     assert part.test_docs()["prompt"][:] == prompts[:2]
     assert other.test_docs()["prompt"][0] != prompts[0]
@@ -136,7 +131,7 @@ def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> 
     (folder / "b.txt").write_text("Second file.\n" + filler_text(Random(2), 600))
     (folder / "a.txt").write_text("First file.\n" + filler_text(Random(3), 600))
     (folder / "c.md").write_text("No text file.")
-    _, found = _build(tokenizer, tmp_path, lengths=[2048], depths=[100], haystack=str(folder))
+    _, found = _build(tokenizer, lengths=[2048], depths=[100], haystack=str(folder))
     prompt = found.test_docs()[0]["prompt"]
     assert prompt.index("First file.") < prompt.index("Second file.")
     assert prompt.count("First file.") > 1
@@ -165,9 +160,9 @@ def test_bad_grids_are_refused(bad: dict) -> None:
         task_options("needle")(**bad)
 
 
-def test_a_length_without_room_is_refused(tokenizer, tmp_path: Path) -> None:
+def test_a_length_without_room_is_refused(tokenizer) -> None:
     with pytest.raises(ValueError, match=r"^task\.lengths=20: is too short; .* take \d+ tokens$"):
-        _build(tokenizer, tmp_path, lengths=[20])
+        _build(tokenizer, lengths=[20])
 
 
 def test_scores() -> None:
@@ -192,8 +187,8 @@ def test_the_keyword_rule_agrees_with_the_judge(shared_data: Path) -> None:
 
 
 @pytest.mark.shared
-def test_real_essays(shared_data: Path, tmp_path: Path) -> None:
+def test_real_essays(shared_data: Path) -> None:
     tokenizer = _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), TEMPLATE)
-    _, found = _build(tokenizer, tmp_path, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
+    _, found = _build(tokenizer, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
     (doc,) = found.test_docs()
     assert 1000 <= _count(tokenizer)(doc["prompt"]) <= 1024

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import resources
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from lm_eval.api.model import LM
 
 from pqcache.embedded import load_tokenizer
 from pqcache.harness.models import LoadedModel
-from pqcache.harness.tasks import build_task, needle, needle_pocket, pocket, task_options
+from pqcache.harness.tasks import TaskRequest, build_task, needle, needle_pocket, pocket, task_options
 
 MADE = ("needle", "needle_pocket", *pocket.SUITES)  # of documents that are made here, answered by the embedded model
 SMALL = {name: {"length": 512} for name in MADE} | {"needle": {"lengths": [512, 640], "depths": [0, 50, 100]}}
@@ -26,10 +25,11 @@ def tokenizer():
     return load_tokenizer()
 
 
-def count(tokenizer):
-    """Tokens of a wrapped prompt, as a run counts them; no model is needed for it."""
+def asked(tokenizer, *, seed: int, limit: int) -> TaskRequest:
+    """Tokens of a wrapped prompt are counted as a run counts them; no model is needed for it."""
     chat = bool(tokenizer.chat_template)
-    return LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
+    count = LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
+    return TaskRequest(seed=seed, limit=limit, model_name="embedded", tokenizer=tokenizer, count_tokens=count)
 
 
 class Answers(LM):
@@ -51,18 +51,9 @@ class Answers(LM):
 
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("name", SOME)
-def test_through_lm_eval(name: str, right: bool, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_lm_eval(name: str, right: bool, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", None)  # the documents never pass through the datasets cache
-    spec, manager = build_task(
-        name,
-        SMALL[name],
-        seed=0,
-        tokenizer=tokenizer,
-        workdir=tmp_path,
-        limit=3,
-        model_name="embedded",
-        count_tokens=count(tokenizer),
-    )
+    spec, manager = build_task(name, SMALL[name], asked(tokenizer, seed=0, limit=3))
     results = simple_evaluate(
         Answers(right), tasks=spec.lm_eval_tasks, task_manager=manager, limit=3, bootstrap_iters=0, log_samples=True
     )
@@ -75,19 +66,10 @@ def test_through_lm_eval(name: str, right: bool, tokenizer, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("name", ["needle", "needle_pocket", "pocket_chain"])
-def test_a_larger_limit_only_adds_documents(name: str, tokenizer, tmp_path: Path) -> None:
+def test_a_larger_limit_only_adds_documents(name: str, tokenizer) -> None:
     prompts = []
     for limit in (2, 4):
-        spec, manager = build_task(
-            name,
-            SMALL[name],
-            seed=3,
-            tokenizer=tokenizer,
-            workdir=tmp_path,
-            limit=limit,
-            model_name="embedded",
-            count_tokens=count(tokenizer),
-        )
+        spec, manager = build_task(name, SMALL[name], asked(tokenizer, seed=3, limit=limit))
         (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
         prompts.append(list(task.test_docs()["prompt"]))
     assert len(prompts[1]) == 4
@@ -104,36 +86,18 @@ def test_definition_and_module_agree(module, tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("name", "length"), [(name, None if name == "needle" else 2048) for name in ALONE])
-def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, length: int | None, tokenizer, tmp_path) -> None:
+def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, length: int | None, tokenizer) -> None:
     """The first answer token comes from exact prefill attention: only what follows measures a method."""
     options = {"length": length} if length else SMALL[name]
-    spec, manager = build_task(
-        name,
-        options,
-        seed=1,
-        tokenizer=tokenizer,
-        workdir=tmp_path,
-        limit=4,
-        model_name="embedded",
-        count_tokens=count(tokenizer),
-    )
+    spec, manager = build_task(name, options, asked(tokenizer, seed=1, limit=4))
     (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
     sizes = [len(tokenizer(doc["answer"], add_special_tokens=False)["input_ids"]) for doc in task.test_docs()]
     assert min(sizes) >= 8
     assert max(sizes) + 1 <= spec.max_new_tokens
 
 
-def test_the_pocket_group_is_the_unweighted_mean_of_its_families(tokenizer, tmp_path: Path) -> None:
-    spec, manager = build_task(
-        "pocket",
-        {"length": 512},
-        seed=0,
-        tokenizer=tokenizer,
-        workdir=tmp_path,
-        limit=1,
-        model_name="embedded",
-        count_tokens=count(tokenizer),
-    )
+def test_the_pocket_group_is_the_unweighted_mean_of_its_families(tokenizer) -> None:
+    spec, manager = build_task("pocket", {"length": 512}, asked(tokenizer, seed=0, limit=1))
     assert set(spec.metric) == set(MADE) - {"needle", "needle_pocket", "pocket"}
     for task in manager.load(spec.lm_eval_tasks)["tasks"].values():
         assert (
