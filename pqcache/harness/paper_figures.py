@@ -10,13 +10,13 @@
     figure: {kind: ranks}                                         diagnostics: ranks of tokens over decode steps
 
 `by:` names the key whose values are the lines, and panels stand side by side: one per model, and of lines one per data set.
-Drawn without a display; the file is the result.
+Axes of scores and shares begin at 0. Drawn without a display; the file is the result.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PRINTED = "#9a9a9a"
 MOST_PANELS = 16
+LEAST_TOP = (
+    0.1  # an axis of scores shows at least this part of what there is: zeros are zeros, not a range of their own
+)
 
 
 def draw(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path) -> Path | None:
@@ -76,6 +79,24 @@ def _key(cell: Cell, key: str) -> Any:
 def _metric(plan: Plan, asked: Mapping[str, Any]) -> str:
     columns = list(plan.report.get("columns") or {"score": "score"})
     return str(asked.get("y", columns[0]))
+
+
+def _limits(plan: Plan, metric: str, values: Iterable[float | None], *, difference: bool = False) -> dict[str, float]:
+    """`set_ylim`'s arguments for numbers of a column: a score's axis begins at 0, ends above the largest value, or at 100.
+
+    The same for shares of one; a difference's axis shows 0 and at least 1 (a hundredth) around it. Others: {}, matplotlib's.
+    """
+    where = str((plan.report.get("columns") or {"score": "score"}).get(metric, ""))
+    percent = where == "score" or where.startswith("metric:")
+    if not percent and not where.startswith("row:diagnostics."):
+        return {}
+    whole = 100.0 if percent else 1.0
+    numbers = [value for value in values if value is not None]
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+    if difference:
+        return {"bottom": min(1.08 * low, -0.01 * whole), "top": max(1.08 * high, 0.01 * whole)}
+    top = max(1.08 * high, LEAST_TOP * whole)
+    return {"bottom": 0.0, "top": min(top, 1.02 * whole) if high <= whole else top}
 
 
 def _panels(found: Sequence[Entry], metric: str, *, datasets: bool) -> dict[str, list[Entry]]:
@@ -135,7 +156,7 @@ def _lines(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Pa
                 continue
             colour, marker = look[name]
             xs, ys = [p[0] for p in points], [p[1] for p in points]
-            axis.plot(xs, ys, label=name, color=colour, marker=marker, markersize=4, linewidth=1.2)
+            axis.plot(xs, ys, label=name, color=colour, marker=marker, markersize=4, linewidth=1.2, clip_on=False)
             if all(p[2] is not None for p in points):
                 axis.fill_between(
                     xs, [p[2] for p in points], [p[3] for p in points], color=colour, alpha=0.1, linewidth=0
@@ -149,6 +170,7 @@ def _lines(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Pa
             axis.plot([p[0] for p in level], [p[1] for p in level], color=COLOURS[0], linestyle=":", marker="o",
                       markersize=3, linewidth=1.1, label="full")  # fmt: skip
         style(axis, title, str(asked.get("x_label", x_key)), str(asked.get("y_label", metric)), top=None)
+        axis.set_ylim(**_limits(plan, metric, (x for e in block for x in (e.measured, e.high))))
         if numeric and asked.get("log"):
             axis.set_xscale("log", base=2)
         if len(values) <= 10:
@@ -206,6 +228,7 @@ def _bars(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Pat
     each = max(4.6, 1.1 + 0.12 * len(groups) * (len(names) + 1.6))
     figure, axes = _grid_of(len(panels), min(each, 15 / min(4, len(panels))), 3.6)
     for axis, (title, block) in zip(axes, panels.items()):
+        drawn: list[float | None] = []
         for name in dict.fromkeys(series(e) for e in block):
             middle = names.index(name) - (len(names) - 1) / 2 if name in names else 0.0
             xs, ys, below, above = [], [], [], []
@@ -220,6 +243,7 @@ def _bars(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Pat
                 below.append(max(0.0, value - low) if low is not None else 0.0)
                 above.append(max(0.0, high - value) if high is not None else 0.0)
                 printed = e.published_to_full if difference else e.published
+                drawn += [value, low, high, printed]
                 if printed is not None:
                     axis.plot([at - bar / 2, at + bar / 2], [printed] * 2, color=PRINTED, linewidth=1.8, zorder=3)
             if xs:
@@ -241,6 +265,7 @@ def _bars(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Pat
         turned = len(groups) > 3
         label = "difference to Full" if difference else str(asked.get("y_label", block[0].metric))
         style(axis, title, "", label, top=None)
+        axis.set_ylim(**_limits(plan, block[0].metric, drawn, difference=difference))
         axis.set_xticks(range(len(groups)), groups, rotation=40 if turned else 0, ha="right" if turned else "center")
     _legend(figure, axes)
     return save(figure, path, caption(plan, rows))
@@ -265,11 +290,12 @@ def _scatter(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: 
         x, y, size = values.get(x_name), values.get(y_name), values.get(size_name) or 1.0
         if x is None or y is None:
             continue
-        axis.scatter([x], [y], s=40 * size, color=look[line][0], alpha=0.75, edgecolor="white")
+        axis.scatter([x], [y], s=40 * size, color=look[line][0], alpha=0.75, edgecolor="white", clip_on=False)
         axis.annotate(line, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8)
     labels = asked.get("labels") or {}
     axis.margins(0.18)
     style(axis, "", str(labels.get(x_name, x_name)), str(labels.get(y_name, y_name)), top=None)
+    axis.set_ylim(**_limits(plan, y_name, (values.get(y_name) for values in points.values())))
     note = f" Area: {labels.get(size_name, size_name)}." if size_name else ""
     return save(figure, path, caption(plan, rows) + note)
 

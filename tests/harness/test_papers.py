@@ -126,6 +126,23 @@ def test_figures_are_drawn(figure: dict[str, Any], plan: Plan, rows: dict[str, r
     assert paper_figures.draw(drawn, [], {}, tmp_path / "none.png") is None
 
 
+def test_axes_of_scores_begin_at_zero(plan: Plan) -> None:
+    def limits(*values: float | None, metric: str = "score", **options: bool) -> tuple[float, float] | None:
+        columns = {"score": "score", "strict": "metric:m", "mass": "row:diagnostics.mass", "s": "row:prefill_s"}
+        shown = Plan(plan.cells, True, plan.experiment, {}, {"columns": columns})
+        found = paper_figures._limits(shown, metric, values, **options)
+        return (found["bottom"], found["top"]) if found else None
+
+    assert limits() == limits(0.0, None, 0.0) == limits(metric="strict") == (0.0, 10.0)
+    assert limits(20.0, 40.0) == (0.0, pytest.approx(43.2))
+    assert limits(3.0, 99.5) == (0.0, 102.0)
+    assert limits(0.5, metric="mass") == (0.0, pytest.approx(0.54))
+    assert limits(1.0, metric="mass") == (0.0, 1.02)
+    assert limits(0.0, difference=True) == (-1.0, 1.0)
+    assert limits(-50.0, 0.5, difference=True) == (-54.0, 1.0)
+    assert limits(1.0, 9.0, metric="s") is None
+
+
 def test_figures_of_files_beside_the_rows(plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     """Heat maps and perplexity curves, as their tasks write them into the cells."""
     for cell in plan.cells[:3]:
