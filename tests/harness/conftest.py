@@ -82,3 +82,19 @@ def command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         return run.main([*(b for b in base if b.partition("=")[0] not in typed), *arguments])
 
     return call
+
+
+@pytest.fixture
+def generated(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per sample that was really generated."""
+    from pqcache.harness import lm
+
+    calls: list[int] = []
+    original = lm.generate
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(lm, "generate", counting)
+    return calls

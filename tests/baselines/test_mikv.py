@@ -1,0 +1,49 @@
+"""MiKV: what it shares with ZipCache, and its balanced keys."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from baselines.mikv import MiKV
+from baselines.zipcache import ZipCache
+from pqcache.selective import Budget
+from pqcache.selective.ledger import unique_bytes
+from pqcache.store.mixed import MixedCodec, Widths
+from tests.baselines.drive import run
+
+FIFTH = {"budget": Budget(ratio=0.2)}
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_mikv_differs_in_which_tokens_are_salient_only(llama: PreTrainedModel) -> None:
+    zipped, mikv = (run(llama, cls(**FIFTH), 200, 5).layers[0].store for cls in (ZipCache, MiKV))
+    assert not torch.equal(zipped.widths.bits(), mikv.widths.bits())
+    a, b = (unique_bytes(store.tensors()["device"]) for store in (zipped, mikv))
+    assert a == b
+    torch.testing.assert_close(
+        mikv.saliency(0, 5) * 0 + 1, torch.ones(2, 5, dtype=torch.float64)
+    )  # its sums are kept for tokens not packed yet
+    late = [store.widths.bits()[0, :, 150:200].float().mean() for store in (zipped, mikv)]
+    assert late[0] > late[1]  # sums favour early tokens, means do not
+
+
+def test_balanced_keys_leave_products_unchanged() -> None:
+    q, k = randn(1, 2, 9, 8, seed=1), randn(1, 2, 9, 8, seed=2) * torch.tensor([50.0] + [1] * 7)
+    codec = MixedCodec((8, 2), "token", Widths(), owner=True)
+    codec.balanced, codec.query_max = True, q.abs().amax(2)
+    codec.widths.announce([torch.ones(2, 9, dtype=torch.bool)], [9])
+    codec.append(k, [0], [9])
+    b = 1 / codec.scale.float()
+    torch.testing.assert_close(b.flatten(), (q.abs().amax(2) / k.abs().amax(2)).sqrt().flatten(), rtol=1e-3, atol=0)
+    products = (q / b) @ (k * b).transpose(-1, -2)
+    torch.testing.assert_close(products, q @ k.transpose(-1, -2), rtol=1e-4, atol=1e-4)
+    plain = MixedCodec((8, 2), "token", Widths(), owner=True)
+    plain.widths.announce([torch.ones(2, 9, dtype=torch.bool)], [9])
+    plain.append(k, [0], [9])
+    errors = [(q @ (c.tile(0, 9) - k).transpose(-1, -2)).abs().mean() for c in (codec, plain)]
+    assert errors[0] < 0.5 * errors[1]  # an outlier channel no longer takes the others' range

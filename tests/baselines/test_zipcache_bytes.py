@@ -1,0 +1,87 @@
+"""What ZipCache stores, and the ratios its paper counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.gear import GEAR
+from baselines.gear import accounted_ratio as gear_ratio
+from baselines.int8 import Int8
+from baselines.kivi import KIVI, accounted_ratio
+from baselines.mikv import MiKV
+from baselines.zipcache import ZipCache
+from pqcache.selective import Budget
+from pqcache.selective.ledger import unique_bytes
+from pqcache.selective.method import ModelShape
+from pqcache.store.accounting import mean_bits, published_ratio
+from tests.baselines.drive import run
+
+FIFTH = {"budget": Budget(ratio=0.2)}
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(method: ZipCache, s: int, shape: ModelShape, n: int = 1) -> dict[str, int]:
+    """Bytes of a prompt of s fp16 tokens per part."""
+    store = method.make_store(0, shape)
+    k = randn(n, shape.h_kv, s, shape.d, seed=0).half()
+    store.load(k, k, [s] * n)
+    store.pack(everything=True)
+    codecs = [stream.codec for stream in (store.k, store.v)]
+    codes = sum(subset.codes.numel() for codec in codecs for subset in codec.subsets if subset.codes is not None)
+    ids = unique_bytes(store.widths.tensors())
+    total = unique_bytes(store.tensors()["device"])
+    return {"codes": codes, "ids": ids, "parameters": total - codes - ids, "total": total}
+
+
+@pytest.mark.parametrize("s", [840, 120])
+def test_measured_bytes_equal_the_formula(s: int) -> None:
+    """fp16, h_kv = 8, d = 128: 3.2 bits per code; 5 D + 2 s numbers of parameters; a bit and a count per 64 tokens."""
+    got = stored(ZipCache(**FIFTH), s, ModelShape(1, 32, 8, 128))
+    salient = s - int(0.4 * s + 1e-9)
+    assert got["codes"] == 2 * 1024 * (4 * salient + 2 * (s - salient)) // 8
+    assert got["parameters"] == 2 * (5 * 1024 + 2 * s)
+    assert got["ids"] == 8 * -(-s // 64) * 12
+    assert got["total"] == sum(got[part] for part in ("codes", "parameters", "ids"))
+    grouped = stored(ZipCache(**FIFTH, granularity="group"), s, ModelShape(1, 32, 8, 128))
+    assert grouped["parameters"] == 2 * 4 * 1024 * s // 32
+
+
+@pytest.mark.parametrize(
+    ("length", "share", "published"),
+    [(840, 0.6, 4.98), (840, 0.7, 4.69), (3072, 0.8, 4.43), (120, 0.6, 4.94), (120, 0.8, 4.39)],
+)
+def test_published_ratios_of_the_result_tables(length: int, share: float, published: float) -> None:
+    assert round(published_ratio("mixed", mean_bits(share), length), 2) == published
+
+
+@pytest.mark.parametrize(("counting", "published"), [("group", 3.2), ("token", 3.992), ("channel-cst", 3.995)])
+def test_published_ratios_of_table_1(counting: str, published: float) -> None:
+    assert round(published_ratio(counting, 4, 4096), 3) == published
+    assert round(published_ratio("channel-token", 4, 4096), 4) == 3.9956  # printed as 4.00
+
+
+@torch.no_grad()
+def test_the_published_ratio_stands_beside_measured_bytes(llama: PreTrainedModel) -> None:
+    for method, ratio in (
+        (ZipCache(**FIFTH), 4.94),
+        (MiKV(budget=Budget(ratio=0.225)), 4.39),
+        (ZipCache(budget=Budget(ratio=0.25), granularity="group", group=8), round(16 / (4 + 32 / 8), 2)),
+        (KIVI(group=8, residual=32), round(accounted_ratio(120, 2, 8, 32), 2)),
+        (GEAR(), round(gear_ratio(120, d=16, channels=32), 2)),
+    ):
+        assert round(run(llama, method, 120).ledger.told()["published_ratio"], 2) == ratio
+    for method in (ZipCache(), KIVI(bits=16), GEAR(bits=16), Int8()):
+        assert "published_ratio" not in run(llama, method, 120).ledger.told()
+
+
+def test_stored_as_published_for_one_big_row() -> None:
+    """What is measured, without the marks, is the published formula with per-row channel parameters, 5 D + 2 n l."""
+    got = stored(ZipCache(**FIFTH), 840, ModelShape(1, 32, 32, 128))
+    exact = 2 * 840 * 4096 * 2
+    assert round(exact / (got["codes"] + got["parameters"]), 3) == 4.921
+    assert round(exact / got["total"], 3) == 4.911

@@ -1,0 +1,271 @@
+"""ZipCache's codes against a naive reference, and attention over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.mikv import MiKV
+from baselines.zipcache import ZipCache
+from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective.layer import Step
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.method import ModelShape
+from pqcache.store.mixed import MixedCodec, Widths
+from pqcache.store.quantizer import dequantize, quantize
+from tests.baselines.common import context
+from tests.invariants.drive import Session, pad_left, tokens
+from tests.store.test_coded import Largest
+
+FIFTH = {"budget": Budget(ratio=0.2)}
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=3)
+
+
+def codec_pair(by: str, segment: bool) -> tuple[MixedCodec, MixedCodec, Widths]:
+    widths = Widths()
+    pair = [MixedCodec((4, 2), by, widths, owner=owner, segment=segment, group=4) for owner in (True, False)]
+    return pair[0], pair[1], widths
+
+
+def pack(
+    pair: tuple[MixedCodec, MixedCodec, Widths], x: torch.Tensor, starts: list[int], counts: list[int], seed: int
+) -> list:
+    """Append with random widths, half of the tokens salient; the masks."""
+    coming = []
+    for row, count in enumerate(counts):
+        noise = randn(x.shape[1], count, seed=seed + row)
+        mask = torch.zeros(x.shape[1], count, dtype=torch.bool)
+        coming.append(mask.scatter_(1, noise.sort(-1).indices[:, : count - count // 2], True))
+    pair[2].announce(coming, [count - count // 2 for count in counts])
+    pair[0].append(x, starts, counts)
+    pair[1].append(-x, starts, counts)
+    return coming
+
+
+def reference(x: torch.Tensor, mask: torch.Tensor, by: str) -> torch.Tensor:
+    """One row x (h_kv, t, d), quantized and decoded, written down anew: width after width, whole tensors, no packing."""
+    c = torch.ones(x.shape[0], 1, x.shape[2])
+    if by == "cst":
+        c = x.abs().amax(1, keepdim=True).sqrt().half().float()
+    out = torch.zeros_like(x)
+    for bits, members in ((4, mask), (2, ~mask)):
+        if not members.any():
+            continue
+        part = torch.stack([(x / c)[head, members[head]] for head in range(x.shape[0])])
+        if by == "group":
+            back = dequantize(quantize(part.unflatten(-1, (-1, 4)), bits), torch.float32).flatten(-2)
+        else:
+            back = dequantize(quantize(part, bits, 1 if by == "channel" else (0, 2)), torch.float32)
+        for head in range(x.shape[0]):
+            out[head, members[head]] = back[head]
+    return out * c
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=LENGTHS,
+    h_kv=st.sampled_from([1, 2, 4]),
+    by=st.sampled_from(["channel", "token", "cst", "group"]),
+    seed=st.integers(0, 10**6),
+)
+def test_decoded_tokens_equal_the_reference(lengths: list[int], h_kv: int, by: str, seed: int) -> None:
+    pair = codec_pair(by, False)
+    t = max(lengths)
+    x = randn(len(lengths), h_kv, t, 8, seed=seed) * (
+        1 + 9 * torch.rand(8, generator=torch.Generator().manual_seed(seed))
+    )
+    coming = pack(pair, x, [0] * len(lengths), lengths, seed)
+    for codec, sign in ((pair[0], 1), (pair[1], -1)):
+        got = codec.tile(0, t)
+        for row, count in enumerate(lengths):
+            want = reference(sign * x[row, :, t - count :], coming[row], by)
+            torch.testing.assert_close(got[row, :, :count], want, rtol=1e-5, atol=1e-6)
+        chosen = torch.randint(
+            -1, min(lengths), (len(lengths), 2 * h_kv, 5), generator=torch.Generator().manual_seed(seed)
+        )
+        whole = got.repeat_interleave(2, 1).gather(2, chosen.clamp_min(0)[..., None].expand(-1, -1, -1, 8))
+        torch.testing.assert_close(
+            torch.where((chosen < 0)[..., None], 0, codec.take(chosen, 2) - whole).abs().max(), torch.tensor(0.0)
+        )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=LENGTHS,
+    by=st.sampled_from(["channel", "token", "cst", "group"]),
+    segment=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_later_tokens(lengths: list[int], by: str, segment: bool, seed: int) -> None:
+    """Widths are final; codes change only where a range grew, by at most half a new step more, and never with segments."""
+    pair, n = codec_pair(by, segment), len(lengths)
+    x = randn(n, 2, max(lengths), 8, seed=seed)
+    pack(pair, x, [0] * n, lengths, seed)
+    before, widths = [codec.tile(0, max(lengths)) for codec in pair[:2]], pair[2].bits()
+    inside = 0.1 * randn(n, 2, 6, 8, seed=seed + 9).clamp(-1, 1)
+    wild = 3 * randn(n, 2, 6, 8, seed=seed + 10)
+    held = list(lengths)
+    for new, quiet in ((inside, min(lengths) > 30), (wild, False)):
+        pack(pair, new, held, [6] * n, seed + 11)
+        held = [length + 6 for length in held]
+        for codec, old in zip(pair[:2], before, strict=True):
+            now = codec.tile(0, max(held))
+            for row, length in enumerate(lengths):
+                assert torch.equal(pair[2].bits()[row, :, :length], widths[row, :, :length])
+                drift = (now[row, :, :length] - old[row, :, :length]).abs().max()
+                if segment or by in ("token", "group") or quiet:
+                    assert drift == 0
+                else:
+                    assert drift < 3.5  # half a 2-bit step of the wild range
+                assert now.isfinite().all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=LENGTHS,
+    by=st.sampled_from(["channel", "token", "cst", "group"]),
+    segment=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_dropped_tokens_leave_the_others_as_they_were(lengths: list[int], by: str, segment: bool, seed: int) -> None:
+    pair, n = codec_pair(by, segment), len(lengths)
+    pack(pair, randn(n, 2, max(lengths), 8, seed=seed), [0] * n, lengths, seed)
+    pack(pair, randn(n, 2, 5, 8, seed=seed + 1), lengths, [5] * n, seed + 1)
+    held = [length + 5 for length in lengths]
+    generator = torch.Generator().manual_seed(seed)
+    counts = [int(torch.randint(1, length + 1, (1,), generator=generator)) for length in held]
+    indices = torch.zeros(n, 2, max(counts), dtype=torch.long)
+    for r, (count, length) in enumerate(zip(counts, held, strict=True)):
+        for head in range(2):
+            indices[r, head, :count] = torch.randperm(length, generator=generator)[:count].sort().values
+    before = [codec.take(indices) for codec in pair[:2]]
+    pair[1].keep(indices, counts)
+    pair[0].keep(indices, counts)
+    after = [codec.tile(0, max(counts)) for codec in pair[:2]]
+    for r, count in enumerate(counts):
+        for a, b in zip(before, after, strict=True):
+            assert torch.equal(a[r, :, :count], b[r, :, :count])
+    pack(pair, 0.01 * randn(n, 2, 3, 8, seed=seed + 2), counts, [3] * n, seed + 2)  # and the next ones find their place
+    for a, codec in zip(after, pair[:2], strict=True):
+        now = codec.tile(0, max(counts) + 3)
+        for r, count in enumerate(counts):
+            assert (now[r, :, :count] - a[r, :, :count]).abs().max() < 2.5
+            assert now[r, :, count : count + 3].abs().max() < 3.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("granularity", ["channel-cst", "channel-token", "token", "group"])
+def test_extreme_values_never_become_nan(dtype: torch.dtype, granularity: str) -> None:
+    limit = torch.finfo(torch.float16).max
+    shape = ModelShape(1, 4, 2, 8)
+    for s in (1, 2, 40):
+        for kind in ("zero", "constant", "largest", "one channel"):
+            x = torch.zeros(1, 2, s, 8)
+            if kind == "constant":
+                x += 3
+            elif kind == "largest":
+                x += limit * torch.randn(x.shape, generator=torch.Generator().manual_seed(s)).sign()
+            elif kind == "one channel":
+                x[..., 2] = randn(s, seed=s) * 100
+            method = ZipCache(**FIFTH, granularity=granularity, group=4)
+            store = method.make_store(0, shape)
+            x = x.to(dtype)
+            store.load(x, x, [s])
+            store.pack(everything=True)
+            for new in range(2):
+                store.append(x[:, :, :1] * (1 - new), x[:, :, :1] * (1 - new))
+                store.pack(everything=True)
+            k, v = store.view()
+            assert k.isfinite().all() and v.isfinite().all()
+            if kind in ("zero",):
+                assert not k.any() and not v.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=LENGTHS,
+    h_kv=st.sampled_from([1, 2, 4]),
+    g=st.sampled_from([1, 2]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    cls=st.sampled_from([ZipCache, MiKV]),
+    options=st.sampled_from([{}, {"recompress": "segment"}, {"granularity": "group", "group": 4}, {"scope": "layer"}]),
+    seed=st.integers(0, 10**6),
+)
+def test_decode_attention_equals_a_reference_that_decodes_everything(
+    lengths: list[int], h_kv: int, g: int, dtype: torch.dtype, cls: Any, options: dict, seed: int
+) -> None:
+    """A padded prompt and steps over two packings, against softmax in fp32 over all of K and V, row by row."""
+    n, h, t, d = len(lengths), h_kv * g, max(lengths), 8
+    layer = cls(**FIFTH, gap=4, **options).make_layer(0, ModelShape(1, h, h_kv, d))
+    q, k, v = (randn(n, heads, t, d, seed=seed + i).to(dtype) for i, heads in enumerate((h, h_kv, h_kv)))
+    aligned = [torch.stack([x[r].roll(length - t, 1) for r, length in enumerate(lengths)]) for x in (k, v)]
+    step = Step(False, t, [0] * n, lengths, lengths, ends_prompt=True, first=True)
+    ctx = context(step, layer.shape, Ledger())
+    layer.observe(q, aligned[0], lengths, ctx)  # queries are right-aligned, staged keys left-aligned
+    layer.settle(*aligned, lengths, ctx)
+    for i in range(9):
+        q, k, v = (
+            randn(n, heads, 1, d, seed=seed + 10 * i + j).to(dtype) for j, heads in enumerate((h, h_kv, h_kv), 7)
+        )
+        before = [x.clone() for x in layer.store.view()]
+        out = layer.decode(q, k, v, context(step, layer.shape, Ledger()))
+        for r, length in enumerate(lengths):
+            keys, values = (
+                torch.cat([old[r, :, : length + i], new[r]], 1).float().repeat_interleave(g, 0)
+                for old, new in zip(before, (k, v), strict=True)
+            )
+            weights = (q[r].float() @ keys.transpose(-1, -2) * d**-0.5).softmax(-1)
+            want = (weights @ values).transpose(0, 1)
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(out[r].float(), want, **tolerance)
+
+
+@torch.no_grad()
+def test_special_tokens_come_from_the_prompt(llama: PreTrainedModel) -> None:
+    rows = [tokens(90, 1), tokens(40, 2)]
+    method = ZipCache(**FIFTH, probes="special", special_ids=list(range(5, 60)))
+
+    def salient(prompts: list[list[int]]) -> list[torch.Tensor]:
+        ids, mask = pad_left(prompts)
+        cache = SelectiveCache(llama, method)
+        with attach(llama):
+            cache.begin([len(row) for row in prompts], token_ids=ids)
+            llama(ids, attention_mask=mask, past_key_values=cache)
+        bits = cache.layers[2].store.widths.bits()
+        return [bits[r, :, : len(row)] for r, row in enumerate(prompts)]
+
+    both = salient(rows)
+    for row, bits in zip(rows, both, strict=True):
+        assert torch.equal(salient([row])[0], bits)
+    with attach(llama), pytest.raises(ValueError, match="probes=special"):
+        Session(llama, SelectiveCache(llama, method), rows)
+
+
+@pytest.mark.parametrize("recompress", ["whole", "segment"])
+def test_scratch_of_a_step_does_not_grow_with_the_length(recompress: str) -> None:
+    """Attending, and packing with all old codes coded again: no tensor of decoded numbers beyond a tile."""
+    sizes = []
+    for length in (3000, 6000):
+        layer = ZipCache(**FIFTH, gap=2, recompress=recompress).make_layer(0, ModelShape(1, 4, 2, 16))
+        x = randn(1, 2, length, 16, seed=0)
+        layer.store.load(x, x, [length])
+        layer.store.pack(everything=True)
+        ctx = context(Step(True, 1, [0], [1], [0], ends_prompt=False, first=False), layer.shape, Ledger())
+        with Largest([]) as seen:
+            for i in range(2):
+                new = 9 * randn(1, 2, 1, 16, seed=i)
+                layer.decode(randn(1, 4, 1, 16, seed=i), new, new, ctx)
+        assert layer.store.k.body == [length + 2]
+        sizes.append(seen.numel)
+    assert sizes[0] == sizes[1] == 2 * 1024 * 16

@@ -1,0 +1,24 @@
+"""What tests of whole runs share: the command as a fixture gives it, and the rows and states that lie on disk after."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pqcache.harness.results import Row, read_row
+
+REPO = Path(__file__).resolve().parents[2]
+Command = Callable[..., int]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def rows(out: Path) -> dict[str, Row]:
+    """Method and budget -> row, for folders without other overrides."""
+    found = [read_row(path) for path in out.glob("*/row.json")]
+    return {f"{r['method']} {r['budget_ratio']}": r for r in found if r is not None}
+
+
+def status(out: Path) -> dict[str, dict]:
+    return {path.parent.name.split("__")[1]: json.loads(path.read_text()) for path in out.glob("*/status.json")}

@@ -1,0 +1,174 @@
+"""Runs that go on after an end, a kill or another limit: finished samples are used again, others never."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness import environment, lm, samples
+from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
+
+
+def test_rerun_skips_finished_samples_and_larger_limit_extends(
+    command: Command, tmp_path: Path, generated: list[int]
+) -> None:
+    assert command("method=oracle", "limit=2") == 0
+    first = rows(tmp_path / "out")["oracle 0.2"]
+    assert command("method=oracle", "limit=2") == 0
+    assert len(generated) == 2
+    assert rows(tmp_path / "out")["oracle 0.2"] == first  # times included: they come from the samples
+    assert command("method=oracle", "limit=5") == 0
+    assert len(generated) == 5
+    row = rows(tmp_path / "out")["oracle 0.2"]
+    assert row["n_samples"] == 5
+    old, new = first["sample_scores"]["needle_pocket"], row["sample_scores"]["needle_pocket"]
+    assert old.items() <= new.items()
+
+
+def test_a_resumed_row_states_what_was_measured(
+    command: Command, tmp_path: Path, monkeypatch: Any, generated: list[int]
+) -> None:
+    assert command("method=full", "limit=1") == 0
+    path = next((tmp_path / "out").glob("*/row.json"))
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    first = rows(tmp_path / "out")["full 1.0"]
+    monkeypatch.setattr(environment, "device_caption", lambda _: "another machine")
+    monkeypatch.setattr(environment, "git_commit", lambda: "another commit")
+    assert command("method=full", "limit=1") == 0
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert command("method=full", "limit=2") == 0
+    row = rows(tmp_path / "out")["full 1.0"]
+    assert row["device"] == f"{first['device']} / another machine"
+    assert row["git_commit"] == " / ".join(filter(None, [first["git_commit"], "another commit"]))
+    assert row["versions"] == first["versions"]
+    assert len(generated) == 2
+
+
+def test_other_weights_under_the_same_path_are_computed_again(
+    command: Command, tiny: Path, tmp_path: Path, generated: list[int]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    for _ in range(2):
+        assert command("method=full", f"model.path={copy}", "limit=1") == 0
+    assert len(generated) == 1
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    assert command("method=full", f"model.path={copy}", "limit=1") == 0
+    assert len(generated) == 2
+
+
+def test_smaller_limit_prints_its_figures_and_leaves_the_row(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int]
+) -> None:
+    assert command("method=full", "limit=4") == 0
+    path = next((tmp_path / "out").glob("*/row.json"))
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    capsys.readouterr()
+    assert command("method=full", "limit=2") == 0
+    shown = capsys.readouterr().out
+    assert "2 samples" in shown
+    assert "row.json keeps" in shown
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert status(tmp_path / "out")["full"]["n_samples"] == 4
+    assert len(generated) == 4
+
+
+def test_half_a_line_is_dropped_and_done_again(command: Command, tmp_path: Path, generated: list[int]) -> None:
+    assert command("method=full") == 0
+    folder = next((tmp_path / "out").iterdir())
+    log = folder / "samples.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(whole[: len(whole) - 100])
+    assert command("method=full") == 0
+    assert len(generated) == 4
+    again = [json.loads(line) for line in log.read_text().splitlines()]
+    before = [json.loads(line) for line in whole.decode().splitlines()]
+    assert [s["response"] for s in again] == [s["response"] for s in before]
+    assert again[:2] == before[:2]
+
+
+def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path, generated: list[int]) -> None:
+    assert command("method=full", "limit=2") == 0
+    log = next((tmp_path / "out").iterdir()) / "samples.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[1]["fingerprint"] = "0" * 16
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert command("method=full", "limit=2") == 0
+    assert len(generated) == 3
+
+
+def test_two_processes_never_share_a_cell(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("method=full", "limit=1") == 0
+    log = next((tmp_path / "out").iterdir()) / "samples.jsonl"
+    before = status(tmp_path / "out")
+    with samples.SampleLog(log):
+        assert command("method=full", "limit=2") == 1
+    assert "another process is running this cell" in capsys.readouterr().err
+    assert status(tmp_path / "out") == before
+
+
+def test_interrupt_leaves_a_cell_that_goes_on(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
+) -> None:
+    counting = lm.generate
+
+    def stop_at_third(*args: Any, **kwargs: Any) -> Any:
+        if len(generated) == 2:
+            raise KeyboardInterrupt
+        return counting(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "generate", stop_at_third)
+        assert command("method=full") == 130
+    assert status(tmp_path / "out")["full"]["status"] == "interrupted"
+    assert command("method=full") == 0
+    assert len(generated) == 3
+
+
+def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, tiny: Path) -> None:
+    """A real process, really killed; the rerun gives the undisturbed run's answers and keeps every finished sample."""
+    arguments = ["method=oracle", "budget=0.2", "model=hf", f"model.path={tiny}", "task.length=768", "limit=8"]
+
+    typed = [sys.executable, str(REPO / "run.py"), *arguments, f"out={tmp_path / 'killed'}", "wandb=disabled"]
+    disturbed = subprocess.Popen(typed, cwd=tmp_path, env=ONE_THREAD, stdout=-1, stderr=-1, text=True)
+    log = None
+    try:
+        for _ in range(12_000):
+            log = next(iter((tmp_path / "killed").glob("*/samples.jsonl")), None)
+            if log is not None and log.read_bytes().count(b"\n") >= 2:
+                break
+            assert disturbed.poll() is None, disturbed.communicate()
+            time.sleep(0.01)
+    finally:
+        disturbed.send_signal(signal.SIGKILL)
+        disturbed.wait()
+    assert log is not None
+    before = log.read_bytes()
+    finished = before[: before.rfind(b"\n") + 1]
+    assert 2 <= finished.count(b"\n") < 8
+    log.write_bytes(finished + b'{"task": "needle_pocket", "doc_id": 6, "respon')  # killed while writing
+    assert json.loads((log.parent / "status.json").read_text())["status"] == "running"
+
+    for out in ("killed", "whole"):
+        assert run.main([*arguments, f"out={tmp_path / out}", "wandb=disabled"]) == 0
+    assert log.read_bytes().startswith(finished)  # not recomputed: those bytes, times included, are still there
+    assert log.read_bytes().count(b"\n") == 8
+    killed, whole = (next(iter(rows(tmp_path / out).values())) for out in ("killed", "whole"))
+    assert killed["sample_scores"] == whole["sample_scores"]
+    assert killed["score"] == whole["score"]
+    answers = [
+        {s["doc_id"]: s["response"] for s in map(json.loads, next((tmp_path / out).glob("*/samples.jsonl")).open())}
+        for out in ("killed", "whole")
+    ]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0].values())) > 4  # the random model does say different things

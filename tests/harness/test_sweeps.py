@@ -1,0 +1,207 @@
+"""Several cells in one command: sweeps and experiments, their tables, skipped and failed cells."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness import lm, models, registry, runner
+from pqcache.harness.results import read_row
+from pqcache.selective import NotApplicable
+from tests.harness.cells import REPO, Command, rows, status
+
+
+def test_sweep_ends_with_one_table_and_full_runs_once(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int], monkeypatch: Any
+) -> None:
+    loads: list[int] = []
+    original, builder = models.load, runner.build_task
+    monkeypatch.setattr(models, "load", lambda *a: loads.append(1) or original(*a))
+    monkeypatch.setattr(runner, "build_task", lambda *a, **k: loads.append(2) or builder(*a, **k))
+    assert command("-m", "method=oracle,full,int8", "budget=0.1,0.2", "limit=2") == 0
+    assert sorted(loads) == [1, 2]  # model and task once
+    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "int8 1.0", "oracle 0.1", "oracle 0.2"]
+    assert len(generated) == 4 * 2
+    shown = capsys.readouterr().out
+    table = shown[shown.index("budget 0.1") :]
+    assert table.count("\nfull") in (1, 2)  # one line over both budgets, or one in the block of each
+    for row in rows(tmp_path / "out").values():  # Full ran after Oracle, and is compared with all the same
+        assert row["full_score"] is not None
+        assert row["paired_difference"] == 0
+        assert row["paired_interval"] == [0, 0]
+
+
+def test_pairs_are_made_when_full_comes_later(command: Command, tmp_path: Path) -> None:
+    assert command("method=oracle", "limit=2") == 0
+    assert rows(tmp_path / "out")["oracle 0.2"]["full_score"] is None
+    assert command("method=full", "limit=3") == 0
+    assert rows(tmp_path / "out")["oracle 0.2"]["paired_samples"] == 2
+    assert command("method=full", "limit=1", "seed=1") == 0
+    assert command("method=oracle", "limit=1", "seed=2") == 0
+    seeds = {r["seed"]: r for p in (tmp_path / "out").glob("*oracle*/row.json") if (r := read_row(p))}
+    assert seeds[2]["full_score"] is None  # another seed's Full is no reference
+
+
+def test_one_failed_cell_does_not_lose_the_others(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = lm.generate
+
+    def failing(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method.name == "oracle" and method.budget.ratio == 0.1:
+            raise RuntimeError("out of memory")
+        return original(model, method, *args, **kwargs)
+
+    monkeypatch.setattr(lm, "generate", failing)
+    assert command("-m", "method=oracle,full", "budget=0.1,0.2", "limit=1") == 1
+    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.2"]
+    shown = capsys.readouterr()
+    assert "failed: oracle 0.1" in shown.err
+    assert "out of memory" in shown.err
+    failed = json.loads(next((tmp_path / "out").glob("*oracle__0.1*/status.json")).read_text())
+    assert failed["status"] == "failed"
+    assert "RuntimeError: out of memory" in failed["traceback"]
+    assert "failed" in shown.out.split("budget 0.1")[-1]
+    monkeypatch.setattr(lm, "generate", original)
+    assert command("-m", "method=oracle,full", "budget=0.1,0.2", "limit=1") == 0  # and it is made good by a rerun
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_alone_and_fails_its_cells_in_a_sweep(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("its configuration had failed already"))
+    assert command("method=full", f"model.path={empty}") == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert error.startswith(f"error: model.path={empty}: cannot be loaded; set model.path to a local folder")
+    assert command("-m", "method=full", "seed=0,1", f"model.path={empty}") == 1
+    error = capsys.readouterr().err
+    assert [line.startswith("failed: full") for line in error.splitlines() if "failed" in line] == [True, True]
+
+
+def test_not_applicable_is_refused_alone_and_skipped_in_a_sweep(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(self: Any) -> None:
+        if self.budget.ratio == 0.5:
+            raise NotApplicable("budget=0.5: between 0.125 and 0.25, or 1.0")
+
+    monkeypatch.setattr(registry.method_class("oracle"), "check_budget", check)
+    assert command("method=oracle", "budget=0.5") == 2
+    assert "between 0.125 and 0.25" in capsys.readouterr().err
+    assert command("-m", "method=oracle,full", "budget=0.5,0.2", "limit=1") == 0
+    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.2"]
+    skipped = json.loads(next((tmp_path / "out").glob("*oracle__0.5*/status.json")).read_text())
+    assert skipped["status"] == "not applicable"
+    shown = capsys.readouterr().out
+    assert "skipped, not applicable" in shown
+    assert "n/a" in shown
+
+
+@pytest.fixture
+def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of configs/ whose experiments a test may add to."""
+    folder = tmp_path / "configs"
+    shutil.copytree(REPO / "configs", folder)
+    monkeypatch.setattr(run, "CONFIGS", folder)
+    return folder / "experiment"
+
+
+def test_experiment_skips_what_is_not_built_yet(
+    command: Command,
+    experiments: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(registry.METHODS, "h2o", None)  # as if it were not built
+    (experiments / "table.yaml").write_text(
+        "# python run.py experiment=table\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      method: full,h2o,oracle\n      budget: 0.2,0.1\n"
+    )
+    assert command("experiment=table", "limit=1") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("skipped, not built: method=h2o: known, but not built yet") == 2
+    assert status(tmp_path / "out")["h2o"]["status"] == "not built"
+    assert list((tmp_path / "out").glob("*dense_layers*")) == []
+    assert list((tmp_path / "out").glob("*h2o*/row.json")) == []
+    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.1", "oracle 0.2"]
+    table = shown[shown.index("budget 0.2") :]
+    assert "n/a" in next(line for line in table.splitlines() if line.startswith("h2o"))
+
+
+def test_the_command_line_wins_over_the_experiment(command: Command, experiments: Path, tmp_path: Path) -> None:
+    (experiments / "table.yaml").write_text(
+        "# python run.py experiment=table\ndefaults:\n  - override /method: oracle\n"
+        "seed: 5\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      budget: 0.2,0.1\n"
+    )
+    assert command("experiment=table", "limit=1", "budget=0.5") == 0
+    assert list(rows(tmp_path / "out")) == ["oracle 0.5"]
+    assert next(iter(rows(tmp_path / "out").values()))["seed"] == 5
+
+
+def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (experiments / "picked.yaml").write_text(
+        "# python run.py experiment=picked\n"
+        "cells:\n"
+        "  everything: {method: full}\n"
+        "  few: [method=oracle, budget=0.1, method.n_sink=4]\n"
+        "  many: {method: oracle, budget: 0.5}\n"
+        "hydra:\n  mode: MULTIRUN\n"
+    )
+    assert command("experiment=picked", "limit=1") == 0
+    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.1", "oracle 0.5"]
+    assert rows(tmp_path / "out")["oracle 0.1"]["hyper_parameters"]["n_sink"] == 4
+    shown = capsys.readouterr().out
+    for name in ("everything", "few", "many"):
+        assert any(line.startswith(name) for line in shown.splitlines())
+    shutil.rmtree(tmp_path / "out")
+    assert command("experiment=picked", "cell=few,many", "limit=1") == 0
+    assert sorted(rows(tmp_path / "out")) == ["oracle 0.1", "oracle 0.5"]
+    assert command("experiment=picked", "cell=fwe") == 2
+    assert "did you mean few?" in capsys.readouterr().err
+
+
+def test_the_best_of_several_cells_names_them(
+    command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "# python run.py experiment=best\n"
+        "cells:\n  few: [method=oracle, budget=0.1]\n  many: [method=oracle, budget=0.1, method.n_sink=4]\n"
+        "best_of:\n  either: [few, many]\n"
+        "hydra:\n  mode: MULTIRUN\n"
+    )
+    (experiments / "best.yaml").write_text(text)
+    assert command("experiment=best", "limit=1") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("either: ")]
+    found = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
+    scores = {row["hyper_parameters"]["n_sink"]: row["score"] for row in found if row is not None}
+    assert line.startswith(f"either: {max(scores.values()):.1f} (")
+    assert f"best of 2, chosen on these samples: few {scores[32]:.1f}, many {scores[4]:.1f})" in line
+    assert command("experiment=best", "cell=few", "-m", "limit=1") == 0
+    assert "either" not in capsys.readouterr().out
+    (experiments / "best.yaml").write_text(text.replace("[few, many]", "[few, mny]"))
+    assert command("experiment=best", "limit=1") == 2
+    assert "best_of.either=mny: unknown cell; did you mean many?" in capsys.readouterr().err
+
+
+def test_a_wrong_value_in_an_experiment_refuses_it_whole(
+    command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (experiments / "wrong.yaml").write_text(
+        "# python run.py experiment=wrong\ncells:\n  a: {method: full}\n  b: {method: oracle, budget: 7}\n"
+        "hydra:\n  mode: MULTIRUN\n"
+    )
+    assert command("experiment=wrong") == 2
+    assert re.search(r"budget=7.*\(in cell b\)", capsys.readouterr().err)
+    assert command("experiment=wrong", "budget=0.2", "seed=-1") == 2  # in all of its cells
+    assert "in cell" not in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
