@@ -68,6 +68,7 @@ class SelectiveCache(Cache):
         self._told = False  # by begin or begin_turn
         self._decoded = False  # since the prompt or turn ended
         self._open = False  # a forward pass began and has not ended
+        self.recording = False  # the pass is being recorded, not run: nothing advances (see captured.py)
         self.step: Step | None = None
         self.bound: int | None = None  # the layer whose attention module is running
 
@@ -95,7 +96,7 @@ class SelectiveCache(Cache):
         self._told = True
         self._target = max(self.prompt_lengths)
         self.pads = [self._target - length for length in self.prompt_lengths]
-        self._check_window(self._target + max_new_tokens)
+        self.check_window(self._target + max_new_tokens)
 
     def begin_turn(self, tokens: int) -> None:
         """Tell that the next `tokens` columns are a new turn that may arrive in chunks (one forward needs no telling)."""
@@ -106,7 +107,7 @@ class SelectiveCache(Cache):
         self._target = self.columns + tokens
         self._told = True
 
-    def _check_window(self, tokens: int) -> None:
+    def check_window(self, tokens: int) -> None:
         if self.window is not None and tokens > self.window:
             raise NotApplicable(
                 f"{tokens} tokens exceed the model's sliding window of {self.window}: its layers would need their own masks"
@@ -128,7 +129,7 @@ class SelectiveCache(Cache):
         if self.step is not None:
             return self.step
         try:
-            step = self._plan(n, t, mask)
+            step = self._plan(n, t, None if self.recording else mask)  # looking at a mask would wait for the device
             for layer in self.layers:
                 layer.check_step(step)
         except ValueError:
@@ -140,7 +141,7 @@ class SelectiveCache(Cache):
 
     def _plan(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
         first = self.columns == 0
-        self._check_window(self.columns + t)
+        self.check_window(self.columns + t)
         seen = None
         if mask is not None:  # (n, columns) bool: what the last query of the block sees
             seen = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
@@ -192,7 +193,7 @@ class SelectiveCache(Cache):
     def close_forward(self) -> None:
         """After the last layer: the step counter advances once, for all layers alike."""
         step, self.step, self.bound, self._open = self.step, None, None, False
-        if step is None:
+        if step is None or self.recording:
             return
         self.past = step.total
         self.columns += step.t

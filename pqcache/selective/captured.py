@@ -16,27 +16,31 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from pqcache import kernels
 from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.device_step import send
 from pqcache.selective.method import NotApplicable
 
 
 class CapturedSteps:
     """Up to `tokens` recorded steps. `logits` (n, vocabulary) and `token` (n, 1) are those of the last replayed one.
 
-    An ordinary forward pass, a new turn or a reordering of rows ends the recording's use.
+    An ordinary forward pass, a new turn, a reordering of rows or a new request ends the recording's use: `replay` then refuses.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor, tokens: int) -> None:
-        if not token.is_cuda:
-            raise NotApplicable(f"recording decode steps needs a CUDA device, not {token.device}")
+        if not kernels.on_device(token):
+            raise NotApplicable(f"recording decode steps needs a CUDA device and Triton, not {token.device}")
         if cache.observers or cache.watchers:
             raise NotApplicable("decode steps cannot be recorded while observers or watchers look on")
-        for layer in cache.layers:
-            layer.prepare_capture(max(cache.past) + tokens)
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
+        cache.check_window(cache.columns + tokens)  # no replay asks again
+        # whoever changes a layer's tensors gives up its step: the graph would go on with the old ones
+        self.steps = [layer.prepare_capture(max(cache.past) + tokens) for layer in cache.layers]
         self.cache = cache
         self.token = token.clone()
-        # from pinned memory: a copy from pageable memory would wait
-        self.position = torch.tensor(cache.past).pin_memory().to(token.device, non_blocking=True)[:, None]
+        self.position = send(cache.past, torch.long, token.device)[:, None]
         self.model, self.left = model, tokens
         # the first step is an ordinary one, on a stream of its own: what runs first loads kernels and takes workspaces
         stream, current = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
@@ -47,9 +51,12 @@ class CapturedSteps:
         self.fresh = True  # its token has not been handed out yet
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
-            self._recorded = self._forward()
-        self.noted = True  # recording has run the host's side of the next step already
+        cache.recording = True
+        try:
+            with torch.cuda.graph(self.graph):
+                self._recorded = self._forward()
+        finally:
+            cache.recording = False
         self.columns = cache.columns
 
     def _forward(self) -> torch.Tensor:
@@ -71,15 +78,14 @@ class CapturedSteps:
         cache = self.cache
         if self.left == 0:
             raise ValueError("all recorded steps are used: there is no room for another token")
-        if cache.columns != self.columns:
-            raise RuntimeError("the cache has seen other forward passes since its steps were recorded")
+        kept = all(layer.device_step is step for layer, step in zip(cache.layers, self.steps, strict=True))
+        if cache.columns != self.columns or not kept:
+            raise RuntimeError("the cache has seen something else since its steps were recorded")
         self.left -= 1
         if self.fresh:
             self.fresh = False
             return self.token
-        if not self.noted:
-            cache.note_step()
-        self.noted = False
+        cache.note_step()
         self.columns = cache.columns
         self.logits = self._recorded
         self.graph.replay()

@@ -6,6 +6,7 @@ the device, so the chain can also be recorded once as a CUDA graph and replayed 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,12 @@ def serves(q: torch.Tensor, store: object) -> bool:
     return type(store) is ResidentStore
 
 
+def send(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A small table on the device, from pinned memory: a copy from pageable memory would wait."""
+    table = torch.tensor(values, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
 class DeviceStep:
     """Takes a layer's store over until `leave`: the store's window becomes a ring, its lengths are kept up to date.
 
@@ -55,8 +62,8 @@ class DeviceStep:
         self.chosen = [plan.k for plan in plans]
         self.local = [plan.local for plan in plans]
         rows = [[n_sink, k, local, 0] for k, local in zip(self.chosen, self.local, strict=True)]
-        self.cursor = self._send(store.lengths)
-        self.plan = self._send(rows or [[0, 0, 0, 1]] * len(store.lengths))
+        self.cursor = send(store.lengths, torch.int32, device)
+        self.plan = send(rows or [[0, 0, 0, 1]] * len(store.lengths), torch.int32, device)
         self.amount: torch.Tensor | None = None
         if coded is not None:
             from pqcache.kernels import triton_codes
@@ -66,11 +73,6 @@ class DeviceStep:
         if isinstance(store, HostStore):
             store.wait()  # kernels read the host rows themselves, and know of no copy under way
             store.window_to_ring()
-
-    def _send(self, values: Sequence) -> torch.Tensor:
-        """A small table on the device, sent without waiting for it."""
-        table = torch.tensor(values, dtype=torch.int32)
-        return table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens per row in all: buffers that grow later would leave a recorded step behind."""
@@ -156,6 +158,11 @@ class DeviceStep:
         self.finish()
         if isinstance(self.store, HostStore):
             self.store.window_from_ring()
+
+    def __del__(self) -> None:
+        """A cache dropped with steps under way: pinned memory is handed out again at once, unlike the device's own."""
+        with contextlib.suppress(Exception):  # at the interpreter's end there may be no device left to ask
+            self.finish()
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.cursor, self.plan, *([] if self.amount is None else [self.amount])]

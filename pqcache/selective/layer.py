@@ -116,6 +116,7 @@ class SelectiveLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
     attends_all = False  # decode attends every token seen, exactly or not: dense layers, quantization
+    device_step: DeviceStep | None = None  # does decode steps by kernels, in layers that can; has the store meanwhile
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
@@ -169,10 +170,11 @@ class SelectiveLayer(CacheLayerMixin):
         """Tier -> every tensor this layer keeps between steps."""
         raise NotImplementedError
 
-    def prepare_capture(self, tokens: int) -> None:
+    def prepare_capture(self, tokens: int) -> DeviceStep:
         """Make room for `tokens` tokens per row, so that a decode step can be recorded as a CUDA graph and replayed.
 
-        Raises NotApplicable where a step depends on more than the device's own counters.
+        Returns what does the step: a recording ends with it. Raises NotApplicable where a step depends on more than the
+        device's own counters.
         """
         raise NotApplicable(f"{type(self).__name__}: its decode step cannot be recorded as a CUDA graph")
 
@@ -219,7 +221,7 @@ class SelectiveLayer(CacheLayerMixin):
         assert cache is not None
         cache.check_bound(self.layer_idx)
         self.is_initialized = True
-        self.columns += key_states.shape[-2]
+        self.columns += 0 if cache.recording else key_states.shape[-2]
         return key_states, value_states
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -294,7 +296,7 @@ class DenseLayer(SelectiveLayer):
 
     def clear(self) -> None:
         self.store = self.make_store()
-        self.device_step: DeviceStep | None = None  # once steps are recorded; has the store while it is there
+        self.device_step = None  # made when steps are to be recorded
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
@@ -306,7 +308,8 @@ class DenseLayer(SelectiveLayer):
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         if self.device_step is not None and serves(q, self.store):
             out = self.device_step.run(q, k, v, ctx.scaling)[0]
-            self.note_step(ctx.cache.ledger)
+            if not ctx.cache.recording:
+                self.note_step(ctx.cache.ledger)
             return out
         self.device_step = None
         self.store.append(k, v)
@@ -315,7 +318,7 @@ class DenseLayer(SelectiveLayer):
         ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
         return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
 
-    def prepare_capture(self, tokens: int) -> None:
+    def prepare_capture(self, tokens: int) -> DeviceStep:
         if self.device_step is None:
             keys = self.store.view()[0]
             if not serves(keys, self.store):
@@ -324,6 +327,7 @@ class DenseLayer(SelectiveLayer):
                 )
             self.device_step = DeviceStep(self.store, keys.device)
         self.device_step.reserve(tokens)
+        return self.device_step
 
     def note_step(self, ledger: Ledger) -> None:
         assert self.device_step is not None

@@ -168,10 +168,9 @@ class RetrievalLayer(StagedLayer):
 
     def clear(self) -> None:
         super().clear()
-        before: DeviceStep | None = getattr(self, "device_step", None)
-        if before is not None:
-            before.finish()
-        self.device_step: DeviceStep | None = None  # has the store while it is there
+        if self.device_step is not None:
+            self.device_step.finish()
+            self.device_step = None
         self.store: RetrievalStore | None = None
         self.index = self.new_index()
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
@@ -224,6 +223,8 @@ class RetrievalLayer(StagedLayer):
 
     def wait(self) -> None:
         self.index.wait()
+        if self.device_step is not None:
+            self.device_step.finish()
         if isinstance(self.store, HostStore):
             self.store.wait()
 
@@ -304,17 +305,19 @@ class RetrievalLayer(StagedLayer):
     def _decode_on_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.device_step is not None
         out, indices = self.device_step.run(q, k, v, ctx.scaling)
-        self.note_step(ctx.cache.ledger)
+        if not ctx.cache.recording:
+            self.note_step(ctx.cache.ledger)
         if ctx.cache.observers or ctx.cache.watchers:
             assert indices is not None
             cand, local = self.candidates()
             self.selected = Selected(cand.lo, self.device_step.positions(indices), cand, local)
         return out
 
-    def prepare_capture(self, tokens: int) -> None:
+    def prepare_capture(self, tokens: int) -> DeviceStep:
         if self.device_step is None:
             raise NotApplicable(f"layer {self.layer_idx}: its last decode step was none that a CUDA graph can hold")
         self.device_step.reserve(tokens)
+        return self.device_step
 
     def note_step(self, ledger: Ledger) -> None:
         assert self.device_step is not None

@@ -170,7 +170,9 @@ class CudaLanes(ThreadLanes):
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        stream = self._streams.setdefault(lane, torch.cuda.Stream(self.device))
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self.device)
+        stream = self._streams[lane]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             return self._recorded(work(), stream, sources)

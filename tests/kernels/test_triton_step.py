@@ -1,5 +1,6 @@
 """A layer's decode step by Triton kernels against the plain one: outputs, choice, bytes, rows; and who is not served."""
 
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from pqcache import kernels
 from pqcache.pq import PQCache
 from pqcache.selective import Budget
+from pqcache.selective.device_step import DeviceStep
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape, NotApplicable
@@ -45,7 +47,7 @@ class Driven:
         step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
         nothing: Any = None
         cache: Any = SimpleNamespace(
-            ledger=self.ledger, lanes=Lanes(), observers=[], watchers=["someone"] if decode else []
+            ledger=self.ledger, lanes=Lanes(), observers=[], watchers=["someone"] if decode else [], recording=False
         )
         ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
         ctx.scaling = SHAPE.d**-0.5
@@ -175,3 +177,17 @@ def test_only_what_triton_computes_is_served():
         assert kernels.on_device(torch.zeros(1)) and not kernels.native(torch.zeros(1))
         assert not kernels.on_device(torch.zeros(1, requires_grad=True))
     assert kernels.on_device(torch.zeros(1)) is False
+
+
+def test_the_device_is_waited_for_before_its_memory_is_read_or_given_back(monkeypatch):
+    """Kernels write pinned rows behind the allocator's back: a dropped cache must outlive them, a finished one have them."""
+    waited = []
+    monkeypatch.setattr(DeviceStep, "finish", lambda step: waited.append(len(step.store.lengths)))
+    run = Driven(made("host"), [150])
+    with kernels.interpreted():
+        run.step()
+    run.layer.wait()
+    assert waited == [1]
+    del run.layer
+    gc.collect()
+    assert waited == [1, 1]

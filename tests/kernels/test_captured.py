@@ -1,0 +1,182 @@
+"""Recorded decode steps without a GPU: a graph that runs its pass again stands for CUDA's; kernels by Triton's interpreter."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from baselines.full import Full
+from baselines.h2o import H2O
+from pqcache import kernels
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective.captured import CapturedSteps
+from pqcache.selective.method import Method, NotApplicable
+from tests.invariants.conftest import _one_thread
+from tests.invariants.drive import tokens
+
+if sys.platform != "linux":
+    pytest.skip("triton is for Linux", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("tests/invariants/test_gpu.py records real graphs", allow_module_level=True)
+
+__all__ = ["_one_thread"]
+METHODS = {
+    "full": Full,
+    "resident": lambda: PQCache(budget=Budget(ratio=0.2), b=2, n_sink=8),
+    "host": lambda: PQCache(budget=Budget(ratio=0.2), b=2, n_sink=8, store="host"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    """One layer with one KV head: the interpreter is slow."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
+class Stream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class Graph:
+    """What a CUDA graph does with the device's memory: recording changes nothing there, a replay does what was recorded."""
+
+    pass_: CapturedSteps
+
+    def replay(self) -> None:
+        cache = self.pass_.cache
+        before = [layer.columns for layer in cache.layers], cache.past, dict(cache.ledger.moved)
+        cache.recording = True  # the host's share of the pass is not the graph's
+        self.pass_._recorded.copy_(self.pass_._forward())
+        cache.recording = False
+        assert before == ([layer.columns for layer in cache.layers], cache.past, dict(cache.ledger.moved))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch):
+    """The CPU in a GPU's place."""
+
+    @contextlib.contextmanager
+    def record(graph: Graph):
+        steps = next(frame for frame in _frames() if isinstance(frame, CapturedSteps))
+        graph.pass_ = steps
+        held = [x for tensors in _tensors(steps) for x in tensors]
+        before = [x.clone() for x in held]
+        yield
+        for x, old in zip(held, before, strict=True):  # nothing has run yet
+            x.copy_(old)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    with kernels.interpreted(), torch.no_grad():
+        yield
+
+
+def _frames():
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def _tensors(steps: CapturedSteps):
+    yield [steps.token, steps.position]
+    for layer in steps.cache.layers:
+        yield from layer.tensors().values()
+
+
+def started(model: PreTrainedModel, method: Method, prompt: int = 150) -> tuple[SelectiveCache, torch.Tensor]:
+    cache = SelectiveCache(model, method)
+    cache.begin([prompt])
+    ids = torch.tensor([tokens(prompt, 3)])
+    return cache, step(model, cache, step(model, cache, ids))
+
+
+def step(model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor) -> torch.Tensor:
+    return model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+
+
+def facts(cache: SelectiveCache) -> tuple:
+    """What the host knows of a request."""
+    ledger, stores = cache.ledger, [layer.store.lengths for layer in cache.layers]
+    return cache.past, cache.columns, stores, dict(ledger.moved), ledger.steps, ledger.attended(all_layers=True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, device: None, name: str) -> None:
+    """Whenever the replays stop, the host knows what the device has done, and ordinary steps go on from there."""
+    with attach(llama):
+        cache, token = started(llama, METHODS[name]())
+        for layer in cache.layers:
+            layer.prepare_capture(200)  # the same kernels
+        expected, known = [], []
+        for _ in range(3):
+            token = step(llama, cache, token)
+            expected.append(token.item())
+            known.append(facts(cache))
+        for replays in (1, 2):
+            recorded, token = started(llama, METHODS[name]())
+            steps = CapturedSteps(llama, recorded, token, 4)
+            got = []
+            for i in range(replays):
+                token = steps.replay().clone()
+                got.append(token.item())
+                assert facts(recorded) == known[i]
+            for i in range(replays, 3):
+                token = step(llama, recorded, token)
+                got.append(token.item())
+                assert facts(recorded) == known[i]
+            assert got == expected
+            with pytest.raises(RuntimeError, match="something else"):
+                steps.replay()
+
+
+def test_a_recording_ends_with_what_it_was_made_of(llama: PreTrainedModel, device: None) -> None:
+    with attach(llama):
+        for name in ("full", "host"):
+            cache, token = started(llama, METHODS[name]())
+            steps = CapturedSteps(llama, cache, token, 4)
+            columns = cache.columns
+            cache.map_rows(torch.tensor([0]))
+            with pytest.raises(RuntimeError, match="something else"):
+                steps.replay()
+            cache, token = started(llama, METHODS[name]())
+            steps = CapturedSteps(llama, cache, token, 4)
+            cache.begin([columns - 1])  # another request of the very same length
+            step(llama, cache, torch.tensor([tokens(columns - 1, 4)]))
+            step(llama, cache, token)
+            assert cache.columns == columns
+            with pytest.raises(RuntimeError, match="something else"):
+                steps.replay()
+
+
+def test_what_cannot_be_recorded_is_refused(llama: PreTrainedModel, device: None) -> None:
+    with attach(llama):
+        cache, token = started(llama, METHODS["host"]())
+        with pytest.raises(ValueError, match="tokens=0"):
+            CapturedSteps(llama, cache, token, 0)
+        steps = CapturedSteps(llama, cache, token, 1)
+        steps.replay()
+        with pytest.raises(ValueError, match="no room"):
+            steps.replay()
+        with kernels.plain_torch(), pytest.raises(NotApplicable, match="CUDA"):
+            CapturedSteps(llama, cache, token, 1)
+        cache, token = started(llama, H2O(budget=Budget(ratio=0.5)))
+        with pytest.raises(NotApplicable, match="EvictionLayer"):
+            CapturedSteps(llama, cache, token, 1)
