@@ -83,8 +83,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, scratch: torch.Tensor) -> t
     logits = logits.view(g, b, m)
     future = torch.ones((b, b), dtype=torch.bool, device=q.device).triu(1)
     logits[:, :, m - b :].masked_fill_(future, -torch.inf)
-    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    return logits.div_(logits.sum(-1, keepdim=True))
+    return torch.softmax(logits, -1, out=logits)  # in place: a row is read before it is written
 
 
 def _add_tiles(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scratch: torch.Tensor) -> None:

@@ -12,9 +12,10 @@ import torch
 
 from pqcache.selective.attention import attend_one, partial
 from pqcache.selective.budget import Plan
+from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
 from pqcache.selective.method import Method, ModelShape
-from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.buffer import Buffer, dense, take_tokens
 from pqcache.store.resident import ResidentStore
 
 
@@ -244,7 +245,7 @@ class EvictionLayer(Evictor, StagedLayer):
 def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:
     """A store of nothing but entries `slots` (n, h_kv, m), row r's first counts[r], of k, v (n, h_kv, t, d)."""
     store = ResidentStore()
-    store.load(take_tokens(k.contiguous(), slots), take_tokens(v.contiguous(), slots), counts)
+    store.load(take_tokens(dense(k), slots), take_tokens(dense(v), slots), counts)
     return store
 
 
@@ -296,21 +297,19 @@ class EvictionMethod(Method):
         fits its plan keeps everything.
         """
         scores, positions, lengths, plans = prompt.scores, prompt.positions, prompt.lengths, prompt.plans
-        _, h_kv, length = positions.shape
+        h_kv = positions.shape[1]
         rows = []
         for row, (filled, plan) in enumerate(zip(lengths, plans, strict=True)):
-            slot = torch.arange(length, device=positions.device)
+            slot = torch.arange(filled, device=positions.device).expand(h_kv, -1)
             if filled <= plan.total:
-                rows.append(slot[:filled].expand(h_kv, -1))
+                rows.append(slot)
                 continue
-            forced = (slot < plan.sinks) | (slot >= filled - plan.local) & (slot < filled)
-            if plan.k == 0 or scores is None:
-                rows.append(slot[forced].expand(h_kv, -1))
-                continue
-            weight = self.ranking(scores[row, :, :filled], h_kv, filled - plan.local)
-            weight = weight.masked_fill(forced[:filled], -torch.inf)
-            best = weight.sort(dim=-1, descending=True, stable=True).indices[:, : plan.k]
-            rows.append(torch.cat([slot[forced].expand(h_kv, -1), best], dim=-1).sort(-1).values)
+            hi = filled - plan.local  # between sinks and window there is a choice
+            kept = [slot[:, : plan.sinks], slot[:, hi:]]
+            if plan.k > 0 and scores is not None:
+                weight = self.ranking(scores[row, :, :filled], h_kv, hi)[:, plan.sinks : hi]
+                kept.insert(1, top_tokens(weight[None], [plan.k])[0] + plan.sinks)
+            rows.append(torch.cat(kept, dim=-1))
         return join_rows(rows)
 
 

@@ -162,6 +162,11 @@ def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinne
     return out
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x (n, h_kv, t, *rest) as `take_tokens` wants it: itself if its memory is dense, tokens or heads first, else a copy."""
+    return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
+
+
 def flat_index(indices: torch.Tensor, h_kv: int, capacity: int, token_major: bool) -> torch.Tensor:
     """Where entry `indices` (n, H, k) of each head lies among a buffer's n * h_kv * capacity entries in memory: (n, H, k)."""
     n, heads, _ = indices.shape
