@@ -82,6 +82,14 @@ class TwoStageIndex(Index):
         self.first.on_previous_input(ctx)
         self.second.on_previous_input(ctx)
 
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        self.first.on_layer_input(ctx)
+        self.second.on_layer_input(ctx)
+
+    def end_step(self) -> None:
+        self.first.end_step()
+        self.second.end_step()
+
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         return self.second.score(q, lo, hi, ctx)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache import kernels
 from pqcache.pq import codebook
+from pqcache.pq.far import FarCodes
 from pqcache.pq.fit import Fitted, fit
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.device_step import Coded
@@ -20,9 +21,10 @@ from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
 from pqcache.store.buffer import Buffer
-from pqcache.store.host import HostStore
+from pqcache.store.host import HOST, HostStore
 from pqcache.store.lanes import NOTHING, Work
 
+CODES_STORES = ("resident", "host")
 _REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
 
 
@@ -40,6 +42,7 @@ class PQIndex(Index):
     """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i.
 
     `build` starts the clustering, beside the model where the cache's lanes do that; whoever uses the index waits for it first.
+    With codes_store=host both lie on the host, and a step asks `far` for its copy.
     """
 
     def __init__(self, method: PQCache) -> None:
@@ -49,17 +52,22 @@ class PQIndex(Index):
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
         self.building: _Building | None = None
+        self.far: FarCodes | None = None
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         self.wait()
-        method, home, cache = self.method, k.device, ctx.cache
+        method, cache = self.method, ctx.cache
+        far = method.codes_store == "host"
+        home = HOST if far else k.device
         counts = [max(0, length - method.n_sink) for length in lengths]
         n, h_kv, _, d = k.shape
         c = 2**method.b
         if self.centroids is None or self.codes is None:
             dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
             self.centroids = torch.zeros((n, h_kv, method.m, c, d // method.m), dtype=dtype, device=home)
-            self.codes = Buffer(n, h_kv * method.m, (), torch.uint8 if method.b <= 8 else torch.int16, home)
+            code = torch.uint8 if method.b <= 8 else torch.int16
+            self.codes = Buffer(n, h_kv * method.m, (), code, home, pinned=far, token_major=far)
+            self.far = FarCodes(k.device, cache.lanes, cache.ledger.move) if far else None
             self.fitted = [0] * n
         # too few keys for an index, or few new ones since the last fit: nothing to cluster
         due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + _REFIT)]
@@ -76,16 +84,18 @@ class PQIndex(Index):
     def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
         """Start the fit: of keys where K-Means is to run, as they lie on the host if the store has put them there."""
         assert self.centroids is not None and self.codes is not None
-        method, home, ledger, lanes = self.method, k.device, ctx.cache.ledger, ctx.cache.lanes
-        where = home if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
+        method, ledger, lanes = self.method, ctx.cache.ledger, ctx.cache.lanes
+        home = self.codes.data.device
+        where = k.device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
         old, most, code_dtype = self.centroids, max(counts), self.codes.data.dtype
         keys, written, sources = k[:, :, method.n_sink : method.n_sink + most], NOTHING, [k, old]
         store = self.layer.store
-        if where.type != home.type:
+        if where.type != k.device.type:
             if where.type == "cpu" and isinstance(store, HostStore):
                 keys, written, sources = store.host[0].data[:, :, :most], store.written, [old]
             else:
                 ledger.move("index_input", keys.numel() * keys.element_size())
+        if where.type != home.type:
             code_bytes = len(counts) * self.codes.data.shape[1] * most * code_dtype.itemsize
             ledger.move("index_upload", len(due) * old[0].numel() * old.element_size() + code_bytes)
 
@@ -97,9 +107,14 @@ class PQIndex(Index):
             )  # fmt: skip
             return found._replace(centroids=found.centroids.to(home), codes=found.codes.to(home))
 
-        self.building = _Building(lanes.build(work, *sources), ledger, home, lanes.asynchronous)
+        self.building = _Building(lanes.build(work, *sources), ledger, k.device, lanes.asynchronous)
 
     def wait(self) -> None:
+        self._take_over()
+        if self.far is not None:
+            self.far.settle()
+
+    def _take_over(self) -> None:
         """Take over the index that was started, if one was; a wait is time that it cost the model."""
         building, self.building = self.building, None
         if building is None:
@@ -109,18 +124,25 @@ class PQIndex(Index):
             found = building.work.wait()
         assert self.codes is not None
         n = len(found.codes)
-        self.centroids = found.centroids
+        self.centroids = found.centroids.pin_memory() if self.codes.pinned else found.centroids
         self.codes.write(found.codes, [0] * n, [found.codes.shape[-1]] * n)
+        if self.far is not None:
+            self.far.tokens = found.codes.shape[-1]
         facts = ledger.facts
         facts["kmeans_iterations"] = max(found.rounds, facts.get("kmeans_iterations", 0))
         ledger.index_work_s += found.seconds
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """The new token gets its codes at once; it is ranked once it has left the local window."""
-        self.wait()
-        assert self.centroids is not None and self.codes is not None
-        codes = codebook.encode(k, self.centroids).flatten(1, 2).to(self.codes.data.dtype)
+        self._take_over()
+        assert self.codes is not None
+        if self.far is not None:
+            self.far.end_step()
+        codes = codebook.encode(k, self.near()[0]).flatten(1, 2).to(self.codes.data.dtype)
         starts = [length - 1 - self.method.n_sink for length in lengths]
+        if self.far is not None:
+            self.far.append(self.codes, codes[..., 0], starts)
+            return
         if min(starts) >= 0:
             self.codes.write(codes, starts, [1] * len(starts))
             return
@@ -129,29 +151,51 @@ class PQIndex(Index):
                 self.codes.reserve(start + 1)
                 self.codes.data[row, :, start] = codes[row, :, 0]
 
-    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+    def near(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Centroids and codes (n, h_kv * m, >= tokens) on the device."""
         assert self.centroids is not None and self.codes is not None
+        if self.far is not None:
+            return self.far.take(self.centroids, self.codes)
+        return self.centroids, self.codes.data
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """Begin to send what this layer's next step needs, unless it is still being built: the step will wait then."""
+        if self.far is None or self.building is not None or not ctx.step.decode or all(self.layer.dense):
+            return
+        assert self.centroids is not None and self.codes is not None
+        self.far.start(self.centroids, self.codes)
+
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        self.on_previous_input(ctx)
+
+    def end_step(self) -> None:
+        if self.far is not None:
+            self.far.end_step()
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        centroids, codes = self.near()
         sink = self.method.n_sink
-        n, h_kv, m = self.centroids.shape[:3]
-        codes = self.codes.data[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1)
-        return codebook.score(q, codes, self.centroids) * ctx.scaling
+        n, h_kv, m = centroids.shape[:3]
+        return codebook.score(q, codes[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1), centroids) * ctx.scaling
 
     def coded(self) -> Coded | None:
-        self.wait()
+        self._take_over()
+        if self.far is not None:
+            return None
         if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
             return None
         return Coded(self.centroids, self.codes)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""
-        assert self.centroids is not None and self.codes is not None
-        if self.reduce == "sum_softmax" and self.scope == "candidates" and kernels.native(q, self.codes.data):
+        centroids, codes = self.near()
+        if self.reduce == "sum_softmax" and self.scope == "candidates" and kernels.native(q, codes):
             from pqcache.kernels.codes import top_tokens
 
             sink = self.method.n_sink
-            n, m = self.centroids.shape[0], self.centroids.shape[2]
-            tables = codebook.tables(q, self.centroids) * ctx.scaling
-            codes = self.codes.data.view(n, h_kv, m, -1)
+            n, m = centroids.shape[0], centroids.shape[2]
+            tables = codebook.tables(q, centroids) * ctx.scaling
+            codes = codes.view(n, h_kv, m, -1)
             indices = top_tokens(tables, codes, cand.lo - sink, [hi - sink for hi in cand.hi], cand.k)
             if indices is not None:
                 padded = len(set(cand.k)) > 1
@@ -162,39 +206,42 @@ class PQIndex(Index):
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         """By the codes of these positions alone."""
-        assert self.centroids is not None and self.codes is not None
-        n, h_kv, m = self.centroids.shape[:3]
+        centroids, codes = self.near()
+        n, h_kv, m = centroids.shape[:3]
         heads = max(h_kv, indices.shape[1])
         at = (
             (indices - self.method.n_sink).clamp_min(0).expand(n, heads, -1).unflatten(1, (h_kv, -1))
         )  # (n, h_kv, g, t)
-        codes = self.codes.data.view(n, h_kv, m, -1)
+        codes = codes.view(n, h_kv, m, -1)
         if heads == h_kv:
             codes = codes.gather(3, at.expand(-1, -1, m, -1))
-            return codebook.score(q, codes, self.centroids) * ctx.scaling
+            return codebook.score(q, codes, centroids) * ctx.scaling
         at = at.flatten(2)[:, :, None].expand(-1, -1, m, -1)  # (n, h_kv, m, g * t)
         codes = codes.gather(3, at).unflatten(3, (heads // h_kv, -1)).transpose(2, 3).flatten(1, 2)  # (n, h, m, t)
-        return codebook.score(q, codes, self.centroids.repeat_interleave(heads // h_kv, dim=1)) * ctx.scaling
+        return codebook.score(q, codes, centroids.repeat_interleave(heads // h_kv, dim=1)) * ctx.scaling
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.wait()
         if self.centroids is None or self.codes is None:
             return
-        self.centroids = self.centroids.index_select(0, index.to(self.centroids.device))
+        centroids = self.centroids.index_select(0, index.to(self.centroids.device))
+        self.centroids = centroids.pin_memory() if self.codes.pinned else centroids
         self.codes.map_rows(index)
         self.fitted = [self.fitted[i] for i in index.tolist()]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         if self.centroids is None or self.codes is None:
             return {}
-        return {"device": [self.centroids, self.codes.data]}
+        return {"device" if self.far is None else "host": [self.centroids, self.codes.data]}
 
 
 @dataclass(kw_only=True)
 class PQCache(RetrievalMethod):
     """m: sub-spaces per key (must divide the head dimension). b: bits per code, 2^b centroids per sub-space. max_iter: K-Means
     rounds at most, or "adaptive": as many as end within one layer's prefill by a profile of this machine (section 3.3), so that
-    scores depend on the machine; rows say how many. tol, kmeans_seed, kmeans_device: of the K-Means. Others: RetrievalMethod.
+    scores depend on the machine; rows say how many. tol, kmeans_seed, kmeans_device: of the K-Means. codes_store: where centroids
+    and codes lie, resident (on the device) or host, from where a step's copy is sent while the layer before runs (section
+    3.4). Others: RetrievalMethod.
 
     Candidates are ranked by softmax over the candidates per query head, summed over the group; centroids stay as the prompt
     left them, later keys take the nearest one.
@@ -212,6 +259,7 @@ class PQCache(RetrievalMethod):
     tol: float = 1e-4
     kmeans_seed: int = 4321
     kmeans_device: str = "cpu"
+    codes_store: str = "resident"
 
     def __post_init__(self) -> None:
         self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
@@ -224,6 +272,7 @@ class PQCache(RetrievalMethod):
         rounds = isinstance(self.max_iter, int) and self.max_iter >= 1
         self.require("max_iter", rounds or self.max_iter == "adaptive", "an int >= 1 or adaptive")
         self.require("tol", self.tol >= 0, "a float >= 0")
+        self.require_one_of("codes_store", CODES_STORES)
         self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")

@@ -102,6 +102,12 @@ class Index:
     def on_previous_input(self, ctx: LayerContext) -> None:
         """The layer before is about to run, with this context: speculate, prefetch."""
 
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        """This layer is about to run: the first layer's place for what others do in `on_previous_input`."""
+
+    def end_step(self) -> None:
+        """This decode step has read what it wanted: let go of what only it needed."""
+
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         """Scaled logits of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32."""
         raise NotImplementedError
@@ -218,6 +224,9 @@ class RetrievalLayer(StagedLayer):
         assert self.store is not None
         return self.store if isinstance(self.store, ResidentStore) else exact_copy(self.store)
 
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        self.index.on_layer_input(ctx)
+
     def on_previous_input(self, ctx: LayerContext) -> None:
         self.index.on_previous_input(ctx)
 
@@ -270,6 +279,7 @@ class RetrievalLayer(StagedLayer):
             out = self._attend(q, sinks, indices, recent, valid, ctx)
             if selection is not None and isinstance(self.store, CachedStore):
                 self._note_hits(self.store.served, cand, ctx)
+        self.index.end_step()
         if selection is not None and selection.share is not None and selection.mean is not None:
             share = selection.share[:, None, :, None].to(out.dtype)
             mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)

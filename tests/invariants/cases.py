@@ -111,7 +111,7 @@ CASES = [
     Case(Oracle, {"n_sink": 8, "scope": "candidates", "reduce": "none"}),
     Case(PQCache, {"n_sink": 8, "b": 4}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "host"}),
-    Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none"}),
+    Case(PQCache, {"n_sink": 8, "b": 4, "store": "host", "reduce": "none", "codes_store": "host"}),
     Case(PQCache, {"n_sink": 8, "b": 4, "store": "block_cache", "cache_block": 4, "cache_tokens": 24, "cache_topk": 5}),
     Case(Quest, {"page": 4}),
     Case(Quest, {"page": 4, "store": "host", "reduce": "sum_logit"}),

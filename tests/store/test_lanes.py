@@ -38,6 +38,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "pqcache host": lambda: PQCache(budget=Budget(ratio=0.25), store="host", **SMALL),
     "pqcache lru": lambda: PQCache(budget=Budget(ratio=0.25), **SMALL, **CACHE),
     "pqcache lfu": lambda: PQCache(budget=Budget(ratio=0.25), cache_policy="lfu", **SMALL, **CACHE),
+    "pqcache far": lambda: PQCache(budget=Budget(ratio=0.25), store="host", codes_store="host", **SMALL),
     "oracle host": lambda: Oracle(budget=Budget(ratio=0.25), store="host", n_sink=8),
     "sparq lru": lambda: SparQ(budget=Budget(ratio=0.25), n_sink=8, r=2, **CACHE),
     "infinigen lru": lambda: InfiniGen(budget=Budget(ratio=0.25), calibration_tokens=32, **CACHE),

@@ -1,0 +1,149 @@
+"""Centroids and codes on the host: the same choice, bytes that cross at every step, a copy that is begun a layer ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.two_stage import TwoStage
+from pqcache.pq import PQCache
+from pqcache.pq.far import FarCodes
+from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.store.buffer import Buffer
+from pqcache.store.lanes import TO_DEVICE, Lanes, Work
+from tests.invariants.conftest import _one_thread, llama
+from tests.invariants.drive import Session, tokens
+from tests.store.test_lanes import run, slow
+
+__all__ = ["_one_thread", "llama"]
+
+
+def pqcache(codes_store: str, **hyper: Any) -> PQCache:
+    return PQCache(budget=Budget(ratio=0.25), n_sink=8, codes_store=codes_store, **{"b": 3, **hyper})
+
+
+def two_stage(codes_store: str, **hyper: Any) -> TwoStage:
+    second = {"b": 3, "codes_store": codes_store}
+    return TwoStage(budget=Budget(ratio=0.25), n_sink=8, first_options={"page": 4}, second_options=second, **hyper)
+
+
+@pytest.mark.parametrize("make", [pqcache, two_stage])
+@pytest.mark.parametrize("store", ["resident", "host", "block_cache"])
+def test_outputs_do_not_depend_on_where_codes_lie(
+    llama: PreTrainedModel, make: Callable[..., Method], store: str
+) -> None:
+    """Padded rows, one shorter than the sinks; steps, a reorder, a new turn, steps."""
+    (expected, near), (out, far) = (run(llama, make(where, store=store), Lanes(), 1) for where in ("resident", "host"))
+    assert torch.equal(out, expected)
+    assert far.ledger.moved.keys() - near.ledger.moved.keys() <= {"codes", "centroids", "write_back"}
+    there, here = far.resident_bytes(), near.resident_bytes()
+    assert there["device"] < here["device"] and sum(there.values()) == sum(here.values())
+
+
+def test_bytes_of_a_step(llama: PreTrainedModel) -> None:
+    """All codes and centroids there, the new token's codes back, per layer."""
+    cache = SelectiveCache(llama, pqcache("host", b=6, max_iter=1))
+    s, m, size = 150, 2, 1
+    with attach(llama), torch.no_grad():
+        session = Session(llama, cache, [tokens(s, 1)])
+        for step in range(3):
+            before = dict(cache.ledger.moved)
+            session.step([5])
+            moved = {kind: n - before.get(kind, 0) for kind, n in cache.ledger.moved.items()}
+            layers, heads, d = cache.shape.n_layers, cache.shape.h_kv, cache.shape.d
+            assert moved["codes"] == layers * heads * m * (s + step - 8) * size
+            assert moved["centroids"] == layers * heads * 2**6 * d * 4
+            assert moved["write_back"] == layers * heads * m * size
+    assert cache.ledger.bytes_per_step()["selection"] == pytest.approx(
+        (cache.ledger.moved["codes"] + cache.ledger.moved["centroids"]) / 3
+    )
+
+
+def test_codes_are_sent_while_the_layer_before_runs(llama: PreTrainedModel) -> None:
+    """The first layer has none before it: its own projections hide them. Nothing of a step stays on the device."""
+    seen: list[str] = []
+
+    class Watched(Lanes):
+        def copy(self, lane: str, work: Callable[[], Any], *sources: torch.Tensor) -> Work[Any]:
+            if lane == TO_DEVICE:
+                seen.append("copy")
+            return super().copy(lane, work, *sources)
+
+    cache = SelectiveCache(llama, pqcache("host"), lanes=Watched())
+    with attach(llama), torch.no_grad():
+        session = Session(llama, cache, [tokens(90, 1)])
+        hooks = [
+            layer.self_attn.q_proj.register_forward_pre_hook(lambda *_, i=i: seen.append(f"layer {i}"))
+            for i, layer in enumerate(llama.model.layers)
+        ]
+        try:
+            for _ in range(2):
+                seen.clear()
+                session.step([4])
+                last = len(cache.layers) - 1
+                expected = ["copy", "copy", "layer 0"]
+                expected += [x for i in range(1, last) for x in ("copy", f"layer {i}")] + [f"layer {last}"]
+                assert seen == expected
+        finally:
+            for hook in hooks:
+                hook.remove()
+    for layer in cache.layers:
+        assert isinstance(layer, RetrievalLayer)
+        assert layer.index.far.near is None and layer.index.far.coming is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.uint8, torch.int16]),
+)
+def test_a_copy_is_never_stale(seed: int, lengths: list[int], dtype: torch.dtype) -> None:
+    """Slow lanes, copies begun and forgotten, buffers that grow: what a step takes is what was ever coded."""
+    generator = torch.Generator().manual_seed(seed)
+    n, lines = len(lengths), 4
+    lanes = slow(seed, most_ms=1.0)
+    far = FarCodes(torch.device("cpu"), lanes, lambda kind, nbytes: None)
+    codes = Buffer(n, lines, (), dtype, torch.device("cpu"), step=4, token_major=True)
+    truth = torch.randint(0, 200, (n, lines, max(lengths) + 12), generator=generator).to(dtype)
+    codes.write(truth[..., : max(lengths)], [0] * n, [max(lengths)] * n)
+    far.tokens = max(lengths)
+    centroids = torch.randn(n, 2, 2, 4, 3, generator=generator)
+    for step in range(12):
+        if step % 3:
+            far.start(centroids, codes)
+        if step % 4 == 1:
+            far.settle()  # as before rows are reordered
+        if step % 5 == 2:  # centroids of another turn
+            far.settle()
+            centroids = torch.randn(centroids.shape, generator=generator)
+        near = far.take(centroids, codes)
+        starts = [length + step for length in lengths]
+        far.append(codes, torch.stack([truth[r, :, start] for r, start in enumerate(starts)]), starts)
+        assert torch.equal(near[0], centroids)
+        for row, start in enumerate(starts):
+            assert torch.equal(near[1][row, :, : start + 1][:, lengths[row] :], truth[row, :, lengths[row] : start + 1])
+        far.end_step()
+    far.settle()
+    for row, length in enumerate(lengths):
+        assert torch.equal(codes.data[row, :, length : length + 12], truth[row, :, length : length + 12])
+    lanes.close()
+
+
+def test_the_general_way_serves_codes_on_the_host(llama: PreTrainedModel) -> None:
+    """Kernels that read codes where they lie want them on the device."""
+    index = pqcache("host").make_layer(0, SelectiveCache(llama, pqcache("host")).shape).index
+    index.far = FarCodes(torch.device("cpu"), Lanes(), lambda kind, nbytes: None)
+    assert index.coded() is None
+
+
+def test_bad_hyper_parameter() -> None:
+    with pytest.raises(ValueError, match="codes_store"):
+        pqcache("disk")
