@@ -52,8 +52,9 @@ class CachedStore(HostStore):
         miss = (real & ~found).flatten().nonzero()[:, 0]
         rows = flat_index(index - self.n_sink, h_kv, self.host[0].capacity, True).flatten()[miss]
         self.fence()
-        cached, entry, pinned = self.cached(), entry.to(device), device.type == "cuda"
-        miss = miss.pin_memory().to(device, non_blocking=True) if pinned else miss
+        cached, pinned = self.cached(), device.type == "cuda"
+        if pinned:  # from pageable memory they would wait once more
+            entry, miss = (x.pin_memory().to(device, non_blocking=True) for x in (entry, miss))
         out = []
         for i, (sink, host) in enumerate(zip(self.sinks, self.host, strict=True)):
             crossing = torch.empty((len(rows), sink.shape[3]), dtype=sink.dtype, pin_memory=pinned)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
-from pqcache.store.lanes import NOTHING, TO_DEVICE, TO_HOST, Lanes, Work
+from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
 
 HOST = torch.device("cpu")
 _SLACK = STEP // 2  # the window is moved to the front of its buffer at most once in this many tokens
@@ -200,7 +200,7 @@ class HostStore:
 
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
         """Fetch before it is needed, on a lane of its own; `read` of these very indices takes it."""
-        self.ahead = indices, self.lanes.copy(TO_DEVICE, lambda: self.fetch(indices, group), indices)
+        self.ahead = indices, self.lanes.fetch(lambda: self.fetch(indices, group), indices)
 
     def _prefetched(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         ahead, self.ahead = self.ahead, None

@@ -55,6 +55,13 @@ class Lanes:
         """
         return Work(work())
 
+    def fetch(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        """Run `work`, a copy towards the device that first asks the device what is wanted; the caller does not wait for that.
+
+        In order with other fetches. What `work` changes, the caller leaves alone until it has waited.
+        """
+        return self.copy(TO_DEVICE, work, *sources)
+
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         """Run `work`, which may take long and may use the host, after all that the caller has queued."""
         return Work(work())
@@ -162,7 +169,10 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 class CudaLanes(ThreadLanes):
-    """Each copy lane is a CUDA stream; indexes are built on `workers` threads, each build with a stream of its own."""
+    """Each copy lane is a CUDA stream; indexes are built on `workers` threads, each build with a stream of its own.
+
+    A fetch runs on a thread as well, on the stream of its lane: what it asks the device for holds up nobody else.
+    """
 
     def __init__(self, device: torch.device, workers: int = 1) -> None:
         super().__init__(workers)
@@ -170,25 +180,42 @@ class CudaLanes(ThreadLanes):
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self.device)
-        stream = self._streams[lane]
+        stream = self._stream(lane)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             return self._recorded(work(), stream, sources)
 
+    def fetch(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        return self._on_thread(TO_DEVICE, 1, self._stream(TO_DEVICE), work, sources)
+
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        return self._on_thread(BUILD, self.workers, None, work, sources)
+
+    def _stream(self, lane: str) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self.device)
+        return self._streams[lane]
+
+    def _on_thread(
+        self,
+        kind: str,
+        threads: int,
+        stream: torch.cuda.Stream | None,
+        work: Callable[[], T],
+        sources: tuple[torch.Tensor, ...],
+    ) -> Work[T]:
+        """Run `work` on a thread of `kind`, on `stream` (None: a new one), after all that the caller has queued."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
 
         def run() -> Work[T]:
             with torch.cuda.device(self.device):
-                stream = torch.cuda.Stream(self.device)
-                with torch.cuda.stream(stream):
-                    stream.wait_event(ready)
-                    return self._recorded(work(), stream, sources)
+                own = torch.cuda.Stream(self.device) if stream is None else stream
+                with torch.cuda.stream(own):
+                    own.wait_event(ready)
+                    return self._recorded(work(), own, sources)
 
-        return self._submit(BUILD, self.workers, run)
+        return self._submit(kind, threads, run)
 
     def _recorded(self, result: T, stream: torch.cuda.Stream, sources: tuple[torch.Tensor, ...]) -> Work[T]:
         event = torch.cuda.Event()
