@@ -44,13 +44,11 @@ def test_tokens_equal_those_of_the_cpu(on_gpu: PreTrainedModel, case: Case) -> N
 @pytest.mark.parametrize("kmeans_device", ["cpu", "cuda", "auto"])
 def test_host_store_equals_resident_store(on_gpu: PreTrainedModel, kmeans_device: str) -> None:
     ids = torch.tensor([tokens(1500, 2)], device="cuda")
-    results = [
-        generate(
-            on_gpu, PQCache(budget=Budget(ratio=0.2), store=store, kmeans_device=kmeans_device), ids, max_new_tokens=200
-        ).token_ids
-        for store in ("host", "resident")
-    ]
-    assert results[0] == results[1]
+    results = []
+    for where in ({"store": "host"}, {"store": "resident"}, {"store": "host", "codes_store": "host"}):
+        method = PQCache(budget=Budget(ratio=0.2), kmeans_device=kmeans_device, **where)
+        results.append(generate(on_gpu, method, ids, max_new_tokens=200).token_ids)
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +103,25 @@ def test_recorded_steps_equal_ordinary_ones(half: PreTrainedModel, method: str) 
             steps.replay()
     assert recorded.past == cache.past and recorded.ledger.moved == cache.ledger.moved
     assert recorded.ledger.attended(all_layers=True) == pytest.approx(cache.ledger.attended(all_layers=True))
+
+
+@pytest.mark.parametrize("store", ["resident", "host"])
+def test_ordinary_steps_go_on_after_recorded_ones(half: PreTrainedModel, store: str) -> None:
+    method = PQCache(budget=Budget(ratio=0.2), store=store, kmeans_device="cuda")
+    with attach(half), torch.no_grad():
+        runs = []
+        for replays in (0, 1, 5):
+            cache, token = started(half, method)
+            steps = CapturedSteps(half, cache, token, 8) if replays else None
+            got = []
+            for i in range(10):
+                if steps is not None and i < replays:
+                    token = steps.replay().clone()
+                else:
+                    token = half(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+                got.append(token.item())
+            runs.append((got, cache.past, dict(cache.ledger.moved)))
+            if steps is not None:
+                with pytest.raises(RuntimeError, match="something else"):
+                    steps.replay()
+    assert runs[0] == runs[1] == runs[2]
