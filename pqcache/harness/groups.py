@@ -6,8 +6,10 @@ python -m pqcache.harness.groups <out>     prints the table; <out>/groups.md and
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pqcache.harness.cells import write_text
 from pqcache.harness.results import Row, rows_under
@@ -15,16 +17,37 @@ from pqcache.harness.tables import MISSING, budget_text, number, signed, size, s
 
 
 def group_rows(folder: Path) -> list[Row]:
-    """Every row under a folder whose task is a group, Full first, then by method, budget and changed keys."""
+    """Every row under a folder whose task is a group, Full first, then by method, what was varied, and budget."""
+    rows = [row for row in rows_under(folder) if len(row["tasks"]) > 1]
+    names = dict(zip((row["folder"] for row in rows), labels(rows), strict=True))
     return sorted(
-        (row for row in rows_under(folder) if len(row["tasks"]) > 1),
-        key=lambda row: (row["method"] != "full", row["method"], -(row["budget_ratio"] or 0.0), row["folder"]),
+        rows, key=lambda row: (row["method"] != "full", _natural(names[row["folder"]]), -(row["budget_ratio"] or 0.0))
     )
 
 
-def changed(row: Row) -> str:
-    """The keys of method.* that the cell's folder names: what was varied."""
-    return " ".join(part for part in row["folder"].split("__") if part.startswith("method."))
+def _natural(text: str) -> list[tuple[bool, float, str]]:
+    """Numbers in a text as numbers, so that 25 comes after 3."""
+    parts = re.split(r"(\d+)", text)
+    return [(part.isdigit(), float(part) if part.isdigit() else 0.0, part) for part in parts]
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    """A row's method, the hyper-parameters of it that differ among the rows, and the prompts' length if that does."""
+    varied: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for part in row["folder"].split("__"):
+            if part.startswith("method."):
+                key = part.removeprefix("method.").partition("=")[0]
+                varied.setdefault(row["method"], {})[key] = None
+    lengths = {row["task_options"].get("length") for row in rows}
+    found = []
+    for row in rows:
+        values = row["hyper_parameters"]
+        parts = [f"{key}={values[key]}" for key in sorted(varied.get(row["method"], ())) if key in values]
+        if len(lengths) > 1:
+            parts.append(f"{row['task_options'].get('length')} tokens")
+        found.append(" ".join([row["method"], *parts]))
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -36,10 +59,10 @@ def table(rows: Sequence[Row]) -> str:
     head = ["method", "budget", "samples", "mean", "95 %", "to Full", "95 %", *(t.removeprefix(prefix) for t in tasks)]
     head += ["attended", "bytes per step", "TT2T s", "TPOT ms"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in rows:
+    for row, label in zip(rows, labels(rows), strict=True):
         full = row["method"] == "full"
         cells = [
-            f"{row['method']} {changed(row)}".strip(),
+            label,
             budget_text(row),
             str(row["n_samples"]),
             number(row["score"]),
@@ -89,34 +112,64 @@ def _point(row: Row) -> tuple[float, float, float, float]:
 
 
 def picture(rows: Sequence[Row], path: Path) -> Path | None:
-    """Mean score against budget, a line per method (and what was varied), intervals as bars; Full is the level above."""
+    """Mean scores with intervals: against the budget, a line per method; of one budget, a line of the picture per row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["score"] is not None and row["method"] != "full" and row["budget_applied"] is not None:
-            lines.setdefault(f"{row['method']} {changed(row)}".strip(), []).append(row)
-    if not lines:
+    named = [(label, row) for label, row in zip(labels(rows), rows, strict=True) if row["score"] is not None]
+    cut = [(label, row) for label, row in named if row["method"] != "full" and row["budget_applied"] is not None]
+    if not cut:
         return None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    one = len({budget_text(row) for _, row in cut}) == 1
+    figure = Figure(figsize=(7, 1.2 + 0.28 * len(named) if one else 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    for label, members in lines.items():
+    if one:
+        _draw_rows(axis, named)
+    else:
+        _draw_budgets(axis, named, cut)
+    first = rows[0]
+    budget = f", budget {budget_text(cut[0][1])}" if one else ""
+    lengths = sorted({round(row["prompt_tokens"]) for _, row in named})
+    tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    axis.set_title(f"{first['model']}, {first['task']}, {tokens} prompt tokens{budget}", fontsize=9)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw_rows(axis: Any, named: Sequence[tuple[str, Row]]) -> None:
+    for place, (_, row) in enumerate(named):
+        _, score, low, high = _point(row)
+        colour = "black" if row["method"] == "full" else "C0"
+        axis.errorbar(
+            score, place, xerr=[[score - low], [high - score]], fmt="o", color=colour, markersize=4, capsize=2
+        )
+        axis.annotate(f"{score:.1f}", (score, place), (0, 4), textcoords="offset points", ha="center", fontsize=7)
+    axis.set(xlabel="score", xlim=(0, 104), ylim=(len(named) - 0.4, -0.8))
+    axis.set_yticks(range(len(named)), [label for label, _ in named], fontsize=8)
+    axis.grid(axis="x", color="#e4e4e4", linewidth=0.7)
+
+
+def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], cut: Sequence[tuple[str, Row]]) -> None:
+    lines: dict[str, list[Row]] = {}
+    for label, row in cut:
+        lines.setdefault(label, []).append(row)
+    shares = set()
+    for place, (label, members) in enumerate(lines.items()):
         points = sorted(_point(row) for row in members)
         x, y = [p[0] for p in points], [p[1] for p in points]
         bars = [[p[1] - p[2] for p in points], [p[3] - p[1] for p in points]]
-        axis.errorbar(x, y, yerr=bars, label=label, marker="o", markersize=4, capsize=2, linewidth=1)
-    for row in rows:
-        if row["method"] == "full" and row["score"] is not None:
+        style = {"marker": "os^Dv"[place // 10 % 5], "linestyle": ["-", "--"][place // 10 % 2]}
+        axis.errorbar(x, y, yerr=bars, label=label, markersize=4, capsize=2, linewidth=1, **style)
+        shares.update(x)
+    for _, row in named:
+        if row["method"] == "full":
             axis.axhline(row["score"], color="black", linewidth=0.8, linestyle=":", label="full")
             break
     axis.set(xscale="log", xlabel="budget (share of the prompt)", ylabel="score", ylim=(0, 102))
-    first = rows[0]
-    axis.set_title(f"{first['model']}, {first['task']}, {first['prompt_tokens']:.0f} prompt tokens", fontsize=9)
+    axis.set_xticks(sorted(shares), [f"{share:g}" for share in sorted(shares)])
+    axis.minorticks_off()
     axis.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    return path
 
 
 def main(argv: Sequence[str] | None = None) -> None:
