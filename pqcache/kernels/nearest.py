@@ -15,11 +15,14 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from pqcache.kernels import threads
 
-_WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+# of the machine that numba compiles for: users may ask it for less than this one has, and its cache on disk goes by them
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+_WIDE = "+avx512f" in _FEATURES
 _LANES = 16 if _WIDE else 8  # floats per vector register
 _VECTORS = 4  # registers of centroids side by side
 _POINTS = 4 if _WIDE else 2  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
@@ -28,7 +31,7 @@ _BLOCK = (
     2048  # points per task: sums are added block by block, so that the result does not depend on the number of threads
 )
 
-ROUGH = bool(llvm.get_host_cpu_features().get("avx512bf16"))  # whether products of bfloat16 take half the time
+ROUGH = "+avx512bf16" in _FEATURES  # whether products of bfloat16 take half the time
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, _LANES)
@@ -196,7 +199,7 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
     """
     n, d = x.shape[1], x.shape[2]
     blocks = (n + _BLOCK - 1) // _BLOCK
-    tiles = centroids.shape[1]
+    tiles, most = centroids.shape[1], sums.shape[2] - 1
     values = np.empty(_POINTS, np.float32)
     indices = np.empty(_POINTS, np.int32)
     step = x.strides[1]
@@ -227,7 +230,8 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
                 for p in range(took):
                     if tile == 0 or values[p] > best[a, i + p]:
                         best[a, i + p] = values[p]
-                        codes[a, i + p] = indices[p] + tile * _COLUMNS
+                        # a point of NaN has no best centroid, and an index past all of them
+                        codes[a, i + p] = min(indices[p] + tile * _COLUMNS, most)
             if adding:
                 for p in range(took):
                     c = codes[a, i + p]

@@ -1,5 +1,9 @@
 """The compiled K-Means pass against plain torch."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,14 +49,14 @@ def test_one_pass_equals_a_distance_matrix(g, n, d, c, offset, seed):
     assert (sums - expected).abs().amax() <= 1e-5 * (1 + expected.abs().amax() + n**0.5)
 
 
-@pytest.mark.parametrize(("n", "d", "c"), [(3001, 64, 64), (500, 16, 100), (700, 256, 9), (700, 24, 9)])
+@pytest.mark.parametrize(("n", "d", "c"), [(3001, 64, 64), (500, 16, 100), (700, 256, 9), (700, 24, 9), (300, 272, 9)])
 def test_rough_distances_are_those_of_rounded_points(n, d, c):
     """Exact ones where the processor has no bfloat16 products, and where the tile does not take the dimension."""
     x, centroids = points(3, n, d, 5, 4.0), points(3, c, d, 6)
     middle = x.mean(1, keepdim=True)
     codes, partial, sums, counts = nearest.nearest(x, centroids, middle, add=True, rough=True)
     exact = nearest.nearest(x, centroids, middle, add=True)
-    if nearest.ROUGH and d % 16 == 0:
+    if nearest.ROUGH and d % 16 == 0 and d <= 256:
         rounded = (x - middle).bfloat16().double() @ centroids.bfloat16().double().transpose(1, 2)
         whole = n - n % 4  # points of full tiles
         score = rounded - centroids.double().square().sum(-1)[:, None] / 2
@@ -66,6 +70,23 @@ def test_rough_distances_are_those_of_rounded_points(n, d, c):
     assert torch.equal(counts, member.sum(1).long())
     expected = member.transpose(1, 2) @ (x - middle).double()
     assert (sums - expected).abs().amax() <= 1e-5 * (1 + expected.abs().amax() + n**0.5)
+
+
+@pytest.mark.parametrize("c", [9, 64, 65])
+def test_a_point_of_nan_stays_in_bounds(c):
+    x, centroids = points(3, 64, 16, 7), points(3, c, 16, 8)
+    x[:, 5], x[:, 63, 3] = float("nan"), float("nan")
+    codes, _, _, counts = nearest.nearest(x, centroids, torch.zeros(3, 1, 16), add=True)
+    assert codes.min() >= 0 and codes.max() < c
+    assert counts.sum(1).eq(64).all()
+
+
+def test_the_tile_is_of_the_machine_that_numba_compiles_for():
+    """Users may ask numba for less than the processor has; an instruction that is not there would end the process."""
+    script = "from pqcache.kernels import nearest; print(nearest.ROUGH, nearest._LANES)"
+    env = {**os.environ, "NUMBA_ENABLE_AVX": "0"}
+    told = subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, text=True)
+    assert told.stdout.split() == ["False", "8"]
 
 
 def test_ties_go_to_the_lower_index():
