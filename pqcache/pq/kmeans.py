@@ -95,13 +95,16 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
     limit = tol * points.variance  # (G,)
     active = torch.arange(len(x), device=x.device)  # groups still moving
     codes = torch.full(x.shape[:2], -1, dtype=torch.int32, device=x.device)
-    rounds, stable = 0, False
+    stale = torch.ones(
+        len(x), dtype=torch.bool, device=x.device
+    )  # codes are those of the centroids before the last update
+    rounds = 0
     for _ in range(max_iter):
         new_codes, partial, sums, counts = points.assign_and_add(active, centroids[active])
         same = (new_codes == codes[active]).all(1)
         codes[active] = new_codes
-        stable = bool(same.all())
-        if stable:
+        stale[active] = ~same
+        if bool(same.all()):
             break
         empty = counts == 0
         for i in empty.any(1).nonzero()[:, 0].tolist():
@@ -114,7 +117,7 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
         active = active[~same & (shift > limit[active])]
         if len(active) == 0:
             break
-    if last and (points.rough or not stable):
+    if last and (points.rough or bool(stale.any())):
         codes = points.codes(centroids)
     return KMeansResult(centroids + points.middle, codes.long(), rounds)
 

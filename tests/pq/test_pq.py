@@ -151,6 +151,17 @@ def test_groups_do_not_depend_on_their_neighbours() -> None:
         assert torch.equal(alone.codes[0], together.codes[g])
 
 
+def test_codes_belong_to_the_centroids_whichever_way_groups_stop() -> None:
+    """One group moves too little and stops, another's codes stop changing later."""
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(6, 400, 4, generator=generator)
+        x += torch.randn(6, 400, 4, generator=generator).sign() * 2 * torch.arange(6)[:, None, None]
+        result = kmeans(x, x[:, :8], 60, tol=3e-3)
+        assert result.rounds < 60
+        assert torch.equal(result.codes, assign(x, result.centroids)[0])
+
+
 def test_constant_and_duplicate_keys_give_no_nan() -> None:
     x = torch.ones(2, 100, 4)
     result = kmeans(x, x[:, :8], 5)
