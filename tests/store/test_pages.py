@@ -1,3 +1,4 @@
+import mmap
 import sys
 
 import pytest
@@ -19,7 +20,7 @@ def test_a_large_buffer_asks_for_large_pages_and_a_small_one_does_not(monkeypatc
     large.reserve(32_768)
     ((start, size, _),) = asked
     first, last = large.data.data_ptr(), large.data.data_ptr() + large.data.nbytes
-    assert first <= start and start + size <= last and size > large.data.nbytes - 2 * 4096
+    assert first <= start and start + size <= last and size > large.data.nbytes - 2 * mmap.PAGESIZE
     assert not large.data.any()
 
 
