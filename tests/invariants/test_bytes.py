@@ -302,7 +302,7 @@ ids = torch.randint(0, 64, (1, 1000))
 trim = ctypes.CDLL(None).malloc_trim
 methods = H2O(budget=Budget(ratio=0.1)), KVCrush(budget=Budget(ratio=0.1)), Full()
 with torch.no_grad(), attach(model):
-    for method in (methods[0], *methods):  # the first warms up
+    for method in (*methods[:2], *methods):  # the first two warm up: code that is loaded once is nothing a cache holds
         cache = None
         gc.collect()  # cache and layers name each other
         trim(0)
@@ -319,7 +319,7 @@ def test_evicted_tokens_free_the_process() -> None:
     """After a prompt of 1000 tokens the process has grown by Full's 64 MiB, but by no more than an evictor says it holds."""
     command = [sys.executable, "-c", _PROCESS]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
-    lines = [line.split() for line in out.splitlines()[1:]]
+    lines = [line.split() for line in out.splitlines()[2:]]
     grown = {name: int(bytes_) for name, bytes_, _ in lines}
     said = {name: int(bytes_) for name, _, bytes_ in lines}
     assert said["full"] == 8 * 2 * 8 * 1024 * 128 * 4
