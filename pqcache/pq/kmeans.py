@@ -82,7 +82,7 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     stride = x.shape[1] // (_SAMPLE * init.shape[1])
     if stride < 2 or max_iter < 2:
         return _lloyd(points, init, max_iter, tol)
-    points.rough = True
+    points.rough = points.rounds_off
     early = _lloyd(points.every(stride), init, max_iter - 1, tol, last=False)
     result = _lloyd(points, early.centroids, max_iter - early.rounds, tol)
     return result._replace(rounds=early.rounds + result.rounds)
@@ -125,7 +125,8 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
 class _Points:
     """Points (G, N, d) fp32 around their mean: keys with a bias lie far from the origin, where fp32 loses small distances."""
 
-    rough = False  # rounds may find the nearest centroid in bfloat16
+    rough = False  # rounds find the nearest centroid in bfloat16
+    rounds_off = False  # whether they could
 
     def __init__(self, x: torch.Tensor) -> None:
         self.middle = x.mean(1, keepdim=True)
@@ -164,6 +165,7 @@ class _NativePoints(_Points):
         from pqcache.kernels import nearest
 
         self.kernel = nearest
+        self.rounds_off = nearest.ROUGH
         self.x = x
         self.middle, self.variance = nearest.moments(x)
 

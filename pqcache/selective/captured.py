@@ -37,7 +37,8 @@ class CapturedSteps:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
         cache.check_window(cache.columns + tokens)  # no replay asks again
         # whoever changes a layer's tensors gives up its step: the graph would go on with the old ones
-        self.steps = [layer.prepare_capture(max(cache.past) + tokens) for layer in cache.layers]
+        # and the recorded pass is the second one, replayed or not: nothing may grow while it is recorded
+        self.steps = [layer.prepare_capture(max(cache.past) + max(tokens, 2)) for layer in cache.layers]
         self.cache = cache
         self.token = token.clone()
         self.position = send(cache.past, torch.long, token.device)[:, None]

@@ -162,7 +162,10 @@ class DeviceStep:
     def __del__(self) -> None:
         """A cache dropped with steps under way: pinned memory is handed out again at once, unlike the device's own."""
         with contextlib.suppress(Exception):  # at the interpreter's end there may be no device left to ask
-            self.finish()
+            if (
+                self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+            ):  # waiting would end the capture
+                self.finish()
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.cursor, self.plan, *([] if self.amount is None else [self.amount])]
