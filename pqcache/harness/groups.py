@@ -117,7 +117,7 @@ def picture(rows: Sequence[Row], path: Path) -> Path | None:
     from matplotlib.figure import Figure
 
     named = [(label, row) for label, row in zip(labels(rows), rows, strict=True) if row["score"] is not None]
-    cut = [(label, row) for label, row in named if row["method"] != "full" and row["budget_applied"] is not None]
+    cut = [(label, row) for label, row in named if row["method"] != "full" and _point(row)[0]]
     if not cut:
         return None
     one = len({budget_text(row) for _, row in cut}) == 1
@@ -169,7 +169,7 @@ def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], cut: Sequence[tup
     axis.set(xscale="log", xlabel="budget (share of the prompt)", ylabel="score", ylim=(0, 102))
     axis.set_xticks(sorted(shares), [f"{share:g}" for share in sorted(shares)])
     axis.minorticks_off()
-    axis.legend(fontsize=7)
+    axis.figure.legend(loc="outside right center", fontsize=7, frameon=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
