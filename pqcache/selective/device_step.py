@@ -162,9 +162,8 @@ class DeviceStep:
     def __del__(self) -> None:
         """A cache dropped with steps under way: pinned memory is handed out again at once, unlike the device's own."""
         with contextlib.suppress(Exception):  # at the interpreter's end there may be no device left to ask
-            if (
-                self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-            ):  # waiting would end the capture
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not capturing:  # waiting would end the capture
                 self.finish()
 
     def tensors(self) -> list[torch.Tensor]:
