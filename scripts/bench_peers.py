@@ -8,23 +8,30 @@ Random weights and prompts are saved once; each side loads them in a process of 
 busy machine slows both. SnapKV: average pooling, one choice per KV head, no sinks, on both sides; kept positions are compared,
 then prefill + compression timed, and on a CPU compression alone, which the model's own work does not blur. transformers' own
 quantized and offloaded caches are rows of the peer's side. A ratio is the median over the rounds of our time / the peer's in
-that round; beside it that of each side's fastest round, which other jobs disturbed least.
+that round, with the 95 % interval of that median (order statistics); beside it that of each side's fastest round, which other
+jobs disturbed least. Compression is a few per cent of a prefill: to tell it from the noise of the model's own work takes
+hundreds of rounds, and both processes started anew now and then, since where a process's memory lies makes a difference, too:
+
+    python scripts/bench_peers.py --peer-python peer/bin/python --rows snapkv --rounds 100 --starts 4 --steps 0
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+ROWS = ("full", "snapkv", "quantized", "offloaded")
 GEOMETRY = {  # hidden size, query heads, KV heads, head dimension, intermediate size, vocabulary
     "tiny": (64, 4, 2, 16, 128, 512),
     "small": (512, 8, 2, 64, 1024, 2048),
@@ -289,6 +296,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--kernels", type=int, nargs="+", default=[1, 5], help="pooling widths; 1 pools nothing")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--starts", type=int, default=1, help="how often both processes are started; each runs all rounds"
+    )
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, help="what is timed")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="cpu")
@@ -305,69 +316,105 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(args, folder)
-        ours = Process(sys.executable, "ours", folder, args.device)
-        peer = Process(args.peer_python, "peer", folder, args.device)
-        try:
-            figures = measure(args, ours, peer)
-        finally:
-            ours.stop()
-            peer.stop()
+        figures = measure(args, folder)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 
 
-def measure(args: argparse.Namespace, ours: Process, peer: Process) -> dict[str, Any]:
+@contextlib.contextmanager
+def together(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Process]]:
+    """Both sides, started; stopped when the caller is done with them."""
+    sides = {
+        "ours": Process(sys.executable, "ours", folder, args.device),
+        "peer": Process(args.peer_python, "peer", folder, args.device),
+    }
+    try:
+        yield sides
+    finally:
+        for side in sides.values():
+            side.stop()
+
+
+def rounds(args: argparse.Namespace, folder: Path, s: int) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """How many heads keep the same positions per kernel, and what every row's rounds took."""
+    rows = [(side, row) for row in ("full", "snapkv") if row in args.rows for side in ("ours", "peer")]
+    rows += [("peer", row) for row in ("quantized 4", "quantized 2", "offloaded") if row.split()[0] in args.rows]
+    base = {"s": s, "keep": int(s * args.share), "window": args.window}
+    kept: dict[str, Any] = {}
+    table: dict[str, list[dict[str, Any]]] = {}
+    for start in range(args.starts):
+        with together(args, folder) as sides:
+            for kernel in args.kernels if start == 0 else []:
+                mine, theirs = (sides[side].ask(row="snapkv", kernel=kernel, steps=0, **base) for side in sides)
+                kept[str(kernel)] = compare(mine["kept"], theirs["kept"], s, args.window, kernel)
+            for turn in range(args.rounds + 1):  # the first warms both up
+                for side, row in rows if turn % 2 else rows[::-1]:
+                    told = sides[side].ask(row=row, kernel=args.kernels[-1], steps=args.steps, **base)
+                    if turn:
+                        table.setdefault(f"{side}, {row}", []).append(told)
+    return kept, table
+
+
+def timings(table: dict[str, list[dict[str, Any]]], side: str, row: str, key: str) -> list[float]:
+    """`key` of every round of a row; nothing if the row was not timed, or not that of it."""
+    return [float(x[key]) for x in table.get(f"{side}, {row}", []) if x.get(key)]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the median of `values`: order statistics by the binomial distribution's normal approximation."""
+    ordered, n = sorted(values), len(values)
+    half = 0.98 * n**0.5
+    return ordered[max(0, math.floor(n / 2 - half))], ordered[min(n - 1, math.ceil(n / 2 + half))]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     where = f"{platform.machine()} CPU, {args.threads} thread(s), CPU time" if args.device == "cpu" else args.device
-    print(f"ours: {ours.versions}\npeer: {peer.versions}")
+    with together(args, folder) as sides:
+        versions = {side: process.versions for side, process in sides.items()}
+    print(f"ours: {versions['ours']}\npeer: {versions['peer']}")
     print(
         f"{args.model} geometry, {args.layers} layers, random weights, {args.dtype}, batch 1, {where};"
-        f" {args.rounds} rounds in turn"
+        f" {args.rounds} rounds in turn, {args.starts} start(s) of both"
     )
-    figures: dict[str, Any] = {"ours": ours.versions, "peer": peer.versions, "where": where, "lengths": {}}
+    figures: dict[str, Any] = {**versions, "where": where, "lengths": {}}
     for s in args.lengths:
-        keep = int(s * args.share)
-        base = {"s": s, "keep": keep, "window": args.window}
         found: dict[str, Any] = {}
-        print(f"\n{s} tokens, SnapKV keeps {keep} per KV head, window {args.window}, average pooling")
-        for kernel in args.kernels:
-            mine, theirs = (side.ask(row="snapkv", kernel=kernel, steps=0, **base) for side in (ours, peer))
-            differing, heads, note = compare(mine["kept"], theirs["kept"], s, args.window, kernel)
+        print(f"\n{s} tokens, SnapKV keeps {int(s * args.share)} per KV head, window {args.window}, average pooling")
+        kept, table = rounds(args, folder, s)
+        for kernel, (differing, heads, note) in kept.items():
             same = f"kept positions equal in {heads - differing} of {heads} KV heads"
             print(f"  kernel {kernel}: {same}{'; ' + note if note else ''}")
             found[f"kept_equal_kernel_{kernel}"] = [heads - differing, heads]
-        table: dict[str, list[dict[str, Any]]] = {}
-        kernel = args.kernels[-1]
-        rows = [("ours", "full"), ("peer", "full"), ("ours", "snapkv"), ("peer", "snapkv")]
-        rows += [("peer", row) for row in ("quantized 4", "quantized 2", "offloaded")]
-        for turn in range(args.rounds + 1):
-            for side, row in rows:
-                told = (ours if side == "ours" else peer).ask(row=row, kernel=kernel, steps=args.steps, **base)
-                if turn:
-                    table.setdefault(f"{side}, {row}", []).append(told)
         print(f"  {'':<22} {'prefill + compression':>22} {'decode step':>14}")
         for label, each in table.items():
             if "failed" in each[0]:
                 print(f"  {label:<22} not run: {each[0]['failed']}")
                 found[label] = each[0]
                 continue
-            prefill, step = (statistics.median(x[key] for x in each) for key in ("prefill_s", "step_s"))
-            found[label] = {"prefill_s": prefill, "step_s": step}
-            print(f"  {label:<22} {1e3 * prefill:>19.1f} ms {1e3 * step:>11.2f} ms")
+            found[label] = {
+                key: statistics.median(x[key] for x in each)
+                for key in ("prefill_s", "step_s")
+                if each[0][key] is not None
+            }
+            step = f"{1e3 * found[label]['step_s']:>11.2f} ms" if args.steps else ""
+            print(f"  {label:<22} {1e3 * found[label]['prefill_s']:>19.1f} ms {step}")
         for row in ("full", "snapkv"):
             for key, what in (
                 ("prefill_s", "prefill + compression" if row == "snapkv" else "prefill"),
                 ("compress_s", "compression alone"),
                 ("step_s", "decode step"),
             ):
-                ours_, peer_ = ([x.get(key) for x in table[f"{side}, {row}"]] for side in ("ours", "peer"))
-                if not all(ours_) or not all(peer_):
+                ours, peer = timings(table, "ours", row, key), timings(table, "peer", row, key)
+                if not ours or not peer:
                     continue
-                ratios = sorted(a / b for a, b in zip(ours_, peer_, strict=True))
-                middle, best = statistics.median(ratios), min(ours_) / min(peer_)
+                ratios = sorted(a / b for a, b in zip(ours, peer, strict=True))
+                middle, best = statistics.median(ratios), min(ours) / min(peer)
+                low, high = interval(ratios)
                 found[f"{row}_{key[:-2]}_ratio"], found[f"{row}_{key[:-2]}_best_ratio"] = middle, best
+                found[f"{row}_{key[:-2]}_interval"] = [low, high]
                 print(
-                    f"  {row}, {what}: ours / peer {middle:.3f} (rounds {ratios[0]:.3f} .. {ratios[-1]:.3f}),"
-                    f" of the fastest rounds {best:.3f} ({1e3 * min(ours_):.2f} / {1e3 * min(peer_):.2f} ms)"
+                    f"  {row}, {what}: ours / peer {middle:.3f} [{low:.3f}, {high:.3f}] (rounds {ratios[0]:.3f} .."
+                    f" {ratios[-1]:.3f}), of the fastest rounds {best:.3f} ({1e3 * min(ours):.2f} / {1e3 * min(peer):.2f} ms)"
                 )
         figures["lengths"][str(s)] = found
     return figures

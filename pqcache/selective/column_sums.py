@@ -18,6 +18,7 @@ import torch
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
 LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
+TOGETHER = 1 << 20  # KV heads are taken together while their logits are no more numbers than this
 
 
 def accumulator_dtype(x: torch.Tensor) -> torch.dtype:
@@ -45,62 +46,70 @@ def add_column_sums(
     whether of an earlier chunk or of what an eviction left, are seen by all. windows: in row r a key counts only what the
     query at its own position and the windows[r] - 1 after it give (their softmax is still over all keys they see). lse
     (n, h, t), not with windows: log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form; what
-    it says of padding is not read. Beside `sums`, one block of logits of one KV group exists at a time:
-    g * block * max(stored) numbers, or g * block * LSE_TILE with `lse`.
+    it says of padding is not read. Beside `sums`, one block of logits of one KV group exists at a time,
+    g * block * max(stored) numbers, or g * block * LSE_TILE with `lse`; of several groups while they are few (TOGETHER).
     """
-    t, dtype = q.shape[2], sums.dtype
-    h_kv = k.shape[1]
-    g = q.shape[1] // h_kv
+    n, h, t, d = q.shape
+    h_kv, dtype = k.shape[1], sums.dtype
+    g, block = h // h_kv, min(block, t)
+    widest = LSE_TILE if lse is not None else max(stored)
     # one buffer for all blocks: freed ones, each a little smaller than the next, would pile up in the allocator
-    scratch = torch.empty(
-        g * min(block, t) * (LSE_TILE if lse is not None else max(stored)), dtype=dtype, device=q.device
-    )
+    scratch = torch.empty(max(g * block * widest, min(h * block * widest, TOGETHER)), dtype=dtype, device=q.device)
+    future = torch.ones((block, block), dtype=torch.bool, device=q.device).triu(1)  # of a block's own keys
+    q, sums = (x.unflatten(1, (h_kv, g)) for x in (q, sums))
+    lse = lse if lse is None else lse.unflatten(1, (h_kv, g))
     for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
-        for head in range(h_kv):
-            heads = slice(head * g, (head + 1) * g)
-            for start in range(t - count, t, block):
-                stop = min(start + block, t)
-                block_q = q[row, heads, start:stop].to(dtype) * scaling
-                keys = k[row, head, : length - t + stop]
-                if lse is None:
-                    probs = _probabilities(block_q, keys, scratch)
-                    if windows is not None and (m := len(keys)) > windows[row]:
-                        far = torch.ones(probs.shape[1:], dtype=torch.bool, device=q.device)
-                        probs.masked_fill_(far.tril(m - probs.shape[1] - windows[row]), 0)
-                    sums[row, heads, : len(keys)] += probs.sum(1)
-                else:
-                    _add_tiles(sums[row, heads], block_q, keys, lse[row, heads, start:stop].to(dtype), scratch)
+        for start in range(t - count, t, block):
+            stop = min(start + block, t)
+            m = length - t + stop
+            step = max(1, TOGETHER // (g * (stop - start) * min(m, widest)))
+            for head in range(0, h_kv, step):
+                heads = slice(head, head + step)
+                block_q = q[row, heads, :, start:stop].to(dtype)
+                keys, into = k[row, heads, :m], sums[row, heads, :, :m]
+                if lse is not None:
+                    own_lse = lse[row, heads, :, start:stop].to(dtype)
+                    _add_tiles(into, block_q * scaling, keys, own_lse, future, scratch)
+                    continue
+                probs = _probabilities(block_q, keys, scaling, future, scratch)
+                if windows is not None and m > windows[row]:
+                    far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
+                    probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
+                into += probs.sum(2)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Softmax of scaled q (g, b, d) over keys k (m, d), the last b of them the queries' own: (g, b, m), made in `scratch`."""
-    g, b, d = q.shape
-    m = k.shape[0]
-    logits = scratch[: g * b * m].view(g * b, m)
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, scaling: float, future: torch.Tensor, scratch: torch.Tensor
+) -> torch.Tensor:
+    """Softmax of q (H, g, b, d) over keys k (H, m, d), the last b of them the queries' own: (H, g, b, m), made in `scratch`."""
+    heads, g, b, d = q.shape
+    m = k.shape[1]
+    rows = q.reshape(heads, g * b, d)
+    logits = scratch[: heads * g * b * m].view(heads, g * b, m)
     for start in range(0, m, TILE):
-        tile = k[start : start + TILE].to(q.dtype)
-        torch.mm(q.reshape(g * b, d), tile.T, out=logits[:, start : start + TILE])
-    logits = logits.view(g, b, m)
-    future = torch.ones((b, b), dtype=torch.bool, device=q.device).triu(1)
-    logits[:, :, m - b :].masked_fill_(future, -torch.inf)
+        tile = k[:, start : start + TILE].to(q.dtype)
+        logits[:, :, start : start + TILE].baddbmm_(rows, tile.mT, beta=0, alpha=scaling)
+    logits = logits.view(heads, g, b, m)
+    logits[..., m - b :].masked_fill_(future[:b, :b], -torch.inf)
     return torch.softmax(logits, -1, out=logits)  # in place: a row is read before it is written
 
 
-def _add_tiles(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scratch: torch.Tensor) -> None:
-    """sums (g, >= m) += the same probabilities, each row's lse (g, b) known: one tile of keys at a time."""
-    g, b, d = q.shape
-    m = k.shape[0]
-    rows = torch.cat([q, -lse[..., None]], -1).view(g * b, d + 1)  # the product itself subtracts: one pass less
-    future = torch.ones((b, b), dtype=torch.bool, device=q.device).triu(1)  # of the last b keys
+def _add_tiles(
+    sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, future: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """sums (H, g, m) += the same probabilities, each row's lse (H, g, b) known: one tile of keys at a time; q scaled."""
+    heads, g, b, d = q.shape
+    m = k.shape[1]
+    rows = torch.cat([q, -lse[..., None]], -1).view(heads, g * b, d + 1)  # the product itself subtracts: one pass less
     for start in range(0, m, LSE_TILE):
         stop = min(start + LSE_TILE, m)
-        tile = torch.nn.functional.pad(k[start:stop].to(q.dtype), (0, 1), value=1.0)
-        logits = torch.mm(rows, tile.T, out=scratch[: g * b * (stop - start)].view(g * b, stop - start))
-        probs = logits.exp_().view(g, b, stop - start)
+        tile = torch.nn.functional.pad(k[:, start:stop].to(q.dtype), (0, 1), value=1.0)
+        logits = scratch[: heads * g * b * (stop - start)].view(heads, g * b, stop - start)
+        probs = torch.bmm(rows, tile.mT, out=logits).exp_().view(heads, g, b, stop - start)
         own = max(start, m - b)
         if own < stop:
-            probs[:, :, own - start :].masked_fill_(future[:, own - (m - b) : stop - (m - b)], 0)
-        sums[:, start:stop] += probs.sum(1)
+            probs[..., own - start :].masked_fill_(future[:b, own - (m - b) : stop - (m - b)], 0)
+        sums[..., start:stop] += probs.sum(2)
 
 
 class QueryWindow:

@@ -88,7 +88,7 @@ class Evictor:
         self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
         scores = self.scorer.head_scores(k, lengths, ctx)
         slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
-        where = take_tokens(positions, slots)
+        where = positions.gather(-1, slots)
         self.positions = Buffer.like(where)
         self.positions.write(where, [0] * n, [where.shape[2]] * n)
         self.scorer.keep(slots, counts)
@@ -101,6 +101,8 @@ class Evictor:
     def _extended_positions(self, n: int, h_kv: int, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         """Row positions of all staged entries: those kept before, then the new block's. (n, h_kv, max(lengths)) int32."""
         device = ctx.hidden.device
+        if self.positions is None and lengths == ctx.step.total:  # nothing was evicted before, nothing cropped
+            return torch.arange(max(lengths), dtype=torch.int32, device=device).expand(n, h_kv, -1)
         out = torch.zeros((n, h_kv, max(lengths)), dtype=torch.int32, device=device)
         for row, (length, total) in enumerate(zip(lengths, ctx.step.total, strict=True)):
             before = 0
@@ -316,6 +318,8 @@ class EvictionMethod(Method):
 def join_rows(rows: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     """What `keep` returns, from each row's slots (h_kv, m), ascending."""
     counts = [r.shape[-1] for r in rows]
+    if len(rows) == 1:
+        return rows[0][None], counts
     slots = rows[0].new_zeros((len(rows), rows[0].shape[0], max(counts)))
     for row, r in enumerate(rows):
         slots[row, :, : r.shape[-1]] = r

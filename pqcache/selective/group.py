@@ -40,11 +40,13 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
 
     torch.topk breaks ties as it likes, and product-quantized keys tie often (equal codes): a row would then depend on the
     padding beside it. k[r] must not exceed the entries above -inf. Counts that only the device knows come as a tensor (n,)
-    together with `widest`, a number they do not exceed.
+    together with `widest`, a number they do not exceed. NaN ranks last where all rows want as many and the host may look.
     """
     n, heads, m = weights.shape
     alike = not isinstance(k, torch.Tensor) and len(set(k)) == 1
     widest = max(k) if widest is None else widest
+    if alike and weights.device.type == "cpu":
+        return _top_alike(weights, widest)
     out = torch.full((n, heads, widest + 1), -1, dtype=torch.long, device=weights.device)
     best = weights.topk(widest, dim=-1, sorted=not alike).values
     count: torch.Tensor | int = widest
@@ -61,3 +63,17 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
     slot = torch.where(chosen, chosen.cumsum(-1) - 1, widest)
     column = torch.arange(m, device=weights.device).expand(n, heads, m)
     return out.scatter_(-1, slot, column)[..., :widest]
+
+
+def _top_alike(weights: torch.Tensor, k: int) -> torch.Tensor:
+    """`top_tokens` of as many in every row, for a device whose counts can be looked at: ties, which are rare, cost only then."""
+    n, heads, _ = weights.shape
+    threshold = weights.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    chosen = weights >= threshold
+    surplus = int(chosen.count_nonzero()) - n * heads * k
+    if surplus < 0:  # comparisons with NaN are false
+        return _top_alike(weights.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), k)
+    if surplus > 0:
+        above, equal = weights > threshold, weights == threshold
+        chosen = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+    return chosen.nonzero()[:, 2].view(n, heads, k)

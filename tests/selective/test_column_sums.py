@@ -135,12 +135,16 @@ def test_constant_zero_and_extreme_inputs_stay_finite() -> None:
 
 
 def test_one_block_of_one_group_is_the_largest_tensor(monkeypatch) -> None:
-    """No allocation exceeds g * block * s, and the window lets the prompt's queries go."""
-    seen: list[int] = []
+    """No allocation exceeds g * block * s (or TOGETHER, where that is more), and the window lets the prompt's queries go."""
     empty = torch.empty
-    monkeypatch.setattr(column_sums.torch, "empty", lambda *a, **kw: seen.append((x := empty(*a, **kw)).numel()) or x)
-    sums(*inputs(1, 8, 2, 320, 320, 1), [320], [320], 32)
-    assert max(seen) == 4 * 32 * 320
+    for together, expected in ((0, 4 * 32 * 320), (50_000, 50_000), (1 << 20, 8 * 32 * 320)):
+        seen: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(column_sums, "TOGETHER", together)
+            note = lambda *a, seen=seen, **kw: seen.append((x := empty(*a, **kw)).numel()) or x  # noqa: E731
+            patch.setattr(column_sums.torch, "empty", note)
+            sums(*inputs(1, 8, 2, 320, 320, 1), [320], [320], 32)
+        assert max(seen) == expected
     window = QueryWindow(4)
     window.push(torch.randn(1, 2, 100, 8), [100])
     window.push(torch.randn(1, 2, 100, 8), [100])
@@ -201,3 +205,18 @@ def test_a_whole_layer_at_32k_on_the_gpu(passes: int) -> None:
     assert torch.cuda.max_memory_allocated() - before < 1.5 * g * column_sums.BLOCK * s * 4
     if passes == 1:
         torch.testing.assert_close(sums.sum(-1), torch.full_like(sums[..., 0], s), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_heads_taken_together_sum_to_the_same(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    gen = torch.Generator().manual_seed(5)
+    q, k = torch.randn(2, 6, 40, 8, generator=gen), torch.randn(2, 3, 90, 8, generator=gen)
+    lse = torch.randn(2, 6, 40, generator=gen) if known else None
+    found = []
+    for together in (0, 4000, 1 << 20):  # one KV head, some, all
+        monkeypatch.setattr(column_sums, "TOGETHER", together)
+        out = torch.zeros(2, 6, 90)
+        add_column_sums(out, q, k, [90, 70], [40, 25], 0.3, block=16, lse=lse)
+        found.append(out)
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
