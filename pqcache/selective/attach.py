@@ -2,10 +2,14 @@
 
 transformers hands the attention function q, k, v and the mask, but neither the cache nor the hidden states. A forward
 pre-hook on each attention module notes them just before; the one attention function then routes to the cache's layer.
+
+A pass that is asked for the last token's logits only (`logits_to_keep=1`, as `generate` does it) needs nothing else of its last
+layer: there attention, output projection and MLP are computed for that token alone. Keys and values are those of all tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +25,7 @@ from pqcache.selective.support import check_architecture
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
 _CONTEXT = "_pqcache_context"
+MORE = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")  # asked for, every row is needed
 
 
 def selective_attention(
@@ -54,6 +59,15 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     if any(getattr(m, "sinks", None) is not None for m in modules):
         raise ValueError(f"model {model.config.model_type}: attention sinks of the model are not supported")
     return modules  # type: ignore[return-value]
+
+
+def after_attention(decoder: nn.Module, attention: nn.Module) -> list[nn.Module]:
+    """What the last decoder layer computes token by token after its attention; of fewer tokens it gives fewer rows.
+
+    The layer adds such a row to all rows of its residual: the last one is right, the others are of no meaning.
+    """
+    found = (getattr(attention, "o_proj", None), getattr(decoder.layers[-1], "mlp", None))  # type: ignore[index]
+    return [module for module in found if module is not None]
 
 
 @contextmanager
@@ -91,12 +105,30 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             modules=modules,
             rotary=decoder.rotary_emb,
             step=cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
+            last_only=cache.last_only and index == len(modules) - 1,
         )
         module.__dict__[_CONTEXT] = ctx
         cache.bound = index
         cache.layers[index].on_layer_input(ctx)
         if index + 1 < len(modules):
             cache.layers[index + 1].on_previous_input(ctx)
+
+    def before_logits(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
+            keep, more = (
+                kwargs.get("logits_to_keep"),
+                [kwargs.get(key, getattr(model.config, key, None)) for key in MORE],
+            )
+            alone = isinstance(keep, int) and keep == 1 and all(x is None or x is False for x in more)
+            cache.last_only = last_only[0] = alone and not cache.watchers
+
+    def after_logits(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        last_only[0] = False
+        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
+            cache.last_only = False
+
+    def before_tail(_: nn.Module, args: tuple) -> tuple | None:
+        return (args[0][:, -1:], *args[1:]) if last_only[0] and args else None
 
     def before_model(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -114,8 +146,13 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
             cache.close_forward()
 
+    last_only = [False]  # whether the pass under way returns the last token's logits and nothing else
     previous = model.config._attn_implementation
     hooks = [m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in modules]
+    if model is not decoder and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        hooks.append(model.register_forward_pre_hook(before_logits, with_kwargs=True))
+        hooks.append(model.register_forward_hook(after_logits, with_kwargs=True, always_call=True))
+        hooks += [m.register_forward_pre_hook(before_tail) for m in after_attention(decoder, modules[-1])]
     hooks.append(decoder.register_forward_pre_hook(before_model, with_kwargs=True))
     hooks.append(decoder.register_forward_hook(after_model, with_kwargs=True))
     model.set_attn_implementation(NAME)

@@ -69,6 +69,7 @@ class SelectiveCache(Cache):
         self._decoded = False  # since the prompt or turn ended
         self._open = False  # a forward pass began and has not ended
         self.recording = False  # the pass is being recorded, not run: nothing advances (see captured.py)
+        self.last_only = False  # the pass under way returns the last token's logits and nothing else; see attach.py
         self.step: Step | None = None
         self.bound: int | None = None  # the layer whose attention module is running
 

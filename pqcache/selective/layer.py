@@ -64,6 +64,9 @@ class LayerContext:
     modules: list[nn.Module]  # the attention modules of all layers, for speculation one layer ahead
     rotary: nn.Module  # the model's rotary embedding: cos, sin for other positions
     step: Step  # what this forward pass is
+    last_only: bool = (
+        False  # the last layer of a pass that returns the last token's logits only: other rows are not used
+    )
     scaling: float = field(init=False)  # set by the attention function
     probs: torch.Tensor | None = (
         None  # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
@@ -269,7 +272,7 @@ def dense_prefill(
 ) -> torch.Tensor:
     """Exact causal attention of a block over everything in `store` (None or empty: the block alone). Returns (n, t, h, d).
 
-    With `store`, the block must already be in it.
+    With `store`, the block must already be in it. Where only the last token's row is used, the others are zero.
     """
     step = ctx.step
     if store is not None and not step.first:
@@ -280,7 +283,12 @@ def dense_prefill(
             step.masks[key] = causal_mask(stored, step.counts, step.t, keys.shape[2], q.device)
         mask = step.masks[key]
         k, v = keys, values
-    return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+    if not ctx.last_only:
+        return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+    out = q.new_zeros((q.shape[0], step.t, q.shape[1], v.shape[3]))
+    newest = None if mask is None else mask[:, :, -1:]
+    out[:, -1:] = ctx.cache.kernel(ctx.module, q[:, :, -1:], k, v, newest, scaling=ctx.scaling, dropout=0.0)[0]
+    return out
 
 
 class DenseLayer(SelectiveLayer):
