@@ -44,6 +44,16 @@ def slug(text: str) -> str:
 
 def median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Median of `rounds` timed calls after one that warms up."""
+    return statistics.median(timed_calls(call, device, rounds))
+
+
+def fastest_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """The fastest of `rounds` timed calls after one that warms up: what the machine needs when nothing else runs."""
+    return min(timed_calls(call, device, rounds))
+
+
+def timed_calls(call: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Seconds of each of `rounds` calls, after one that warms up."""
     times = []
     for turn in range(rounds + 1):
         synchronize(device)
@@ -52,7 +62,7 @@ def median_seconds(call: Callable[[], object], device: torch.device, rounds: int
         synchronize(device)
         if turn:
             times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@
     python scripts/profile_schedule.py --shape 4,2,64,256,768 --lengths 512 1024 2048 --rounds 1 --figure schedule.png
 
 A decoder layer with random weights prefills prompts of each length (a quadratic is fitted); random keys are clustered in 3
-and in 9 rounds (a line each: what 3 rounds cost, and what each further one). T(x) is then the largest number of rounds that ends
-within one layer's prefill, from 3 to 300 (PQCache, section 3.3). Kept as <cache-dir>/schedule/<machine>__<geometry>.json, where
+and in 9 rounds (a line each: what 3 rounds cost, and what each further one). Every time is the fastest of its repetitions, since
+other jobs only add to it; a warning says where times still contradict each other. T(x) is then the largest number of rounds that
+ends within one layer's prefill, from 3 to 300 (PQCache, section 3.3). Kept as <cache-dir>/schedule/<machine>__<geometry>.json, where
 `method=pqcache method.max_iter=adaptive` looks. On a machine without an accelerator clustering hides behind nothing, since both
 run on the same cores: the profile then says how much of a prefill it is. The picture (PQCache's Figure 7) needs matplotlib.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from pqcache.geometries import GEOMETRIES, geometry
-from pqcache.machine import device_caption, median_seconds
+from pqcache.machine import device_caption, fastest_seconds
 from pqcache.pq.fit import fit
 from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
 
@@ -44,7 +46,7 @@ def layer_seconds(
     for s in lengths:
         hidden = torch.randn(1, s, config.hidden_size, device=device).to(dtype)
         tables = rotary(hidden, torch.arange(s, device=device)[None])
-        seconds.append(median_seconds(lambda h=hidden, t=tables: layer(h, position_embeddings=t), device, rounds))
+        seconds.append(fastest_seconds(lambda h=hidden, t=tables: layer(h, position_embeddings=t), device, rounds))
     return seconds
 
 
@@ -57,7 +59,7 @@ def offload_seconds(
     for s in lengths:
         source = torch.ones(s, width, dtype=dtype, device=device)
         target = torch.empty(s, width, dtype=dtype, pin_memory=device.type == "cuda")
-        seconds.append(median_seconds(lambda t=target, x=source: t.copy_(x, non_blocking=True), device, rounds))
+        seconds.append(fastest_seconds(lambda t=target, x=source: t.copy_(x, non_blocking=True), device, rounds))
     return seconds
 
 
@@ -72,8 +74,21 @@ def cluster_seconds(
         empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
         options: dict[str, Any] = {"rounds": lambda _: rounds, "tol": 0.0, "seed": 0, "code_dtype": torch.uint8}
         work = lambda p=points, e=empty, o=options, n=x: fit(p, e, [n], [0], **o)  # noqa: E731
-        seconds.append(median_seconds(work, where, repeat))
+        seconds.append(fastest_seconds(work, where, repeat))
     return seconds
+
+
+def contradictions(points: dict[str, Any], cost: CostModel) -> list[str]:
+    """What cannot be so, and what it would make of the number of rounds: signs of other jobs, or of too few repetitions."""
+    found = []
+    lengths, compute = points["lengths"], points["compute_s"]
+    for i in range(1, len(lengths)):
+        if compute[i] <= compute[i - 1]:
+            found.append(f"{lengths[i]} tokens were prefilled sooner than {lengths[i - 1]}")
+    for x, few, many in zip(points["keys"], points["few_s"], points["many_s"], strict=True):
+        if many <= few:
+            found.append(f"{x} keys were clustered in {MANY} rounds sooner than in {FEW}: T({x}) = {cost.rounds(x)}")
+    return found
 
 
 def draw(cost: CostModel, points: dict[str, list[float]], caption: str, path: Path) -> None:
@@ -181,7 +196,7 @@ def main(argv: list[str] | None = None) -> Path:
     caption = (
         f"{shape.h}/{shape.h_kv} heads of {shape.d}, hidden {shape.hidden}, {shape.dtype}, m={shape.m}, b={shape.b}"
     )
-    caption += f"\n{device_caption(device)}; clustering on {where.type}; medians of {args.rounds}"
+    caption += f"\n{device_caption(device)}; clustering on {where.type}; fastest of {args.rounds}"
     print(caption)
     print(
         f"{'tokens':>8} {'layer ms':>9} {'to host ms':>10} {'3 rounds ms':>11} {'per round':>9} {'share of 3':>10} {'T':>4}"
@@ -194,6 +209,8 @@ def main(argv: list[str] | None = None) -> Path:
         )
     shares = [few / layer for few, layer in zip(points["few_s"], points["compute_s"], strict=True)]
     print(f"mean share of a layer's prefill that 3 rounds take: {statistics.mean(shares):.2f}")
+    for line in contradictions(points, cost):
+        print(f"warning: {line}; measure again on a quiet machine, or with more --rounds", file=sys.stderr)
     print(path)
     if args.figure is not None:
         draw(cost, points, caption, args.figure)

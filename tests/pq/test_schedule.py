@@ -130,3 +130,17 @@ def test_bad_arguments_end_in_one_line(argv: list[str], message: str, capsys: py
     with pytest.raises(SystemExit) as left:
         profile_schedule.main(argv)
     assert left.value.code == 2 and re.search(message, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_times_that_contradict_each_other_are_named() -> None:
+    points = {
+        "lengths": [64, 128, 256], "compute_s": [0.3, 0.2, 0.4],
+        "keys": [64, 128, 256], "few_s": [0.1, 0.1, 0.1], "many_s": [0.09, 0.2, 0.3],
+    }  # fmt: skip
+    keys = points["keys"]
+    cost = fit_cost(keys, points["compute_s"], keys, points["few_s"], points["many_s"], 6)
+    first, second = profile_schedule.contradictions(points, cost)
+    assert first == "128 tokens were prefilled sooner than 64"
+    assert second.startswith("64 keys were clustered in 9 rounds sooner than in 3")
+    points.update(compute_s=[0.2, 0.3, 0.4], many_s=[0.2, 0.2, 0.3])
+    assert profile_schedule.contradictions(points, cost) == []
