@@ -7,7 +7,7 @@
 A decoder layer with random weights prefills prompts of each length (a quadratic is fitted); random keys are clustered in 3
 and in 9 rounds (a line each: what 3 rounds cost, and what each further one). Every time is the fastest of its repetitions, since
 other jobs only add to it; a warning says where times still contradict each other. T(x) is then the largest number of rounds that
-ends within one layer's prefill, from 3 to 300 (PQCache, section 3.3). Kept as <cache-dir>/schedule/<machine>__<geometry>.json, where
+ends within one layer's prefill, from 3 to 300 (PQCache, section 3.3). Kept in <cache-dir>/schedule by machine and geometry, where
 `method=pqcache method.max_iter=adaptive` looks. On a machine without an accelerator clustering hides behind nothing, since both
 run on the same cores: the profile then says how much of a prefill it is. The picture (PQCache's Figure 7) needs matplotlib.
 """
