@@ -25,7 +25,8 @@ def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        lines = builder.udiv(args[1], ir.Constant(ir.IntType(64), _LINE))
+        last = builder.add(args[1], ir.Constant(ir.IntType(64), _LINE - 1))
+        lines = builder.udiv(last, ir.Constant(ir.IntType(64), _LINE))
         with cgutils.for_range(builder, lines) as loop:
             at = builder.add(args[0], builder.mul(loop.index, ir.Constant(ir.IntType(64), _LINE)))
             read, near, data = (ir.Constant(word, value) for value in (0, 2, 1))  # into the second-level cache
@@ -47,7 +48,7 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
     heads, g, d = q.shape[1], q.shape[2], q.shape[3]
     chosen = indices.shape[2]
     total = sinks + chosen + recent
-    step, row_bytes = k.strides[2], d * 4
+    key_step, value_step, row_bytes = k.strides[2], v.strides[2], d * 4
     for task in range(first, last):
         part = task % parts
         head = task // parts % heads
@@ -75,18 +76,18 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
                     count += 1
                 start += 1
             for i in range(min(_AHEAD, count)):
-                _fetch(keys_at + where[i] * step, row_bytes)
+                _fetch(keys_at + where[i] * key_step, row_bytes)
             for i in range(count):
                 position = where[i]
                 if i + _AHEAD < count:
-                    _fetch(keys_at + where[i + _AHEAD] * step, row_bytes)
+                    _fetch(keys_at + where[i + _AHEAD] * key_step, row_bytes)
                 for a in range(g):
                     value = np.float32(0)
                     for j in range(d):
                         value += query[a, j] * keys[position, j]
                     logits[a, i] = value * scaling
             for i in range(min(_AHEAD, count)):  # they arrive while the exponentials are taken
-                _fetch(values_at + where[i] * step, row_bytes)
+                _fetch(values_at + where[i] * value_step, row_bytes)
             for a in range(g):
                 top = high[a]
                 for i in range(count):
@@ -106,7 +107,7 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
             while i + 4 <= count:  # four rows of V per visit to the output
                 w0, w1, w2, w3 = where[i], where[i + 1], where[i + 2], where[i + 3]
                 for ahead in range(i + _AHEAD, min(i + _AHEAD + 4, count)):
-                    _fetch(values_at + where[ahead] * step, row_bytes)
+                    _fetch(values_at + where[ahead] * value_step, row_bytes)
                 for a in range(g):
                     p0, p1, p2, p3 = logits[a, i], logits[a, i + 1], logits[a, i + 2], logits[a, i + 3]
                     for j in range(d):
