@@ -71,7 +71,10 @@ class Evictor:
 
     def forget(self) -> None:
         """Back to the state before a request."""
-        self.positions: Buffer | None = None  # (n, h_kv, capacity) int32: where each kept token stood in its row
+        # (n, h_kv, capacity) int32: where each kept token stood in its row; of a method that drops no generated tokens, those
+        # of the prompt or turn only: the others follow one another, entries from noted[row] on
+        self.positions: Buffer | None = None
+        self.noted: list[int] = []
         self.seen: list[int] = []  # tokens seen per row
         self.kept: list[int] = []  # entries held when the current turn began
         self.plans: list[Plan] = []
@@ -88,9 +91,7 @@ class Evictor:
         self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
         scores = self.scorer.head_scores(k, lengths, ctx)
         slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
-        where = positions.gather(-1, slots)
-        self.positions = Buffer.like(where)
-        self.positions.write(where, [0] * n, [where.shape[2]] * n)
+        self._note(positions.gather(-1, slots), counts)
         self.scorer.keep(slots, counts)
         return slots, counts
 
@@ -104,41 +105,63 @@ class Evictor:
         if self.positions is None and lengths == ctx.step.total:  # nothing was evicted before, nothing cropped
             return torch.arange(max(lengths), dtype=torch.int32, device=device).expand(n, h_kv, -1)
         out = torch.zeros((n, h_kv, max(lengths)), dtype=torch.int32, device=device)
+        if self.positions is not None:
+            held = self._positions(self.kept)
+            out[:, :, : held.shape[2]] = held
         for row, (length, total) in enumerate(zip(lengths, ctx.step.total, strict=True)):
-            before = 0
-            if self.positions is not None:
-                before = self.kept[row]
-                out[row, :, :before] = self.positions.data[row, :, :before]
+            before = self.kept[row] if self.positions is not None else 0
             out[row, :, before:length] = torch.arange(total - (length - before), total, device=device)
         return out
 
+    def _positions(self, lengths: list[int]) -> torch.Tensor:
+        """Row positions of all entries, lengths[r] of row r: (n, h_kv, max(lengths)) int32; beyond a row's end of no meaning."""
+        assert self.positions is not None
+        longest = max(lengths)
+        noted = self.positions.view(min(longest, self.positions.capacity))
+        if self.method.is_dynamic or longest <= min(self.noted):
+            return noted
+        entry = torch.arange(longest, dtype=torch.int32, device=noted.device)
+        gone = [
+            seen - length for seen, length in zip(self.seen, lengths, strict=True)
+        ]  # an entry's position less its place
+        late = entry + torch.tensor(gone, dtype=torch.int32, device=noted.device)[:, None, None]
+        known = entry < torch.tensor(self.noted, device=noted.device)[:, None, None]
+        noted = torch.nn.functional.pad(noted, (0, longest - noted.shape[2]))
+        return torch.where(known, noted, late)
+
     def place(self, lengths: list[int], like: torch.Tensor) -> None:
         """A token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: note where it stands."""
-        assert self.positions is not None
-        position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
-        self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
+        if self.method.is_dynamic:  # entries do not stay in order
+            assert self.positions is not None
+            position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
+            self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
         self.seen = [s + 1 for s in self.seen]
 
     def where(self, lengths: list[int]) -> torch.Tensor | None:
         """Positions of the entries, lengths[r] of row r: (n, h_kv, max(lengths)), -1 = padding. None before there are any."""
         if self.positions is None:
             return None
-        position = self.positions.view(max(lengths))
+        position = self._positions(lengths)
         valid = row_mask(lengths, position.shape[2], position.device)
         return position if valid is None else position.masked_fill(~valid, -1)
 
     def sort(self, store: ResidentStore) -> None:
         """Bring a store's entries, and what is known of them, into the order of their positions."""
-        assert self.positions is not None
         lengths = store.lengths
-        position = self.positions.view(store.length).clone()
+        position = self._positions(lengths)
         valid = row_mask(lengths, position.shape[2], position.device)
         if valid is not None:
-            position.masked_fill_(~valid, torch.iinfo(torch.int32).max)
-        order = position.argsort(-1)
+            position = position.masked_fill(~valid, torch.iinfo(torch.int32).max)
+        position, order = position.sort(-1)
         store.keep(order, lengths)
-        self.positions.data = take_tokens(self.positions.data, order)
+        self._note(position, lengths)
         self.scorer.keep(order, lengths)
+
+    def _note(self, positions: torch.Tensor, counts: list[int]) -> None:
+        """Entries 0 .. counts[r]-1 of row r stand at `positions` (n, h_kv, m)."""
+        self.positions = Buffer.like(positions)
+        self.positions.write(positions, [0] * len(counts), [positions.shape[2]] * len(counts))
+        self.noted = list(counts)
 
     def follow_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was."""
@@ -148,6 +171,7 @@ class Evictor:
         rows = index.tolist()
         self.seen = [self.seen[i] for i in rows] if self.seen else []
         self.kept = [self.kept[i] for i in rows] if self.kept else []
+        self.noted = [self.noted[i] for i in rows] if self.noted else []
         self.plans = [self.plans[i] for i in rows] if self.plans else []
 
     def own_tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -32,7 +32,7 @@ def run(
 
 def held(layer: Any, row: int = 0) -> list[list[int]]:
     """Positions of the entries each KV head holds, in ascending order."""
-    return layer.positions.data[row, :, : layer.store.lengths[row]].sort(-1).values.tolist()
+    return layer.where(layer.store.lengths)[row, :, : layer.store.lengths[row]].sort(-1).values.tolist()
 
 
 def choose(

@@ -127,7 +127,7 @@ def test_what_stays(
         total = min(s, plan.total)
         assert total - page < length <= total
         for head in range(h_kv):
-            stored = one.layer.positions.data[row, head, :length].tolist()
+            stored = one.layer.where(one.layer.store.lengths)[row, head, :length].tolist()
             assert stored == sorted(set(stored)) and stored[-1] < s
             assert {*range(min(plan.sinks, s)), *range(s - min(plan.local, s), s)} <= set(stored)
             columns = [p + t - s for p in stored]

@@ -34,7 +34,7 @@ def alone(kind: dict[str, Any]) -> KVCrush:
 
 def by_position(layer: Any, row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one row in the order of positions, (h_kv, m, d)."""
-    order = layer.positions.data[row, :, : layer.store.lengths[row]].argsort(-1)[..., None]
+    order = layer.where(layer.store.lengths)[row, :, : layer.store.lengths[row]].argsort(-1)[..., None]
     k, v = (x[row].gather(1, order.expand(-1, -1, x.shape[3])) for x in layer.store.view())
     return k, v
 
@@ -46,7 +46,7 @@ def test_the_same_tokens_stay_and_only_representatives_are_coded(llama: PreTrain
     store, bits = mixed.store, small(kind).bits
     packed = store.packed.lengths[0]
     assert packed > 0 and store.packed.k.tails == [0]
-    where = mixed.positions.data[0, :, : store.lengths[0]]
+    where = mixed.where(store.lengths)[0, :, : store.lengths[0]]
     for stream, (got, full) in zip((store.packed.k, store.packed.v), zip(by_position(mixed), by_position(exact))):
         codes, step, low = (part.data[0, :, :packed] for part in stream.codec.parts)
         assert codes.dtype == torch.uint8 and codes.shape[-1] == -(-got.shape[2] * bits // 8)
