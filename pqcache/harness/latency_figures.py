@@ -46,7 +46,8 @@ def _caption(rows: Sequence[Row]) -> str:
     devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
     budgets = ", ".join(dict.fromkeys(_budget(row) for row in rows if row["budget_ratio"] != 1.0))
     what = f"{models}; budget {budgets or 'none'}; batch 1, {rows[0]['kv_dtype']}"
-    return f"{what}\n{devices}; {rows[0]['n_samples']} samples a point"
+    samples = rows[0]["n_samples"]
+    return f"{what}\n{devices}; {samples} sample{'' if samples == 1 else 's'} a point"
 
 
 def _model(row: Row) -> str:
@@ -88,13 +89,17 @@ def _length(row: Row) -> float:
 
 
 def _rounds_and_prefill(axes: list[Any], rows: Labelled) -> None:
-    """PQCache, figure 7: one layer's prefill and the clustering of its keys (by rounds), over the prompt's length."""
+    """PQCache, figure 7: one layer's prefill and the clustering of its keys (by rounds), over the prompt's length.
+
+    The last layer prefills little but keys and values (see selective/attach.py): it is not counted where there are others.
+    """
     axis = axes[0]
     layers = max(1.0, rows[0][1]["extra"].get("layers") or 1.0)
+    whole_layers = max(1.0, layers - 1)
 
     def prefill(row: Row) -> float | None:
         whole, index = row["prefill_s"], row["index_build_s"]
-        return None if whole is None or index is None else 1e3 * (whole - index) / layers
+        return None if whole is None or index is None else 1e3 * (whole - index) / whole_layers
 
     by_length: dict[float, list[float]] = {}
     for _, row in rows:
@@ -152,6 +157,7 @@ def _totals(axes: list[Any], rows: Labelled) -> None:
         panels.setdefault(key, []).append((label, row))
     for axis, (title, found) in zip(axes, panels.items(), strict=False):
         _stacked(axis, found)
+        axis.set_ylim(top=1.35 * axis.get_ylim()[1])  # room for the legend above the bars
         _finish(axis, "prompt length (tokens)", "s", title)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
