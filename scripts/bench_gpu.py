@@ -4,7 +4,8 @@
     python scripts/bench_gpu.py --lengths 32768 131072 --layers 16 --minutes 5
     python scripts/bench_gpu.py --tiny --device cpu            # that it runs; kernels through Triton's interpreter
 
-Rows: full attention (SDPA over a growing buffer), PQCache over a resident and over a host store, transformers' offloaded cache.
+Rows: full attention (SDPA over a growing buffer), PQCache over a resident and over a host store, transformers' offloaded cache;
+at the first length also PQCache over the block cache, and with its codes on the host (whose steps wait for the device).
 `step` is a decode step as Python launches it, `recorded` the same step replayed as a CUDA graph (full attention then by the same
 split kernel). TT2T: submission to second token, index and storage included; the second of two prompts, the first warms up.
 Roofline: weights, and K and V that lie on the device, at the bandwidth a copy reaches here, plus what crosses at the
@@ -112,7 +113,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check_kernels(machine: Machine, s: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Each kernel at Mistral-7B's layer geometry on fresh random data: error against fp32 torch, time, achieved bandwidth."""
-    from pqcache.kernels import triton_attend, triton_codes, triton_nearest
+    from pqcache.kernels import triton_attend, triton_blocks, triton_codes, triton_nearest
 
     device, tiny = machine.device, s < 8192
     n, h_kv, g, d, m, c, sinks = 1, 8, 4, 128, 2, 64, 32
@@ -219,8 +220,10 @@ def check_kernels(machine: Machine, s: int, dtype: torch.dtype) -> dict[str, dic
     error = relative(everything(), attend_one(q.float(), full_k.float(), full_v.float(), scaling))
     add("attend, everything", error < limit, error, everything, lambda: attend_one(q, full_k, full_v, scaling), s * row)
 
-    far = [x[:, :, sinks:].cpu().contiguous() for x in (keys, values)]
-    far = [x.pin_memory() for x in far] if machine.cuda else far
+    far = [
+        x[:, :, sinks:].cpu().transpose(1, 2).contiguous() for x in (keys, values)
+    ]  # tokens first, as a host store's
+    far = [(x.pin_memory() if machine.cuda else x).transpose(1, 2) for x in far]
     got = triton_attend.gather(far[0], far[1], picked, plan, sinks)
     right = all(torch.equal(x, take_tokens(y, chosen)) for x, y in zip(got, (keys, values), strict=True))
     error = relative(attend(False, None, got), exact)
@@ -234,6 +237,42 @@ def check_kernels(machine: Machine, s: int, dtype: torch.dtype) -> dict[str, dic
         "gather from the host", right and error < limit, error,
         lambda: triton_attend.gather(far[0], far[1], picked, plan, sinks), fetch, k * row,
     )  # fmt: skip
+
+    block = 16 if tiny else 128
+    slots = 4096 // 128
+    columns = -(-far[0].shape[2] // block)
+    every = columns // min(slots, columns)  # blocks cached at regular distances
+    cache = [torch.zeros((n, slots * block, h_kv, d), dtype=dtype, device=device).transpose(1, 2) for _ in far]
+    came = torch.full((n, slots, 2), -1, device=device)
+    slot = torch.full((n, columns), -1, device=device)
+    for i in range(min(slots, columns - 1)):
+        came[:, i] = torch.tensor([i * every, i], device=device)
+        slot[:, i * every] = i
+    counts, tally = (
+        torch.zeros((n, columns), dtype=torch.int32, device=device),
+        torch.zeros((n, 3), dtype=torch.long, device=device),
+    )
+
+    def refill() -> None:
+        triton_blocks.refill(*([x.transpose(1, 2) for x in pair] for pair in (cache, far)), came, block)
+
+    def copies() -> None:
+        for number, to in came[0].tolist():
+            for x, y in zip(cache, far, strict=True):
+                if number >= 0:
+                    x[:, :, to * block :][:, :, :block].copy_(
+                        y[:, :, number * block :][:, :, :block], non_blocking=True
+                    )
+
+    def through() -> tuple[torch.Tensor, torch.Tensor]:
+        return triton_blocks.read(cache, far, picked, slot, counts, tally, cursor, plan, sinks, block)
+
+    refill()
+    got = through()
+    right = all(torch.equal(x, take_tokens(y, chosen)) for x, y in zip(got, (keys, values), strict=True))
+    right = right and int(tally[0, triton_blocks.HITS]) == int((slot[0][(chosen[0] - sinks) // block] >= 0).sum())
+    add("read through the cache", right, 0.0, through, fetch, k * row)
+    add("refill", right, 0.0, refill, copies, int((came[..., 0] >= 0).sum()) * block * row)
 
     x = draw(h_kv * m, min(s, 32_640), d // m, of=torch.float32)
     start = x[:, :64].contiguous()
@@ -307,6 +346,7 @@ def run_selective(
             "attended_tokens": cache.ledger.attended(all_layers=False),
             "bytes_per_step": cache.ledger.bytes_per_step(),
             "resident_bytes": cache.resident_bytes(),
+            **{name: value for name, value in cache.ledger.told().items() if name.startswith("cache_")},
         }
         try:
             token = torch.tensor([[tokens[-1]]], device=model.device)
@@ -350,8 +390,9 @@ def roofline(model: PreTrainedModel, machine: Machine, row: dict[str, Any], full
     )
     config = model.config
     token = 2 * config.num_key_value_heads * config.head_dim * embedding.element_size() * config.num_hidden_layers
-    fetched = row.get("bytes_per_step", {}).get("demand_fetch", 0.0)
-    on_device = (s if full else row["attended_tokens"]) * token - fetched
+    moved = row.get("bytes_per_step", {})
+    fetched = moved.get("demand_fetch", 0.0) + moved.get("selection", 0.0)
+    on_device = (s if full else row["attended_tokens"]) * token - moved.get("demand_fetch", 0.0)
     return {
         "weights_ms": 1e3 * weights / machine.copy,
         "kv_ms": 1e3 * on_device / machine.copy,
@@ -491,6 +532,13 @@ def main(argv: list[str] | None = None) -> int:
         "pqcache, resident store": lambda: PQCache(budget=budget, store="resident", **clustering, **small),
         "pqcache, host store": lambda: PQCache(budget=budget, store="host", **clustering, **small),
     }
+    blocks = {"cache_block": 16, "cache_tokens": 64, "cache_topk": 4} if args.tiny else {}
+    once: dict[str, Callable[[], Method]] = {
+        "pqcache, block cache": lambda: PQCache(budget=budget, store="block_cache", **clustering, **small, **blocks),
+        "pqcache, codes on the host": lambda: PQCache(
+            budget=budget, store="host", codes_store="host", **clustering, **small
+        ),
+    }
     judged: list[dict[str, Any]] = []
     for s in args.lengths:
         if figures["lengths"] and time.perf_counter() - started > 60 * args.minutes:
@@ -502,7 +550,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"\n{s} tokens{'':<18} prefill s   TT2T s  index s  step ms  recorded  roofline  weights     K, V    fetch"
         )
-        for name, make in methods.items():
+        for name, make in {**methods, **({} if figures["lengths"] else once)}.items():
             try:
                 row = run_selective(model, machine, make(), ids, args.steps, args.replays)
             except torch.cuda.OutOfMemoryError as error:

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from pqcache.kernels import triton_attend, triton_codes, triton_nearest
+from pqcache.kernels import triton_attend, triton_blocks, triton_codes, triton_nearest
 
 CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  # sub-spaces, centroids, type of a code
 
@@ -60,6 +60,7 @@ def _calls(quick: bool) -> None:
             q, store, None, store, None, cursor, plan, ring=capacity, tokens=1024, scaling=1.0, one=True
         )
         triton_attend.gather(*store, chosen, plan, sinks)
+        _block_cache(store, chosen, cursor, plan, sinks, quick)
         triton_codes.enter(k, k, store, capacity, cursor, plan)
         for m, c, code_type in CODES[: 2 if quick else 3]:
             codes = torch.zeros((n, h_kv * m, capacity), dtype=code_type)
@@ -77,6 +78,31 @@ def _calls(quick: bool) -> None:
         x = torch.zeros((16, 8192, 64))
         for add in (True,) if quick else (True, False):
             triton_nearest.nearest(x, x[:, :c], x[:, :1], add=add)
+
+
+def _block_cache(
+    store: tuple[torch.Tensor, torch.Tensor],
+    chosen: torch.Tensor,
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    sinks: int,
+    quick: bool,
+) -> None:
+    """Look-up, policy and refill of 32 slots for 128 tokens each, and the policy of four thousand smaller ones."""
+    n, h_kv, capacity, _ = store[0].shape
+    for slots, topk, block, lfu in ((32, 32, 128, False), (32, 32, 128, True), (4096, 512, 1, True))[
+        : 1 if quick else 3
+    ]:
+        slot, tables = torch.zeros((n, capacity // block), dtype=torch.long), torch.zeros((n, slots), dtype=torch.long)
+        counts, came = torch.zeros(slot.shape, dtype=torch.int32), torch.zeros((n, topk, 2), dtype=torch.long)
+        tally, chance = torch.zeros((n, 3), dtype=torch.long), torch.zeros(n, dtype=torch.float64)
+        triton_blocks.read(store, store, chosen, slot, counts, tally, cursor, plan, sinks, block)
+        triton_blocks.admit(
+            counts, slot, tables, tables, tables, tally[:, 0], came, tally, chance, cursor, plan, heads=h_kv, origin=sinks,
+            block=block, least=1, lfu=lfu,
+        )  # fmt: skip
+        rows = store[0].transpose(1, 2), store[1].transpose(1, 2)
+        triton_blocks.refill(rows, rows, came, block)
 
 
 def compile_all(target: int = 90, quick: bool = False) -> list[dict[str, Any]]:

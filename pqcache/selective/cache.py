@@ -263,6 +263,7 @@ class SelectiveCache(Cache):
         """Let everything that runs beside the model end, so that bytes and figures are final."""
         for layer in self.layers:
             layer.wait()
+        self.ledger.collect()
 
     def note_resident(self) -> None:
         """Let the ledger's peak know what is held now."""

@@ -8,7 +8,7 @@
             token = steps.replay()                      # on the device; reading it waits
 
 Between two steps only the devices' counters differ, so every layer must run its decode step by kernels that read them there:
-retrieval by product quantization over a resident or host store, and full attention. Others raise NotApplicable.
+retrieval by product quantization, its codes on the device, over any store, and full attention. Others raise NotApplicable.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class CapturedSteps:
         logits = out.logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         self.position.add_(1)
+        for step in self.steps:
+            step.join()  # a graph ends with one stream
         return logits
 
     def replay(self) -> torch.Tensor:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pqcache import kernels
 from pqcache.selective.budget import Plan
+from pqcache.store.block_cache import BlockCacheStore
+from pqcache.store.blocks_on_device import BlocksOnDevice, to_device
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
+
+if TYPE_CHECKING:
+    from pqcache.selective.ledger import Ledger
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,21 +37,21 @@ def serves(q: torch.Tensor, store: object) -> bool:
     """Whether the kernels serve queries of this kind over this store."""
     if q.dtype not in DTYPES or not kernels.on_device(q):
         return False
-    if type(store) is HostStore:  # a store with a cache of its own looks its tokens up on the host
+    if isinstance(store, HostStore) and type(store) in (HostStore, BlockCacheStore):  # another cache asks the host
         return not q.is_cuda or all(host.pinned for host in store.host)
     return type(store) is ResidentStore
 
 
 def send(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A small table on the device, from pinned memory: a copy from pageable memory would wait."""
-    table = torch.tensor(values, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    """A small table on the device; nobody waits for it."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class DeviceStep:
     """Takes a layer's store over until `leave`: the store's window becomes a ring, its lengths are kept up to date.
 
-    coded: the index to select by; None: every token is attended (over a ResidentStore).
+    coded: the index to select by; None: every token is attended (over a ResidentStore). ledger: gets what a block cache's
+    tables, which lie on the device as well until `leave`, have counted there.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class DeviceStep:
         plans: Sequence[Plan] = (),
         coded: Coded | None = None,
         n_sink: int = 0,
+        ledger: Ledger | None = None,
     ) -> None:
         self.store, self.coded, self.n_sink = store, coded, n_sink
         self.device = device
@@ -73,6 +79,10 @@ class DeviceStep:
         if isinstance(store, HostStore):
             store.wait()  # kernels read the host rows themselves, and know of no copy under way
             store.window_to_ring()
+        self.blocks: BlocksOnDevice | None = None
+        if isinstance(store, BlockCacheStore):
+            assert ledger is not None
+            self.blocks = BlocksOnDevice(store, device, ledger)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens per row in all: buffers that grow later would leave a recorded step behind."""
@@ -82,6 +92,8 @@ class DeviceStep:
                 self.finish()  # the host is about to copy what kernels write
             for buffer in store.host:
                 buffer.reserve(tokens - self.n_sink)
+            if self.blocks is not None:
+                self.blocks.reserve()
         else:
             store.reserve(tokens)
         if self.coded is not None:
@@ -122,12 +134,17 @@ class DeviceStep:
         indices = triton_codes.select(
             tables, self.amount, codes, self.cursor, self.plan, self.n_sink, max(self.chosen), codes.shape[2]
         )
-        chosen = near if far is None else triton_attend.gather(*far, indices, self.plan, self.n_sink)
+        if self.blocks is not None:
+            chosen = self.blocks.read(indices, self.cursor, self.plan)
+        else:
+            chosen = near if far is None else triton_attend.gather(*far, indices, self.plan, self.n_sink)
         tokens = self.n_sink + max(self.chosen) + max(self.local) + 1
         out = triton_attend.attend(
             q, sinks, chosen, near, indices if one else None, self.cursor, self.plan,
             ring=ring, tokens=tokens, scaling=scaling, one=one, advance=True,
         )  # fmt: skip
+        if self.blocks is not None:
+            self.blocks.change(self.cursor, self.plan)
         return out, indices
 
     def note(self) -> float:
@@ -138,7 +155,8 @@ class DeviceStep:
         if isinstance(store, HostStore):
             token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in store.sinks)  # K and V of all heads
             store.moved("write_back", n * token)
-            store.moved("fetch", sum(self.chosen) * token)
+            if self.blocks is None:  # else only the device knows which of them crossed
+                store.moved("fetch", sum(self.chosen) * token)
         if self.coded is None:
             return sum(store.lengths) / n
         return self.n_sink + sum(a + b + 1 for a, b in zip(self.chosen, self.local, strict=True)) / n
@@ -148,8 +166,14 @@ class DeviceStep:
         count = self.plan[:, 1, None, None]
         return torch.where(torch.arange(indices.shape[2], device=indices.device) < count, indices, -1).long()
 
+    def join(self) -> None:
+        """The caller's stream goes on when what runs beside it has ended."""
+        if self.blocks is not None:
+            self.blocks.join()
+
     def finish(self) -> None:
         """Wait until the host may read, copy or release what kernels read and write there."""
+        self.join()
         if isinstance(self.store, HostStore) and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -158,6 +182,8 @@ class DeviceStep:
         self.finish()
         if isinstance(self.store, HostStore):
             self.store.window_from_ring()
+        if self.blocks is not None:
+            self.blocks.leave()
 
     def __del__(self) -> None:
         """A cache dropped with steps under way: pinned memory is handed out again at once, unlike the device's own."""
@@ -167,4 +193,5 @@ class DeviceStep:
                 self.finish()
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.cursor, self.plan, *([] if self.amount is None else [self.amount])]
+        tables = [] if self.blocks is None else self.blocks.tensors()
+        return [self.cursor, self.plan, *([] if self.amount is None else [self.amount]), *tables]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,13 +65,25 @@ class Ledger:
         self.peak: dict[str, int] = {}
         self._means: dict[str, list[torch.Tensor]] = {}  # figures of which the mean is told: sum and count
         self.facts: dict[str, Any] = {}  # what a method wants to tell, e.g. the K-Means rounds it really ran
+        self._asked: list[weakref.WeakMethod] = []  # what counts on its device; weak: a dropped one has nothing to tell
 
-    def move(self, kind: str, nbytes: int) -> None:
-        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS."""
+    def move(self, kind: str, nbytes: int, *, decoding: bool = False) -> None:
+        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS. decoding: told late, of decode steps."""
         if kind not in COLUMNS:
             raise KeyError(f"ledger kind {kind!r} is unknown")
         with self._lock:
-            (self.moved if self.decoding else self.prefill_moved)[kind] += nbytes
+            (self.moved if decoding or self.decoding else self.prefill_moved)[kind] += nbytes
+
+    def ask(self, tell: Callable[[], None]) -> None:
+        """`tell`, a bound method, knows more than was told so far, but has to wait for its device: it is called by `collect`."""
+        self._asked.append(weakref.WeakMethod(tell))
+
+    def collect(self) -> None:
+        """Let everybody tell what they counted on their device: `moved` and `facts` are final then."""
+        for tell in [known() for known in self._asked]:
+            if tell is not None:
+                tell()
+        self._asked = [known for known in self._asked if known() is not None]
 
     def attend(
         self, layer: int, tokens: float | torch.Tensor, *, selecting: bool, union: torch.Tensor | None = None
@@ -101,6 +114,7 @@ class Ledger:
 
     def told(self) -> dict[str, Any]:
         """What method and stores reported of themselves."""
+        self.collect()
         return {**self.facts, **{name: float(total / count) for name, (total, count) in self._means.items()}}
 
     def end_step(self) -> None:
@@ -139,6 +153,7 @@ class Ledger:
 
     def bytes_per_step(self) -> dict[str, float]:
         """Mean bytes per decode step over all layers: selection, demand_fetch, refill, write_back."""
+        self.collect()
         columns = dict.fromkeys(("selection", "demand_fetch", "refill", "write_back"), 0.0)
         for kind, column in COLUMNS.items():
             columns[column] += self.moved.get(kind, 0) / max(self.steps, 1)

@@ -183,9 +183,7 @@ class RetrievalLayer(StagedLayer):
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        if self.device_step is not None:
-            self.device_step.finish()
-            self.device_step = None
+        self._leave_device()
         self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.most_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
@@ -251,7 +249,7 @@ class RetrievalLayer(StagedLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None
-        if self._on_device(q):
+        if self._on_device(q, ctx):
             return self._decode_on_device(q, k, v, ctx)
         self._leave_device()
         self.store.append(k, v)
@@ -293,7 +291,7 @@ class RetrievalLayer(StagedLayer):
             self.selected = Selected(lo, None if selection is None else selection.indices, cand, local)
         return out
 
-    def _on_device(self, q: torch.Tensor) -> bool:
+    def _on_device(self, q: torch.Tensor, ctx: LayerContext) -> bool:
         """Whether `device_step` does this step; it is made if it can. Families that change parts of a step do all of theirs."""
         if type(self) is not RetrievalLayer or not serves(q, self.store):
             return False
@@ -304,7 +302,7 @@ class RetrievalLayer(StagedLayer):
             store = cast(ResidentStore | HostStore, self.store)
             if any(length < lo + plan.local for length, plan in zip(store.lengths, self.plans, strict=True)):
                 return False  # sinks and window overlap
-            self.device_step = DeviceStep(store, q.device, self.plans, coded, lo)
+            self.device_step = DeviceStep(store, q.device, self.plans, coded, lo, ctx.cache.ledger)
         return True
 
     def _leave_device(self) -> None:

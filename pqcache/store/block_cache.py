@@ -26,7 +26,8 @@ class BlockCacheStore(CachedStore):
     lru: the block touched least recently goes. lfu: the block touched in the fewest steps goes, of several the one that has
     been at that number longest; a block that comes in counts 1, and what went is forgotten. A block may be driven out by one that
     comes in later in the same step; only blocks that stay are copied (`refill`), on a lane of their own after the step has read,
-    and waited for when the next step reads. The tables are a step ahead of the slots until then.
+    and waited for when the next step reads. The tables are a step ahead of the slots until then. `BlocksOnDevice` borrows them
+    for steps that are kernels altogether; kernels/triton_blocks.py has the same rules.
 
     Deviations from the released code: blocks of a step that are there are touched before others come in, so none is driven
     out and copied again in one step; the last, growing block is left out instead of being served stale.

@@ -23,7 +23,8 @@ class Served:
 class CachedStore(HostStore):
     """Base of host stores with a cache on the device. A cache writes find, cached, keep.
 
-    All tables lie on the host: a fetch waits for the device once, for the indices. Outputs are those of a HostStore, bit by bit.
+    All tables lie on the host: a fetch waits for the device once, for the indices (`BlocksOnDevice` lends them to a device that
+    need not be waited for). Outputs are those of a HostStore, bit by bit.
     """
 
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:

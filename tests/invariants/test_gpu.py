@@ -66,9 +66,16 @@ def started(model: PreTrainedModel, method: Method, s: int = 700) -> tuple[Selec
     return cache, token
 
 
-@pytest.mark.parametrize("store", ["resident", "host"])
+def pqcache(store: str) -> PQCache:
+    """With a block cache of four blocks, so that they come and go."""
+    return PQCache(
+        budget=Budget(ratio=0.2), store=store, kmeans_device="cuda", cache_block=32, cache_tokens=128, cache_topk=4
+    )
+
+
+@pytest.mark.parametrize("store", ["resident", "host", "block_cache"])
 def test_a_decode_step_never_waits_for_the_device(half: PreTrainedModel, store: str) -> None:
-    method = PQCache(budget=Budget(ratio=0.2), store=store, kmeans_device="cuda")
+    method = pqcache(store)
     with attach(half), torch.no_grad():
         cache, token = started(half, method)
         assert all(layer.device_step is not None for layer in cache.layers)
@@ -80,12 +87,10 @@ def test_a_decode_step_never_waits_for_the_device(half: PreTrainedModel, store: 
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("method", ["full", "resident", "host"])
+@pytest.mark.parametrize("method", ["full", "resident", "host", "block_cache"])
 def test_recorded_steps_equal_ordinary_ones(half: PreTrainedModel, method: str) -> None:
     def make() -> Method:
-        if method == "full":
-            return Full()
-        return PQCache(budget=Budget(ratio=0.2), store=method, kmeans_device="cuda")
+        return Full() if method == "full" else pqcache(method)
 
     with attach(half), torch.no_grad():
         cache, token = started(half, make())
@@ -101,13 +106,15 @@ def test_recorded_steps_equal_ordinary_ones(half: PreTrainedModel, method: str) 
         assert [steps.replay().item() for _ in range(40)] == ordinary
         with pytest.raises(ValueError, match="no room"):
             steps.replay()
+    for one in (cache, recorded):
+        one.wait()
     assert recorded.past == cache.past and recorded.ledger.moved == cache.ledger.moved
     assert recorded.ledger.attended(all_layers=True) == pytest.approx(cache.ledger.attended(all_layers=True))
 
 
-@pytest.mark.parametrize("store", ["resident", "host"])
+@pytest.mark.parametrize("store", ["resident", "host", "block_cache"])
 def test_ordinary_steps_go_on_after_recorded_ones(half: PreTrainedModel, store: str) -> None:
-    method = PQCache(budget=Budget(ratio=0.2), store=store, kmeans_device="cuda")
+    method = pqcache(store)
     with attach(half), torch.no_grad():
         runs = []
         for replays in (0, 1, 5):
@@ -120,8 +127,38 @@ def test_ordinary_steps_go_on_after_recorded_ones(half: PreTrainedModel, store: 
                 else:
                     token = half(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
                 got.append(token.item())
+            cache.wait()
             runs.append((got, cache.past, dict(cache.ledger.moved)))
             if steps is not None:
                 with pytest.raises(RuntimeError, match="something else"):
                     steps.replay()
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_the_block_cache_changes_no_token_and_holds_no_stale_block(half: PreTrainedModel) -> None:
+    """Steps by kernels over both stores, a reorder, steps; then every cached block is that of the host rows, hits add up."""
+    with attach(half), torch.no_grad():
+        runs = []
+        for store in ("host", "block_cache"):
+            cache, token = started(half, pqcache(store))
+            got = []
+            for i in range(80):
+                if i == 40:
+                    cache.map_rows(torch.tensor([0], device="cuda"))
+                token = half(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+                got.append(token.item())
+            cache.wait()
+            runs.append((got, cache))
+    (expected, host), (got, cache) = runs
+    assert got == expected
+    facts, layers = cache.ledger.told(), cache.layers
+    token_bytes = 2 * cache.shape.d * 2
+    assert facts["cache_hits"] * token_bytes == host.ledger.moved["fetch"] - cache.ledger.moved["fetch"] > 0
+    for layer in layers:
+        layer._leave_device()
+        store = layer.store
+        for slot, block in enumerate(store.content[0].tolist()):
+            if block >= 0:
+                for buffer, rows in zip(store.cache, store.host, strict=True):
+                    ours, theirs = buffer.data[0, :, slot * 32 :][:, :32].cpu(), rows.data[0, :, block * 32 :][:, :32]
+                    assert torch.equal(ours, theirs)

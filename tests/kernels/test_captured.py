@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.h2o import H2O
@@ -27,22 +27,10 @@ METHODS = {
     "full": Full,
     "resident": lambda: PQCache(budget=Budget(ratio=0.2), b=2, n_sink=8),
     "host": lambda: PQCache(budget=Budget(ratio=0.2), b=2, n_sink=8, store="host"),
+    "cache": lambda: PQCache(
+        budget=Budget(ratio=0.2), b=2, n_sink=8, store="block_cache", cache_block=8, cache_tokens=24, cache_topk=2
+    ),
 }
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    """One layer with one KV head: the interpreter is slow."""
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    return model
 
 
 class Stream:
@@ -114,8 +102,22 @@ def step(model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor) -> 
 
 def facts(cache: SelectiveCache) -> tuple:
     """What the host knows of a request."""
+    cache.ledger.collect()
     ledger, stores = cache.ledger, [layer.store.lengths for layer in cache.layers]
-    return cache.past, cache.columns, stores, dict(ledger.moved), ledger.steps, ledger.attended(all_layers=True)
+    return (
+        cache.past,
+        cache.columns,
+        stores,
+        dict(ledger.moved),
+        ledger.steps,
+        ledger.attended(all_layers=True),
+        state(cache),
+    )
+
+
+def state(cache: SelectiveCache) -> list:
+    """All that lies on the device: K and V, codes, cursors, what the block cache holds and counts."""
+    return [x.tolist() for layer in cache.layers for x in layer.tensors()["device"]]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -149,7 +151,7 @@ def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, device: None
 
 def test_a_recording_ends_with_what_it_was_made_of(llama: PreTrainedModel, device: None) -> None:
     with attach(llama):
-        for name in ("full", "host"):
+        for name in ("full", "cache"):
             cache, token = started(llama, METHODS[name]())
             steps = CapturedSteps(llama, cache, token, 4)
             columns = cache.columns

@@ -156,8 +156,8 @@ def test_room_is_made_before_a_recording():
 
 @pytest.mark.parametrize(
     "layer",
-    [made("block_cache"), made(reduce="max_softmax"), made(ratio=1.0), made(n_sink=217)],
-    ids=["cache", "reduce", "all", "sinks"],
+    [made(codes_store="host"), made(reduce="max_softmax"), made(ratio=1.0), made(n_sink=217)],
+    ids=["codes", "reduce", "all", "sinks"],
 )
 def test_other_steps_go_the_general_way(layer):
     run = Driven(layer, [220])
@@ -181,6 +181,7 @@ def test_only_what_triton_computes_is_served():
 
 def test_the_device_is_waited_for_before_its_memory_is_read_or_given_back(monkeypatch):
     """Kernels write pinned rows behind the allocator's back: a dropped cache must outlive them, a finished one have them."""
+    gc.collect()  # other tests' steps
     waited = []
     monkeypatch.setattr(DeviceStep, "finish", lambda step: waited.append(len(step.store.lengths)))
     run = Driven(made("host"), [150])

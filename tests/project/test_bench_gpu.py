@@ -30,10 +30,18 @@ def test_the_gpu_benchmark_runs_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "cpu" / "bench_gpu.json").read_text())
     rows = figures["lengths"]["300"]
-    assert set(rows) == {"full", "pqcache, resident store", "pqcache, host store", "transformers, offloaded"}
+    assert set(rows) == {
+        "full", "pqcache, resident store", "pqcache, host store", "pqcache, block cache", "pqcache, codes on the host",
+        "transformers, offloaded",
+    }  # fmt: skip
     moved = rows["pqcache, host store"]["bytes_per_step"]["demand_fetch"]
     assert moved == 2 * 15 * 2 * 2 * 16 * 4  # two layers, 15 tokens of two KV heads, K and V, fp32
     assert rows["pqcache, host store"]["roofline"]["fetch_ms"] > 0
+    cached = rows["pqcache, block cache"]
+    assert 0 < cached["cache_hit_rate"] < 1
+    assert cached["bytes_per_step"]["demand_fetch"] == pytest.approx(moved * (1 - cached["cache_hit_rate"]))
+    assert cached["bytes_per_step"]["refill"] > 0
+    assert rows["pqcache, codes on the host"]["bytes_per_step"]["selection"] > 0
     assert [target["met"] for target in figures["targets"]] == [None] * 4
     assert "not judged at this size" in done.stdout and "not recorded" in done.stdout
 
