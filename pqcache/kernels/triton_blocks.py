@@ -11,9 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOOKUPS, HITS, REFILLS = range(
-    3
-)  # columns of a tally (n, 3) int64: tokens looked up, tokens found, blocks that came in
+LOOKUPS, HITS, REFILLS = 0, 1, 2  # columns of a tally (n, 3) int64: tokens looked up, tokens found, blocks that came in
 _PARTS = 16  # programs per row that copy blocks: bytes enough under way for a link
 _LAST = (1 << 63) - 1
 

@@ -35,13 +35,13 @@ class BlocksOnDevice:
         )  # as in the store, slot with columns to spare
         self.clock = torch.full(
             (n,), store.clock, device=device
-        )  # the same for all rows: each row's program keeps its own
+        )  # the same in all rows: each row's program keeps its own
         self.counts = torch.zeros((n, self.width), dtype=torch.int32, device=device)  # chosen tokens per complete block
         self.came = torch.full((n, store.topk, 2), -1, device=device)  # block and slot of what comes in
         self.tally = torch.zeros((n, 3), dtype=torch.long, device=device)  # tokens looked up, found; blocks refilled
         self.chance = torch.zeros(
             n, dtype=torch.float64, device=device
-        )  # tokens found, had the cache been filled at random
+        )  # tokens found, were the cache filled at random
         self.told = [0, 0, 0, 0.0]  # of these the ledger knows
         self.refilled: Work[None] = NOTHING
         self.reserve()
