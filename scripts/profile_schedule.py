@@ -114,10 +114,11 @@ def draw(cost: CostModel, points: dict[str, list[float]], caption: str, path: Pa
         )
     (c1, c0), (e1, e0) = cost.base, cost.per_round
     own = [1e3 * (c1 * x + c0 + (t - FEW) * (e1 * x + e0)) for x, t in zip(fine, rounds, strict=True)]
-    axis.plot(fine, own, ":", color="black", label=f"clustering, adaptive ({min(rounds)} to {max(rounds)} rounds)")
+    told = f"{rounds[0]}" if len(set(rounds)) == 1 else f"{min(rounds)} to {max(rounds)}"
+    axis.plot(fine, own, ":", color="black", label=f"clustering, adaptive ({told} rounds)")
     axis.set_xlabel("prompt length (tokens)")
     axis.set_ylabel("ms per layer")
-    axis.set_ylim(bottom=0)
+    axis.set_yscale("log")  # where the same cores do both, clustering is a hundredth of a prefill
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)
     axis.set_title(caption, fontsize=8)
@@ -205,10 +206,10 @@ def main(argv: list[str] | None = None) -> Path:
         layer, few, many = (1e3 * points[key][i] for key in ("compute_s", "few_s", "many_s"))
         print(
             f"{x:8d} {layer:9.2f} {1e3 * points['offload_s'][i]:10.2f} {few:11.2f} {(many - few) / (MANY - FEW):9.2f}"
-            f" {few / layer:10.2f} {cost.rounds(x):4d}"
+            f" {few / layer:10.4f} {cost.rounds(x):4d}"
         )
     shares = [few / layer for few, layer in zip(points["few_s"], points["compute_s"], strict=True)]
-    print(f"mean share of a layer's prefill that 3 rounds take: {statistics.mean(shares):.2f}")
+    print(f"mean share of a layer's prefill that 3 rounds take: {statistics.mean(shares):.4f}")
     for line in contradictions(points, cost):
         print(f"warning: {line}; measure again on a quiet machine, or with more --rounds", file=sys.stderr)
     print(path)
