@@ -243,7 +243,7 @@ def _walk(thing: object, seen: set[int]) -> list[torch.Tensor]:
 
 CONTENT: list[tuple[Method, int]] = [
     (Full(), kv(S + STEPS)),
-    (SnapKV(budget=Budget(ratio=0.25)), (kv(1) + H_KV * 4) * (32 + 242 + STEPS)),
+    (SnapKV(budget=Budget(ratio=0.25)), kv(32 + 242 + STEPS) + H_KV * 4 * (32 + 242)),  # positions of the prompt's
     (H2O(budget=Budget(ratio=0.2), n_sink=4), (kv(1) + H_KV * (4 + ITEM)) * (4 + 199)),  # drops one a step
     (PQCache(budget=Budget(ratio=0.25)), kv(S + STEPS) + H_KV * (2**6 * D * 4 + 2 * (S + STEPS - 32))),
     (Int8(residual=7), 2 * H_KV * (S + STEPS - 7) * (D + 2 * 2) + kv(7)),
