@@ -115,10 +115,8 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     def before_logits(_: nn.Module, args: tuple, kwargs: dict) -> None:
         if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
-            keep, more = (
-                kwargs.get("logits_to_keep"),
-                [kwargs.get(key, getattr(model.config, key, None)) for key in MORE],
-            )
+            keep = kwargs.get("logits_to_keep")
+            more = [kwargs.get(key, getattr(model.config, key, None)) for key in MORE]
             alone = isinstance(keep, int) and keep == 1 and all(x is None or x is False for x in more)
             cache.last_only = last_only[0] = alone and not cache.watchers
 

@@ -49,7 +49,7 @@ def add_column_sums(
     it says of padding is not read. Beside `sums`, one block of logits of one KV group exists at a time,
     g * block * max(stored) numbers, or g * block * LSE_TILE with `lse`; of several groups while they are few (TOGETHER).
     """
-    n, h, t, d = q.shape
+    _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
     g, block = h // h_kv, min(block, t)
     widest = LSE_TILE if lse is not None else max(stored)

@@ -121,9 +121,8 @@ class Evictor:
         if self.method.is_dynamic or longest <= min(self.noted):
             return noted
         entry = torch.arange(longest, dtype=torch.int32, device=noted.device)
-        gone = [
-            seen - length for seen, length in zip(self.seen, lengths, strict=True)
-        ]  # an entry's position less its place
+        # an entry's position less its place
+        gone = [seen - length for seen, length in zip(self.seen, lengths, strict=True)]
         late = entry + torch.tensor(gone, dtype=torch.int32, device=noted.device)[:, None, None]
         known = entry < torch.tensor(self.noted, device=noted.device)[:, None, None]
         noted = torch.nn.functional.pad(noted, (0, longest - noted.shape[2]))

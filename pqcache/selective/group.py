@@ -69,11 +69,10 @@ def _top_alike(weights: torch.Tensor, k: int) -> torch.Tensor:
     """`top_tokens` of as many in every row, for a device whose counts can be looked at: ties, which are rare, cost only then."""
     n, heads, _ = weights.shape
     threshold = weights.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    chosen = weights >= threshold
-    surplus = int(chosen.count_nonzero()) - n * heads * k
-    if surplus < 0:  # comparisons with NaN are false
+    if threshold.isnan().any():  # topk takes NaN for the largest, and comparisons with it are false
         return _top_alike(weights.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), k)
-    if surplus > 0:
+    chosen = weights >= threshold  # k or more in every head
+    if int(chosen.count_nonzero()) > n * heads * k:
         above, equal = weights > threshold, weights == threshold
         chosen = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
     return chosen.nonzero()[:, 2].view(n, heads, k)

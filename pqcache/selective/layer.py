@@ -64,9 +64,7 @@ class LayerContext:
     modules: list[nn.Module]  # the attention modules of all layers, for speculation one layer ahead
     rotary: nn.Module  # the model's rotary embedding: cos, sin for other positions
     step: Step  # what this forward pass is
-    last_only: bool = (
-        False  # the last layer of a pass that returns the last token's logits only: other rows are not used
-    )
+    last_only: bool = False  # the last layer of a pass for the last token's logits: no other row is used
     scaling: float = field(init=False)  # set by the attention function
     probs: torch.Tensor | None = (
         None  # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
