@@ -45,17 +45,17 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for real prose
 	$(RUN) run.py -m method=full,pqcache,streaming budget=0.2 task=needle limit=null out=$(OUT)/heatmaps wandb=disabled \
 	    $(if $(HAYSTACK),"task.haystack='$(HAYSTACK)'")
-	$(RUN) -m pqcache.harness.figures $(OUT)/heatmaps
+	$(RUN) -m pqcache.harness.report.heat_maps $(OUT)/heatmaps
 
 pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
-	$(RUN) -m pqcache.harness.groups $(OUT)/pocket
+	$(RUN) -m pqcache.harness.report.groups $(OUT)/pocket
 
 tables: $(INSTALLED) ## the papers' tables and figures from OUT/runs: measured beside printed, as Markdown, LaTeX, CSV, PNG
-	$(RUN) -m pqcache.harness.papers tables --out $(OUT)/runs
+	$(RUN) -m pqcache.harness.report.papers tables --out $(OUT)/runs
 
 missing: $(INSTALLED) ## the command that fills each empty cell of every experiment
-	@$(RUN) -m pqcache.harness.papers missing --out $(OUT)/runs
+	@$(RUN) -m pqcache.harness.report.papers missing --out $(OUT)/runs
 
 clean: ## remove caches and build files
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

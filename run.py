@@ -25,9 +25,9 @@ def main(argv: list[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(lambda _: None)()
         return 0
 
-    from pqcache.harness.cells import make_plan
-    from pqcache.harness.compose import compose_all
-    from pqcache.harness.config import Refused
+    from pqcache.harness.config.cells import make_plan
+    from pqcache.harness.config.check import Refused
+    from pqcache.harness.config.compose import compose_all
 
     try:
         request = compose_all(argv, CONFIGS)
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
             print("---\n".join(cell.yaml() for cell in plan.cells), end="")
             return 0
         # lm-eval and all the rest: only once the command is known to be right
-        from pqcache.harness.runner import run_plan
+        from pqcache.harness.run.runner import run_plan
 
         return run_plan(plan)
     except Refused as refused:

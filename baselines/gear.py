@@ -15,7 +15,7 @@ from pqcache.selective.group import top_tokens
 from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.store.buffer import STEP, Buffer, take_tokens
-from pqcache.store.coded import Codec, CodedStore, CodedStream, ExactCodec, pack_all_but
+from pqcache.store.packed import Codec, CodedStore, CodedStream, ExactCodec, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
 
 BACKBONES = ("kcvt", "kivi")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
-from pqcache.store.coded import Codec, ExactCodec, Schedule, TokenCodec, pack_all_but
+from pqcache.store.packed import Codec, ExactCodec, Schedule, TokenCodec, pack_all_but
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.store.buffer import Buffer, take_tokens
-from pqcache.store.coded import Codec, CodedStore, CodedStream, ExactCodec, TokenCodec, pack_all_but
+from pqcache.store.packed import Codec, CodedStore, CodedStream, ExactCodec, TokenCodec, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 GROUPS_PER_STEP = 8  # parameters grow with the codes: 8 groups of 32 are 256 tokens

@@ -113,7 +113,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check_kernels(machine: Machine, s: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Each kernel at Mistral-7B's layer geometry on fresh random data: error against fp32 torch, time, achieved bandwidth."""
-    from pqcache.kernels import triton_attend, triton_blocks, triton_codes, triton_nearest
+    from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest
 
     device, tiny = machine.device, s < 8192
     n, h_kv, g, d, m, c, sinks = 1, 8, 4, 128, 2, 64, 32

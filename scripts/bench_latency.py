@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pqcache.geometries import GEOMETRIES
-from pqcache.harness.registry import METHODS, method_class, suggestion
-from pqcache.latency import DROPPED_STEPS, Bound, bound, prompt, random_model
-from pqcache.machine import Ceilings, ceilings, device_caption
+from pqcache.measure.geometries import GEOMETRIES
+from pqcache.measure.machine import Ceilings, ceilings, device_caption
+from pqcache.measure.roofline import DROPPED_STEPS, Bound, bound, prompt, random_model
+from pqcache.methods import METHODS, method_class, suggestion
 from pqcache.selective import Budget, GenerationResult, Method, generate
 from pqcache.selective.method import NotApplicable
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for

@@ -28,28 +28,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.coded import Coded
-from baselines.evict_retrieve import EvictRetrieve
+from baselines.clusterkv.method import ClusterKV
+from baselines.combined.coded import Coded
+from baselines.combined.evict_retrieve import EvictRetrieve
+from baselines.combined.kvcrush_mixed import KVCrushMixed
+from baselines.combined.two_stage import TwoStage
 from baselines.full import Full
 from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.infinigen import InfiniGen
-from baselines.infllm import InfLLM, InfLLMLayer
+from baselines.infllm.method import InfLLM, InfLLMLayer
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
-from baselines.kvcrush_mixed import KVCrushMixed
-from baselines.mikv import MiKV
 from baselines.oracle import Oracle
 from baselines.pyramidkv import PyramidKV
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
-from baselines.two_stage import TwoStage
-from baselines.zipcache import ZipCache
+from baselines.zipcache.method import ZipCache
+from baselines.zipcache.mikv import MiKV
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.attach import attention_modules

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from pqcache.harness import runner, statistics, tables
-from pqcache.harness.cells import make_plan
-from pqcache.harness.compose import compose_all
-from pqcache.harness.config import Refused
-from pqcache.harness.results import Row
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.check import Refused
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report import statistics, tables
+from pqcache.harness.report.rows import Row
+from pqcache.harness.run import runner
 from pqcache.selective.budget import MIN_TOKENS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

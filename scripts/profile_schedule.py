@@ -24,8 +24,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from pqcache.geometries import GEOMETRIES, geometry
-from pqcache.machine import device_caption, fastest_seconds
+from pqcache.measure.geometries import GEOMETRIES, geometry
+from pqcache.measure.machine import device_caption, fastest_seconds
 from pqcache.pq.fit import fit
 from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
 

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.h2o import H2O
-from baselines.mikv import MiKV
-from pqcache.latency import Bound, bound, prompt, random_model, weight_bytes
-from pqcache.machine import Ceilings, ceilings, slug
+from baselines.zipcache.mikv import MiKV
+from pqcache.measure.machine import Ceilings, ceilings, slug
+from pqcache.measure.roofline import Bound, bound, prompt, random_model, weight_bytes
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from pqcache.selective.support import standard_probabilities

@@ -34,7 +34,7 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
         nearest_codes, distance, *_ = nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
         return nearest_codes.long(), distance
     if x.shape[1] >= _FEW and _on_device(x, centroids):
-        from pqcache.kernels import triton_nearest
+        from pqcache.device import triton_nearest
 
         nearest_codes, distance, *_ = triton_nearest.nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
         return nearest_codes.long(), distance
@@ -185,7 +185,7 @@ class _DevicePoints(_NativePoints):
     """The same by the Triton kernel."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        from pqcache.kernels import triton_nearest
+        from pqcache.device import triton_nearest
 
         self.kernel = triton_nearest
         self.x = x

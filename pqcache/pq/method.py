@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache import kernels
+from pqcache.device.step import Coded
 from pqcache.pq import codebook
 from pqcache.pq.far import FarCodes
 from pqcache.pq.fit import Fitted, fit
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
-from pqcache.selective.device_step import Coded
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape

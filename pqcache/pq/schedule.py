@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from pqcache.machine import device_caption, slug
+from pqcache.measure.machine import device_caption, slug
 from pqcache.selective.method import ModelShape, NotApplicable
 
 T_MIN, T_MAX = 3, 300  # 3 rounds is what the base latency below was measured with

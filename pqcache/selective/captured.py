@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pqcache import kernels
+from pqcache.device.step import send
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.device_step import send
 from pqcache.selective.method import NotApplicable
 
 

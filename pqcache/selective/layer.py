@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
+from pqcache.device.step import DeviceStep, serves
 from pqcache.selective.attention import attend_one, causal_mask
-from pqcache.selective.device_step import DeviceStep, serves
 from pqcache.selective.method import NotApplicable
 from pqcache.selective.support import standard_probabilities, weighted_values
 from pqcache.store.resident import ResidentStore

@@ -14,7 +14,7 @@ import torch
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy
 from pqcache.selective.method import Method, ModelShape
-from pqcache.store.coded import Codec, CodedStore, CodedStream, Schedule, pack_all_but
+from pqcache.store.packed import Codec, CodedStore, CodedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache

@@ -13,9 +13,9 @@ from typing import ClassVar, Protocol, cast
 
 import torch
 
+from pqcache.device.step import Coded, DeviceStep, serves
 from pqcache.selective.attention import attend_one
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.device_step import Coded, DeviceStep, serves
 from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
 from pqcache.selective.ledger import Ledger

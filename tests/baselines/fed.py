@@ -8,7 +8,7 @@ import torch
 
 from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
-from pqcache.store.coded import CodedStore
+from pqcache.store.packed import CodedStore
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

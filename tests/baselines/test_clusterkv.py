@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from pqcache.pq.clusters import DISTANCES, cluster, nearest
+from baselines.clusterkv.clusters import DISTANCES, cluster, nearest
+from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv.recent_store import RecentStore
 from pqcache.selective import Budget, SelectiveCache, attach, generate
-from pqcache.store.recent import RecentStore
 from tests.baselines.common import OneLayer, selections
 from tests.invariants.drive import Session, logits, tokens
 

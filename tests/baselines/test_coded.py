@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.coded import CODECS, Coded
+from baselines.combined.coded import CODECS, Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
-from baselines.zipcache import ZipCache
+from baselines.zipcache.method import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes

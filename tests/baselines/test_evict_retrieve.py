@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
-from baselines.evict_retrieve import EVICT, RETRIEVE, EvictRetrieve, EvictRetrieveLayer
+from baselines.combined.evict_retrieve import EVICT, RETRIEVE, EvictRetrieve, EvictRetrieveLayer
 from pqcache.diagnostics import Measures
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer

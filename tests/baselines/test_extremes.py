@@ -13,8 +13,8 @@ from torch import nn
 from baselines.gear import GEAR
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
-from baselines.mikv import MiKV
-from baselines.zipcache import ZipCache
+from baselines.zipcache.method import ZipCache
+from baselines.zipcache.mikv import MiKV
 from pqcache.selective import Budget
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from baselines.infllm import InfLLM, InfLLMLayer
+from baselines.infllm.block_store import HostBlockStore
+from baselines.infllm.method import InfLLM, InfLLMLayer
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, rope
 from pqcache.selective.column_sums import add_column_sums
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape, NotBuilt
 from pqcache.selective.support import attention_kernel
-from pqcache.store.blocks import HostBlockStore
 from tests.baselines.common import selections
 from tests.invariants.drive import Session, logits, tokens
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines.combined.kvcrush_mixed import KVCrushMixed, SplitStore
 from baselines.kvcrush import KVCrush
-from baselines.kvcrush_mixed import KVCrushMixed, SplitStore
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.drive import held, run
 from tests.invariants.drive import Session, logits, tokens

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from baselines.mikv import MiKV
-from baselines.zipcache import ZipCache
+from baselines.zipcache.method import ZipCache
+from baselines.zipcache.mikv import MiKV
+from baselines.zipcache.mixed_store import MixedCodec, Widths
 from pqcache.selective import Budget
 from pqcache.selective.ledger import unique_bytes
-from pqcache.store.mixed import MixedCodec, Widths
 from tests.baselines.drive import run
 
 FIFTH = {"budget": Budget(ratio=0.2)}

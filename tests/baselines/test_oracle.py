@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from baselines.combined.two_stage import TwoStage
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ
-from baselines.two_stage import TwoStage
 from pqcache.pq import PQCache, codebook
 from pqcache.selective import Budget, Method
 from tests.baselines.common import OneLayer, random_layer

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel
 
-from baselines.coded import Coded
-from baselines.mikv import MiKV
-from baselines.zipcache import ZipCache
+from baselines.combined.coded import Coded
+from baselines.zipcache.method import ZipCache
+from baselines.zipcache.mikv import MiKV
+from baselines.zipcache.mixed_store import MixedCodec
+from baselines.zipcache.saliency import ProbeRule, SalientStore, add_probe_sums
 from pqcache.embedded import model_dir
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
-from pqcache.selective.saliency import ProbeRule, SalientStore, add_probe_sums
-from pqcache.store.mixed import MixedCodec
 from tests.baselines.drive import run
 from tests.invariants.cases import ARCHITECTURES
 from tests.invariants.drive import Session, tokens

@@ -10,12 +10,12 @@ from baselines.gear import GEAR
 from baselines.gear import accounted_ratio as gear_ratio
 from baselines.int8 import Int8
 from baselines.kivi import KIVI, accounted_ratio
-from baselines.mikv import MiKV
-from baselines.zipcache import ZipCache
+from baselines.zipcache.accounting import mean_bits, published_ratio
+from baselines.zipcache.method import ZipCache
+from baselines.zipcache.mikv import MiKV
 from pqcache.selective import Budget
 from pqcache.selective.ledger import unique_bytes
 from pqcache.selective.method import ModelShape
-from pqcache.store.accounting import mean_bits, published_ratio
 from tests.baselines.drive import run
 
 FIFTH = {"budget": Budget(ratio=0.2)}

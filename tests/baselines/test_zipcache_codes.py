@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.mikv import MiKV
-from baselines.zipcache import ZipCache
+from baselines.zipcache.method import ZipCache
+from baselines.zipcache.mikv import MiKV
+from baselines.zipcache.mixed_store import MixedCodec, Widths
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape
-from pqcache.store.mixed import MixedCodec, Widths
 from pqcache.store.quantizer import dequantize, quantize
 from tests.baselines.common import context
 from tests.invariants.drive import Session, pad_left, tokens

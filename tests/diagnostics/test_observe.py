@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.evict_retrieve import EvictRetrieve
+from baselines.clusterkv.method import ClusterKV
+from baselines.combined.evict_retrieve import EvictRetrieve
+from baselines.combined.two_stage import TwoStage
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.infinigen import InfiniGen
-from baselines.infllm import InfLLM
+from baselines.infllm.method import InfLLM
 from baselines.int8 import Int8
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
-from baselines.two_stage import TwoStage
 from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, SelectiveCache, attach, generate

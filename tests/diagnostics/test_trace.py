@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
+from baselines.clusterkv.method import ClusterKV
+from baselines.combined.two_stage import TwoStage
 from baselines.infinigen import InfiniGen
-from baselines.infllm import InfLLM
+from baselines.infllm.method import InfLLM
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.replay import Replay
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
-from baselines.two_stage import TwoStage
 from pqcache.diagnostics import Trace, TraceRecorder, prompt_hash
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, generate

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.report.rows import Row, read_row
 
 REPO = Path(__file__).resolve().parents[2]
 Command = Callable[..., int]

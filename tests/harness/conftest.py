@@ -66,7 +66,7 @@ def command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     Answers end after 8 tokens, to be quick.
     """
-    from pqcache.harness import lm
+    from pqcache.harness.run import adapter as lm
 
     original = lm.generate
 
@@ -87,7 +87,7 @@ def command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 @pytest.fixture
 def generated(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per sample that was really generated."""
-    from pqcache.harness import lm
+    from pqcache.harness.run import adapter as lm
 
     calls: list[int] = []
     original = lm.generate

@@ -11,11 +11,11 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pqcache.harness import models
-from pqcache.harness.lm import HarnessLM, cut, stopper
-from pqcache.harness.models import LoadedModel, opening_tokens
-from pqcache.harness.registry import method_class
-from pqcache.harness.samples import Busy, Sample, SampleLog, fingerprint
+from pqcache.harness.run import models
+from pqcache.harness.run.adapter import HarnessLM, cut, stopper
+from pqcache.harness.run.models import LoadedModel, opening_tokens
+from pqcache.harness.run.samples import Busy, Sample, SampleLog, fingerprint
+from pqcache.methods import method_class
 from pqcache.selective import Budget
 
 
@@ -26,7 +26,7 @@ def loaded(tiny: Path) -> LoadedModel:
 
 
 def models_options() -> dict[str, Any]:
-    from pqcache.harness.config import ModelOptions, option_fields
+    from pqcache.harness.config.check import ModelOptions, option_fields
 
     return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
 
@@ -147,7 +147,7 @@ def test_a_special_token_as_stop_string(loaded: LoadedModel, tmp_path: Path) -> 
             raise InterruptedError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pqcache.harness.lm.generate", fake)
+            patch.setattr("pqcache.harness.run.adapter.generate", fake)
             with pytest.raises(InterruptedError):
                 lm.generate_until([ask("Where?", until=[special])])
         assert 3 in seen["eos_token_ids"]
@@ -167,7 +167,7 @@ def test_a_random_step_does_not_depend_on_the_samples_before(loaded: LoadedModel
         raise InterruptedError
 
     with pytest.MonkeyPatch.context() as patch, SampleLog(tmp_path / "samples.jsonl") as log:
-        patch.setattr("pqcache.harness.lm.generate", fake)
+        patch.setattr("pqcache.harness.run.adapter.generate", fake)
         for doc_id in (1, 2, 1):
             torch.rand(doc_id)
             with pytest.raises(InterruptedError):

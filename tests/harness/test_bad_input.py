@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 import run
-from pqcache.harness import config, models, registry
-from pqcache.harness.cells import make_plan
-from pqcache.harness.compose import compose_all
-from pqcache.harness.config import RunOptions, option_fields
+from pqcache import methods as registry
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.check import RunOptions, option_fields
+from pqcache.harness.config.check import check as config
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.run import models
 from pqcache.selective import NotBuilt
 
 REPO = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import run
-from pqcache.harness import lm
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.run import adapter as lm
 
 
 @pytest.fixture

@@ -11,8 +11,11 @@ from typing import Any
 import numpy
 import pytest
 
-from pqcache.harness import diagnostic_figures, diagnostics, lm, recall_sweep
-from pqcache.harness.results import Diagnostics, Row, read_row
+from pqcache.harness.report import diagnostic_figures
+from pqcache.harness.report.rows import Diagnostics, Row, read_row
+from pqcache.harness.run import adapter as lm
+from pqcache.harness.run import recall_sweep
+from pqcache.harness.run import recorder as diagnostics
 
 Command = Callable[..., int]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pqcache.harness import papers, published
-from pqcache.harness.cells import Plan, make_plan
-from pqcache.harness.compose import Request, compose_all
+from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.compose import Request, compose_all
+from pqcache.harness.report import papers, published
 
 REPEATED = papers.experiments()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness import groups
+from pqcache.harness.report import groups
 
 
 def test_table_and_picture_of_a_pocket_run(

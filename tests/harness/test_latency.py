@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import run
-from pqcache.harness import latency_figures
-from pqcache.harness.results import read_row
+from pqcache.harness.report import latency_figures
+from pqcache.harness.report.rows import read_row
 
 EXPERIMENTS = Path(run.__file__).parent / "configs" / "experiment"
 TINY = ["model.geometry=tiny", "task.rounds=1", "task.new_tokens=5", "wandb=disabled"]

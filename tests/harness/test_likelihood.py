@@ -12,16 +12,16 @@ import torch
 from lm_eval.api.instance import Instance
 
 import run
-from pqcache.harness import likelihood as scoring
-from pqcache.harness import models
-from pqcache.harness.config import ModelOptions, option_fields
-from pqcache.harness.likelihood import LogLikelihood
-from pqcache.harness.lm import HarnessLM
-from pqcache.harness.models import LoadedModel
-from pqcache.harness.registry import method_class
-from pqcache.harness.results import read_row
-from pqcache.harness.samples import SampleLog
+from pqcache.harness.config.check import ModelOptions, option_fields
+from pqcache.harness.report.rows import read_row
+from pqcache.harness.run import likelihood as scoring
+from pqcache.harness.run import models
+from pqcache.harness.run.adapter import HarnessLM
+from pqcache.harness.run.likelihood import LogLikelihood
+from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.tasks import any_lm_eval
+from pqcache.methods import method_class
 from pqcache.selective import Budget, likelihood
 
 STORY = "The old man walked over the hill and found a lamp near the river. " * 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pqcache.harness import longbench
+from pqcache.harness.tasks import longbench_metrics as longbench
 
 
 def test_normalization() -> None:

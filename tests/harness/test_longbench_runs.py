@@ -15,8 +15,9 @@ import pytest
 from huggingface_hub import constants, errors
 
 import run
-from pqcache.harness import lm, models
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.run import adapter as lm
+from pqcache.harness.run import models
 from pqcache.harness.tasks import longbench as task
 from pqcache.harness.tasks import longbench_rows, sources
 from tests.harness.test_longbench_task import make_row, write_rows

@@ -14,11 +14,12 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pqcache.harness import lm, models
-from pqcache.harness.registry import method_class
-from pqcache.harness.samples import SampleLog
+from pqcache.harness.run import adapter as lm
+from pqcache.harness.run import models
+from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.tasks import TASKS, TaskRequest, build_task, longbench_rows, sources, task_options
 from pqcache.harness.tasks import longbench as task
+from pqcache.methods import method_class
 from pqcache.selective import generate
 
 ROW = {
@@ -113,7 +114,7 @@ def test_another_template_than_the_official_one_is_refused(monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def loaded(tiny: Path) -> models.LoadedModel:
-    from pqcache.harness.config import ModelOptions, option_fields
+    from pqcache.harness.config.check import ModelOptions, option_fields
 
     options = {name: default for name, (_, default) in option_fields(ModelOptions).items()}
     return models.load("hf", {**options, "path": str(tiny)})

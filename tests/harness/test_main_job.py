@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 import run
 from pqcache.embedded import model_dir
-from pqcache.harness.cells import Plan, make_plan
-from pqcache.harness.compose import compose_all
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report.rows import Row, read_row
 
 
 def plan(line: str) -> Plan:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness import paper_figures, papers, results, statistics
-from pqcache.harness.cells import Plan
+from pqcache.harness.config.cells import Plan
+from pqcache.harness.report import paper_figures, papers, statistics
+from pqcache.harness.report import rows as results
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import run
-from pqcache.harness.results import Row, read_row
+from pqcache.harness.report.rows import Row, read_row
 
 RECORDED = Path(__file__).resolve().parents[2] / "results" / "reference" / "pocket_guard"
 

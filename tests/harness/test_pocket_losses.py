@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness import pocket_losses
-from pqcache.harness.groups import group_rows
+from pqcache.harness.report import pocket_losses
+from pqcache.harness.report.groups import group_rows
 
 RUN = ("-m", "method=full,snapkv", "budget=0.3", "task=pocket", "task.length=512", "limit=2")
 

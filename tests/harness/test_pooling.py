@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pqcache.harness.pooling import pool, pooled_table
-from pqcache.harness.results import Row
+from pqcache.harness.report.pooling import pool, pooled_table
+from pqcache.harness.report.rows import Row
 
 
 def row(method: str, seed: int, scores: list[float], budget: float = 0.2) -> Row:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness import published
-from pqcache.harness.registry import METHODS
+from pqcache.harness.report import published
+from pqcache.methods import METHODS
 
 LINES = [
     (name, n.model, n.method, n.budget)

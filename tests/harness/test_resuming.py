@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 import run
-from pqcache.harness import environment, lm, samples
+from pqcache.harness.config import environment
+from pqcache.harness.run import adapter as lm
+from pqcache.harness.run import samples
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
 
 

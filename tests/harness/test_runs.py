@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 import run
-from pqcache.harness import models, registry, runner
-from pqcache.harness.results import Row
+from pqcache import methods as registry
+from pqcache.harness.report.rows import Row
+from pqcache.harness.run import models, runner
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
 
 

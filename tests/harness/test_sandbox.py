@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness import sandbox
-from pqcache.harness.sandbox import protections, run_program
+from pqcache.harness.tasks import sandbox
+from pqcache.harness.tasks.sandbox import protections, run_program
 
 REFUSED = {
     "a wrong answer": ("assert 1 == 2", "AssertionError"),

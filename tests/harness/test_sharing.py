@@ -40,7 +40,7 @@ def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsy
 
 
 def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqcache.harness import sharing
+    from pqcache.harness.run import sharing
 
     recorded = []
     original = sharing.record
@@ -64,7 +64,7 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monk
 
 
 def test_a_cell_that_another_process_runs_is_left_alone(command: Command, tmp_path: Path) -> None:
-    from pqcache.harness.samples import locked
+    from pqcache.harness.run.samples import locked
 
     sweep = ("-m", "method=full,oracle,snapkv", "budget=0.3", "limit=6")
     assert command(*sweep, "limit=1") == 0

@@ -9,9 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import run
-from pqcache.harness import results, smoke, tables
-from pqcache.harness.cells import Plan, make_plan
-from pqcache.harness.compose import compose_all
+from pqcache.harness.config import smoke
+from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report import rows as results
+from pqcache.harness.report import tables
 from pqcache.selective.support import check_architecture
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pqcache.harness import statistics
-from pqcache.harness.timing import percentile, pooled_steps, tpot_ms
+from pqcache.harness.report import statistics
+from pqcache.harness.run.timing import percentile, pooled_steps, tpot_ms
 
 
 def test_mean_is_unweighted_over_tasks() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import run
-from pqcache.harness import lm, models, registry, runner
-from pqcache.harness.results import read_row
+from pqcache import methods as registry
+from pqcache.harness.report.rows import read_row
+from pqcache.harness.run import adapter as lm
+from pqcache.harness.run import models, runner
 from pqcache.selective import NotApplicable
 from tests.harness.cells import REPO, Command, rows, status
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import run
-from pqcache.harness import results, tables
-from pqcache.harness.cells import Plan, make_plan
-from pqcache.harness.compose import compose_all
-from pqcache.harness.results import Row, build_row, find_full, pair_with_full, write_row
-from pqcache.harness.samples import Sample
+from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report import rows as results
+from pqcache.harness.report import tables
+from pqcache.harness.report.rows import Row, build_row, find_full, pair_with_full, write_row
+from pqcache.harness.run.samples import Sample
 
 
 def plan(line: str) -> Plan:

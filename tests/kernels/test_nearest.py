@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines.clusterkv.clusters import nearest as nearest_by
 from pqcache import kernels
-from pqcache.pq.clusters import nearest as nearest_by
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 
 pytest.importorskip("numba")

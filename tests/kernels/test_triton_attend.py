@@ -11,7 +11,7 @@ from pqcache.selective.attention import attend_one
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
-from pqcache.kernels import triton_attend
+from pqcache.device import triton_attend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

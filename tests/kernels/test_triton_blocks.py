@@ -18,7 +18,7 @@ from tests.kernels.test_triton_step import CLOSE, DEVICE, SHAPE, Driven, made
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
-from pqcache.store.blocks_on_device import BlocksOnDevice
+from pqcache.device.block_tables import BlocksOnDevice
 
 __all__ = ["_one_thread"]
 SMALL = {"cache_block": 8, "cache_tokens": 40, "cache_topk": 4}

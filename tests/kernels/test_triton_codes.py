@@ -15,7 +15,7 @@ from pqcache.selective.group import group_reduce, top_tokens
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
-from pqcache.kernels import triton_codes
+from pqcache.device import triton_codes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CAPACITY = 512

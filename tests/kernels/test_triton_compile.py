@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_kernels_compile_for_sm_90():
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([".", *sys.path])}
-    command = [sys.executable, "-m", "pqcache.kernels.triton_compile", "--quick"]
+    command = [sys.executable, "-m", "pqcache.device.triton_compile", "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[1]: dict(zip(*[iter(line.split())] * 2, strict=False)) for line in done.stdout.splitlines()}

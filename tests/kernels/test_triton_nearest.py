@@ -12,7 +12,7 @@ from pqcache.pq.kmeans import assign, kmeans
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
-from pqcache.kernels import triton_nearest
+from pqcache.device import triton_nearest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

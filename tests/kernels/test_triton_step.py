@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pqcache import kernels
+from pqcache.device.step import DeviceStep
 from pqcache.pq import PQCache
 from pqcache.selective import Budget
-from pqcache.selective.device_step import DeviceStep
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import ModelShape, NotApplicable

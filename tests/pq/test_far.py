@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.two_stage import TwoStage
+from baselines.combined.two_stage import TwoStage
 from pqcache.pq import PQCache
 from pqcache.pq.far import FarCodes
 from pqcache.selective import Budget, Method, SelectiveCache, attach

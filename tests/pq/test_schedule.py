@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.two_stage import TwoStage
-from pqcache.geometries import GEOMETRIES, geometry
+from baselines.combined.two_stage import TwoStage
+from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.pq import PQCache
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profile_path, save_cost
 from pqcache.selective import Budget, generate

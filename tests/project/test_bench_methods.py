@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness import registry
+from pqcache import methods as registry
 
 
 @pytest.fixture(scope="module")

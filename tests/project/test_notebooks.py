@@ -9,7 +9,7 @@ import pytest
 from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExecutePreprocessor
 
-from pqcache.harness.results import Row, write_row
+from pqcache.harness.report.rows import Row, write_row
 
 
 def _row(method: str, score: float | None, difference: float | None) -> Row:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pqcache.harness import registry
+from pqcache import methods as registry
 from pqcache.selective import Budget, generate
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.quantization import QuantizationMethod

@@ -12,7 +12,7 @@ from pqcache.selective.attention import partial
 from pqcache.selective.layer import row_mask
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.buffer import take_tokens
-from pqcache.store.coded import Codec, CodedStore, CodedStream, ExactCodec, TokenCodec, pack_all_but
+from pqcache.store.packed import Codec, CodedStore, CodedStream, ExactCodec, TokenCodec, pack_all_but
 
 H_KV, D = 2, 8
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.device.block_tables import BlocksOnDevice
 from pqcache.selective.ledger import Ledger
 from pqcache.store.block_cache import BlockCacheStore
-from pqcache.store.blocks_on_device import BlocksOnDevice
 from pqcache.store.lanes import TO_DEVICE, TO_HOST, CudaLanes, Lanes
 from tests.invariants.conftest import _one_thread, llama
 from tests.store.test_lanes import METHODS, left_behind, run

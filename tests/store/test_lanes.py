@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
+from baselines.clusterkv.method import ClusterKV
+from baselines.combined.two_stage import TwoStage
 from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ
-from baselines.two_stage import TwoStage
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from pqcache.selective.retrieval import RetrievalLayer

@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from pqcache.harness.tasks import arithmetic, gsm8k_cot_long, published, sources
+from pqcache.harness.tasks import arithmetic, gsm8k_cot_long, sources
+from pqcache.harness.tasks import data_set as published
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of
 
 MAX_NEW_TOKENS = 256  # lm-eval's default; the definition sets none

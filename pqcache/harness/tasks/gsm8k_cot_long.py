@@ -19,7 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pqcache.harness.tasks import arithmetic, published, sources
+from pqcache.harness.tasks import arithmetic, sources
+from pqcache.harness.tasks import data_set as published
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 FIELDS = ("question", "answer")

@@ -4,7 +4,7 @@
 
 Prompt, stop strings and lengths are lm-eval's task of that name: the raw prompt without chat wrapping, greedy, pass@1. The
 scorer is our own: prompt, completion, the row's tests and a call of `check` run as one program in a sandbox (see
-pqcache/harness/sandbox.py). A program that leaves early without running the tests has failed. Answers are run on this
+pqcache/harness/tasks/sandbox.py). A program that leaves early without running the tests has failed. Answers are run on this
 machine, so `task.execute=true` must be said.
 """
 
@@ -16,8 +16,8 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from pqcache.harness import sandbox
-from pqcache.harness.tasks import published, sources
+from pqcache.harness.tasks import data_set as published
+from pqcache.harness.tasks import sandbox, sources
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")

@@ -19,7 +19,8 @@ from random import Random
 from typing import Any
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks import published, sources
+from pqcache.harness.tasks import data_set as published
+from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 REPO = "abacusai/LongChat-Lines"  # LongEval's own rows lie on GitHub only; these are made by its generator

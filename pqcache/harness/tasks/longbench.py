@@ -31,7 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pqcache.harness import longbench
+from pqcache.harness.tasks import longbench_metrics as longbench
 from pqcache.harness.tasks import longbench_rows, sources
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
@@ -151,7 +151,7 @@ def _names_e() -> tuple[str, ...]:
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
-    from pqcache.harness.registry import suggestion
+    from pqcache.methods import suggestion
 
     for name in names:
         require(name in known, option, name, f"unknown data set; {suggestion(name, known)}")

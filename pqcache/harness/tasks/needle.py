@@ -207,7 +207,7 @@ def draw(rows: Sequence[SampleRow], folder: Path, title: str) -> Path | None:
 
     A second one, heatmap_words, shows the word fraction where the answers are at hand.
     """
-    from pqcache.harness.figures import save_heat_map
+    from pqcache.harness.report.heat_maps import save_heat_map
 
     graded = [{**row, "score": 100 * word_fraction(row["response"])} for row in rows if "response" in row]
     save_heat_map(graded, folder, title, "heatmap_words")

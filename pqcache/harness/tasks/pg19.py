@@ -1,8 +1,8 @@
 """`pg19`: perplexity of a book under a cache method, by two protocols that give different numbers (ClusterKV, Fig. 10).
 
     python run.py task=pg19 budget=1024 method=clusterkv task.tokens=32000 limit=null      # exact, every 250th position
-    python run.py task=pg19 budget=1024 method=clusterkv task.mode=stream                  # one pass over the book
-    python -m pqcache.harness.perplexity results/runs                                      # the curves of all runs in one picture
+    python run.py task=pg19 budget=1024 method=clusterkv task.mode=stream      # one pass over the book
+    python -m pqcache.harness.report.perplexity results/runs      # the curves of all runs in one picture
 
 exact   At position i: a fresh, exact prefill of the first i tokens, one decode step with token i under the budget, and the
         log-probability of token i + 1. It measures one sparse step, no drift. ClusterKV does so at every position; here at
@@ -23,7 +23,8 @@ from random import Random
 from typing import Any, Literal
 
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.tasks import published, sources
+from pqcache.harness.tasks import data_set as published
+from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Built, Docs, SampleRow, TaskRequest, TaskSpec, dataset_of, require
 
@@ -140,7 +141,7 @@ def process_results(doc: dict, results: list[tuple[float, bool]]) -> dict[str, t
 
 def draw(rows: Sequence[SampleRow], folder: Path, title: str) -> Path | None:
     """`perplexity.png` and the numbers it shows, perplexity.json."""
-    from pqcache.harness.perplexity import save_curve
+    from pqcache.harness.report.perplexity import save_curve
 
     scored = [(row["meta"]["position"], getattr(row["response"][0], "tokens", [])) for row in rows]
     return save_curve(scored, str(rows[0]["doc"]["mode"]), folder, title)

@@ -24,7 +24,7 @@ from typing import Any
 from pqcache.embedded import load_tokenizer
 from pqcache.embedded import pocket as generator
 from pqcache.embedded.families import FAMILIES
-from pqcache.harness import longbench
+from pqcache.harness.tasks import longbench_metrics as longbench
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 NEW_TOKENS = {

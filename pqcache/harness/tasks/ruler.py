@@ -26,9 +26,10 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 from pqcache.embedded import documents
-from pqcache.harness.registry import suggestion
-from pqcache.harness.tasks import published, sources
+from pqcache.harness.tasks import data_set as published
+from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
+from pqcache.methods import suggestion
 
 NIAH = {  # haystack, kind of key, kind of value, keys, values per key, keys asked for
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),

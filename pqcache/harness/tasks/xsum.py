@@ -16,7 +16,8 @@ from random import Random
 from typing import Any, Literal
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks import published, sources
+from pqcache.harness.tasks import data_set as published
+from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
 
 FIELDS = ("document", "summary", "id")

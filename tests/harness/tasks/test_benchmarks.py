@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pqcache.embedded import load_tokenizer
-from pqcache.harness.models import LoadedModel
-from pqcache.harness.perplexity import curve, save_curve
+from pqcache.harness.report.perplexity import curve, save_curve
+from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import (
     TaskRequest,
     arithmetic,
@@ -26,11 +26,11 @@ from pqcache.harness.tasks import (
     line_retrieval,
     pg19,
     prepare_task,
-    published,
     ruler,
     task_options,
     xsum,
 )
+from pqcache.harness.tasks import data_set as published
 
 CONSTRUCTED: dict[str, dict[str, Any]] = {
     "gsm8k_cot": {},

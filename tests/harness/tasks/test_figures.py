@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from pqcache.harness.figures import heat_maps, needle_grid, split_titles
+from pqcache.harness.report.heat_maps import heat_maps, needle_grid, split_titles
 from pqcache.harness.tasks import needle
 
 ROWS = [
@@ -78,7 +78,7 @@ def test_what_all_titles_say_stands_once() -> None:
 def test_several_methods_side_by_side(tmp_path: Path) -> None:
     for folder, title in [("full", "full"), ("seed 0", "streaming 0.2"), ("seed 1", "streaming 0.2")]:
         needle.draw(ROWS, tmp_path / folder, title)
-    command = [sys.executable, "-m", "pqcache.harness.figures"]
+    command = [sys.executable, "-m", "pqcache.harness.report.heat_maps"]
     done = subprocess.run([*command, str(tmp_path)], check=True, capture_output=True, text=True)
     assert Path(done.stdout.strip()) == tmp_path / "heatmaps.png"
     one, two = (image.imread(p).shape for p in (tmp_path / "full" / "heatmap.png", tmp_path / "heatmaps.png"))
@@ -92,7 +92,7 @@ def test_several_methods_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqcache.harness import figures
+    from pqcache.harness.report import heat_maps as figures
 
     monkeypatch.setattr("sys.argv", ["figures", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit) as end:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.models import LoadedModel
+from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import TaskRequest, build_task, task_options
 from pqcache.harness.tasks import needle as task
 

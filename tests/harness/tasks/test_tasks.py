@@ -11,7 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 
 from pqcache.embedded import load_tokenizer
-from pqcache.harness.models import LoadedModel
+from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import TaskRequest, build_task, needle, needle_pocket, pocket, task_options
 
 MADE = ("needle", "needle_pocket", *pocket.SUITES)  # of documents that are made here, answered by the embedded model

@@ -1,0 +1,248 @@
+"""ClusterKV: retrieve whole clusters of similar keys (Liu et al., arXiv 2412.03213, sections III and IV)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from baselines.clusterkv.clusters import DISTANCES, cluster
+from baselines.clusterkv.recent_store import RecentStore
+from pqcache.pq.kmeans import initial_positions
+from pqcache.selective.budget import Plan, partition_plan
+from pqcache.selective.group import group_reduce
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import ModelShape
+from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, RetrievalStore, Selection
+
+
+@dataclass(frozen=True)
+class ClusterPlan(Plan):
+    """A plan that knows where the prompt ended: from there on tokens are clustered window by window."""
+
+    s: int
+
+
+class ClusterIndex(Index):
+    """Clusters of one layer's keys after the sinks. `order` lists positions cluster by cluster, ascending inside each."""
+
+    def __init__(self, method: ClusterKV) -> None:
+        self.method = method
+        self.centroids: torch.Tensor | None = None  # (n, h_kv, C, d), fp16 for 16-bit keys, else fp32
+        self.sizes: torch.Tensor | None = None  # (n, h_kv, C) int32, 0 behind a row's last cluster
+        self.order: torch.Tensor | None = None  # (n, h_kv, tokens) int32
+        self.chosen: list[
+            torch.Tensor
+        ] = []  # clusters of the last steps (n, H, C) bool, where a cache keeps their tokens
+        self.counts: list[int] = []  # clusters per row
+        self.ends: list[int] = []  # positions before this one are sinks or clustered
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        """Cluster what is not yet: the prompt; at a later turn its tokens and the generated ones before them."""
+        method, n, h_kv, d = self.method, k.shape[0], k.shape[1], k.shape[3]
+        if self.centroids is None:
+            dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
+            self.centroids = torch.zeros((n, h_kv, 0, d), dtype=dtype, device=k.device)
+            self.sizes = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
+            self.order = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
+            self.counts, self.ends = [0] * n, [method.n_sink] * n
+        fresh = [max(0, length - end) for length, end in zip(lengths, self.ends, strict=True)]
+        spans = [t + method.n_sink * (end == method.n_sink) for t, end in zip(fresh, self.ends, strict=True)]  # L
+        clusters = [
+            min(t, method.clusters or max(1, span // method.tokens_per_cluster))
+            for t, span in zip(fresh, spans, strict=True)
+        ]
+        starts = list(self.ends)
+        self._add([k[row, :, start : start + t] for row, (start, t) in enumerate(zip(starts, fresh))], clusters, ctx)
+        return [True] * n
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """Once `window` generated tokens have no cluster they are clustered among themselves (sections III-B, IV-A)."""
+        window, store = self.method.window, self.layer.store
+        due = [
+            length - 1 - end >= window and not dense
+            for length, end, dense in zip(lengths, self.ends, self.layer.dense, strict=True)
+        ]
+        if any(due):
+            assert store is not None
+            keys = store.read(0, None, window + 1)[0][:, :, :window]
+            blocks = [keys[row] if flag else keys[row, :, :0] for row, flag in enumerate(due)]
+            self._add(blocks, [min(window, self.method.window_clusters) * flag for flag in due], ctx)
+
+    def _add(self, blocks: list[torch.Tensor], clusters: list[int], ctx: LayerContext) -> None:
+        """Give row r's next tokens, keys blocks[r] (h_kv, t, d), clusters[r] clusters of their own."""
+        assert self.centroids is not None and self.sizes is not None and self.order is not None
+        sink, facts = self.method.n_sink, ctx.cache.ledger.facts
+        width = max(a + b for a, b in zip(self.counts, clusters, strict=True)) - self.sizes.shape[2]
+        longer = max(end - sink + b.shape[1] for end, b in zip(self.ends, blocks, strict=True)) - self.order.shape[2]
+        if width > 0:
+            self.centroids, self.sizes = F.pad(self.centroids, (0, 0, 0, width)), F.pad(self.sizes, (0, width))
+        if longer > 0:
+            self.order = F.pad(self.order, (0, longer))
+        for row, (keys, c) in enumerate(zip(blocks, clusters, strict=True)):  # row by row: never seen by its neighbours
+            t, first, end = keys.shape[1], self.counts[row], self.ends[row]
+            if not t:
+                continue
+            init = keys[:, initial_positions(t, c, self.method.kmeans_seed).to(keys.device)]
+            centroids, codes, rounds = cluster(keys.detach(), init, self.method.max_iter, self.method.distance)
+            self.centroids[row, :, first : first + c] = centroids.to(self.centroids.dtype)
+            self.sizes[row, :, first : first + c] = torch.zeros_like(self.sizes[row, :, :c]).scatter_add_(
+                1, codes, torch.ones_like(codes, dtype=torch.int32)
+            )
+            self.order[row, :, end - sink : end - sink + t] = codes.argsort(dim=1, stable=True) + end
+            self.counts[row], self.ends[row] = first + c, end + t
+            facts["kmeans_iterations"] = max(rounds, facts.get("kmeans_iterations", 0))
+
+    def local(self, plan: Plan, past: int) -> int:
+        """The generated tokens that are not clustered yet."""
+        assert isinstance(plan, ClusterPlan)
+        return max(0, past - max(plan.s, self.method.n_sink)) % self.method.window
+
+    def most_local(self, plan: Plan) -> int:
+        return self.method.window  # that many keys are read when they are clustered
+
+    def weights(self, q: torch.Tensor, h_kv: int, scaling: float) -> torch.Tensor:
+        """What clusters are ranked by, q . centroid (section III-C): (n, h, C), or (n, h_kv, C) reduced over the group."""
+        assert self.centroids is not None and self.sizes is not None
+        n, h, _, d = q.shape
+        group, mode = h // h_kv, self.method.reduce
+        logits = (q.float().view(n, h_kv, group, d) @ self.centroids.float().transpose(2, 3)).view(n, h, -1) * scaling
+        sizes = self.sizes.repeat_interleave(group, dim=1)
+        if mode.endswith("softmax"):  # what one token of the cluster would get, if all its keys were the centroid
+            logits = (logits - torch.logsumexp(logits + sizes.log(), -1, keepdim=True)).exp()
+            mode = mode.replace("softmax", "logit")
+        return group_reduce(logits.masked_fill(sizes == 0, -torch.inf), h_kv, mode)
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """Clusters in descending rank, the last one cut where the budget ends."""
+        assert self.sizes is not None and self.order is not None
+        weights = self.weights(q, h_kv, ctx.scaling)
+        n, heads, _ = weights.shape
+        rank = weights.argsort(dim=-1, descending=True, stable=True)
+        starts, sizes = (x.repeat_interleave(heads // h_kv, dim=1).gather(2, rank) for x in self._spans(cand))
+        filled = sizes.cumsum(-1)
+        self._note_clusters(rank, filled - sizes, sizes, cand, ctx)
+        slot = torch.arange(max(cand.k), device=q.device).expand(n, heads, -1).contiguous()
+        at = torch.searchsorted(filled, slot, right=True).clamp_max(filled.shape[2] - 1)
+        place = starts.gather(2, at) + slot - (filled - sizes).gather(2, at)
+        place = place.clamp_max(self.order.shape[2] - 1)  # of a row with fewer candidates
+        indices = self.order.gather(2, place.view(n, h_kv, -1)).view(n, heads, -1).long()
+        whole = [k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)]
+        if any(whole):  # a row that attends everything, beside others; a dense one is not even clustered
+            everything = torch.tensor(whole, device=q.device)[:, None, None]
+            indices = torch.where(everything, slot + cand.lo, indices)
+        padded = len(set(cand.k)) > 1
+        if padded:
+            indices = indices.masked_fill(slot >= torch.tensor(cand.k, device=q.device)[:, None, None], -1)
+        return Selection(indices, padded)
+
+    def _spans(self, cand: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each cluster's candidates begin in `order`, and how many there are: (n, h_kv, C) int64."""
+        assert self.sizes is not None and self.order is not None
+        sizes = self.sizes.long()
+        starts = sizes.cumsum(-1) - sizes
+        all_of_them = all(hi == max(end, cand.lo) for hi, end in zip(cand.hi, self.ends, strict=True))
+        if cand.lo == self.method.n_sink and all_of_them:
+            return starts, sizes
+        top = torch.tensor(cand.hi, device=sizes.device)[:, None, None]  # a part of the clustered tokens: a shortlist's
+        below = F.pad((self.order < cand.lo).cumsum(-1), (1, 0))
+        inside = F.pad(((self.order >= cand.lo) & (self.order < top)).cumsum(-1), (1, 0))
+        ends = starts + sizes  # positions ascend inside a cluster, so its candidates stand together
+        return (
+            starts + below.gather(2, ends) - below.gather(2, starts),
+            inside.gather(2, ends) - inside.gather(2, starts),
+        )
+
+    def _note_clusters(
+        self, rank: torch.Tensor, before: torch.Tensor, sizes: torch.Tensor, cand: Candidates, ctx: LayerContext
+    ) -> None:
+        """Report the share of chosen clusters that the steps in the cache chose, too: mean over heads, rows and steps.
+
+        Whatever their sizes; every head counts as many clusters as the head that needs most, as the paper's simulator does.
+        rank, and by rank tokens before a cluster and in it (n, H, C).
+        """
+        if not isinstance(self.layer.store, RecentStore):
+            return
+        wanted = torch.tensor(cand.k, device=rank.device)[:, None, None]
+        count = ((before < wanted) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
+        column = torch.arange(rank.shape[2], device=rank.device)
+        now = torch.zeros_like(rank, dtype=torch.bool).scatter(2, rank, (column < count) & (sizes > 0))
+        known = torch.zeros_like(now)
+        for chosen in self.chosen:
+            known[..., : chosen.shape[2]] |= chosen
+        hits = (now & known).sum(-1) / now.sum(-1).clamp_min(1)
+        ctx.cache.ledger.mean("cluster_hit_rate", hits.mean())
+        self.chosen = [*self.chosen, now][-self.method.cache_steps :]
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.centroids is None or self.sizes is None or self.order is None:
+            return
+        at = index.to(self.centroids.device)
+        self.centroids, self.sizes, self.order = (
+            x.index_select(0, at) for x in (self.centroids, self.sizes, self.order)
+        )
+        self.chosen = [x.index_select(0, at) for x in self.chosen]
+        rows = index.tolist()
+        self.counts, self.ends = [self.counts[i] for i in rows], [self.ends[i] for i in rows]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"device": [x for x in (self.centroids, self.sizes, self.order, *self.chosen) if x is not None]}
+
+
+@dataclass(kw_only=True)
+class ClusterKV(RetrievalMethod):
+    """tokens_per_cluster: prompt tokens per cluster (C0 = L / 80, section V-B), or `clusters`: their number, whatever the
+    length. window, window_clusters: generated tokens clustered at once, into how many. distance: cosine, l2 or ip. max_iter,
+    kmeans_seed: of the K-Means. cache_steps: with store=host, tokens fetched in this many last steps stay on the device (R);
+    cache_hit_rate is of these tokens, cluster_hit_rate that of the clusters, as the paper counts (section V-C).
+
+    reduce: "none" lets every query head choose, as published; "sum_softmax" chooses per KV head, by the softmax weight one
+    token of a cluster would get, summed over the group. No local window: generated tokens without a cluster are attended,
+    outside the budget. Aligned: a budget ratio is of the tokens after the sinks; paper: it includes them, as a token budget
+    always does, and the first two layers are dense (section V-A).
+
+    Deviations: K-Means stops after 20 rounds, as the released code. A later turn is clustered like a prompt of its own,
+    together with the generated tokens before it. The cache holds tokens, not clusters (the last cluster is cut).
+    """
+
+    name: ClassVar[str] = "clusterkv"
+    paper_dense_layers: ClassVar[int] = 2
+
+    n_sink: int = 16
+    recent_ratio: float = 0.0
+    reduce: str = "none"
+    tokens_per_cluster: int = 80
+    clusters: int | None = None
+    window: int = 320
+    window_clusters: int = 4
+    distance: str = "cosine"
+    max_iter: int = 20
+    kmeans_seed: int = 4321
+    cache_steps: int = 1
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("recent_ratio", self.recent_ratio == 0, "0, ClusterKV has no local window")
+        for name in ("tokens_per_cluster", "window", "window_clusters", "max_iter"):
+            self.require(name, getattr(self, name) >= 1, "an int >= 1")
+        self.require("clusters", self.clusters is None or self.clusters >= 1, "null or an int >= 1")
+        self.require("cache_steps", self.cache_steps >= 0, "an int >= 0")
+        self.require_one_of("distance", DISTANCES)
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
+        aligned = partition_plan(self.budget, s, self.n_sink, 0.0)
+        k = aligned.local + aligned.k
+        if self.protocol == "paper":
+            k = min(s - aligned.sinks, max(1, self.budget.total(s) - aligned.sinks))
+        return ClusterPlan(aligned.sinks, 0, k, s)
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> ClusterIndex:
+        return ClusterIndex(self)
+
+    def make_store(self, window: int, moved: Callable[[str, int], None]) -> RetrievalStore:
+        if self.store == "host" and self.cache_steps:
+            return RecentStore(self.n_sink, window, moved, self.cache_steps)
+        return super().make_store(window, moved)

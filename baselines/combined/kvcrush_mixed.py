@@ -1,0 +1,148 @@
+"""KVCrush with representatives in few bits: what stands for evicted tokens is packed, what is important stays exact.
+
+    python run.py method=kvcrush_mixed method.bits=2 budget=0.2
+
+A composition of KVCrush (arXiv 2503.00022) and groupwise codes as KIVI's values have (arXiv 2402.02750).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from baselines.kvcrush import KVCrush
+from pqcache.selective.eviction import EvictionLayer, Prompt, join_rows, kept_of
+from pqcache.selective.layer import LayerContext, exact_copy, row_mask
+from pqcache.selective.method import ModelShape
+from pqcache.selective.quantization import attend_coded
+from pqcache.store.packed import CodedStore, CodedStream, TokenCodec, pack_all_but
+from pqcache.store.resident import ResidentStore
+
+
+class SplitStore:
+    """K and V of entries in a packed part, which comes first in every row, and an exact one, which grows."""
+
+    whole = False
+
+    def __init__(self, packed: CodedStore, exact: ResidentStore) -> None:
+        self.packed, self.exact = packed, exact
+
+    @property
+    def lengths(self) -> list[int]:
+        return [a + b for a, b in zip(self.packed.lengths, self.exact.lengths, strict=True)]
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.exact.append(k, v)
+
+    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """See CodedStore.tiles; the exact part is a tile of its own, not a copy."""
+        yield from self.packed.tiles(size)
+        keys, values = self.exact.view()
+        yield keys, values, row_mask(self.exact.lengths, keys.shape[2], keys.device)
+
+    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything, decoded: (n, h_kv, length, d)."""
+        out = []
+        for codes, exact in zip(self.packed.view(), self.exact.view(), strict=True):
+            both = exact.new_zeros((*exact.shape[:2], self.length, exact.shape[3]))
+            for row, (a, b) in enumerate(zip(self.packed.lengths, self.exact.lengths, strict=True)):
+                both[row, :, :a] = codes[row, :, :a]
+                both[row, :, a : a + b] = exact[row, :, :b]
+            out.append(both)
+        return out[0], out[1]
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        self.packed.map_rows(index)
+        self.exact.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"device": self.packed.tensors()["device"] + self.exact.tensors()["device"]}
+
+
+class MixedLayer(EvictionLayer):
+    """Keeps what KVCrush keeps; entries are stored representatives first."""
+
+    method: KVCrushMixed
+
+    def clear(self) -> None:
+        super().clear()
+        self.packed: list[int] = []  # representatives per row of the prompt that is being settled
+
+    def pick(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+        rows, self.packed = [], []
+        for parts in self.method.divide(prompt):
+            important, representatives = (part.nonzero()[:, 1].view(part.shape[0], -1) for part in parts)
+            rows.append(torch.cat([representatives, important], 1))
+            self.packed.append(representatives.shape[1])
+        return join_rows(rows)
+
+    def take_over(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        n, h_kv, width = slots.shape
+        exact = [count - packed for count, packed in zip(counts, self.packed, strict=True)]
+        late = slots.new_zeros((n, h_kv, max(exact)))
+        for row, (packed, count) in enumerate(zip(self.packed, counts, strict=True)):
+            late[row, :, : count - packed] = slots[row, :, packed:count]
+        codes = self.method.make_store()
+        codes.load(*kept_of(k, v, slots[:, :, : max(self.packed)], self.packed).view(), self.packed)
+        codes.pack(everything=True)
+        self.store: Any = SplitStore(codes, kept_of(k, v, late, exact))
+
+    def unpack(self) -> ResidentStore:
+        self.kept = list(self.store.lengths)
+        copy = exact_copy(self.store)
+        self.sort(copy)
+        return copy
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        self.add(k, v, ctx)
+        part = attend_coded(q, self.store, ctx.scaling)
+        ctx.cache.ledger.attend(self.layer_idx, sum(self.store.lengths) / len(self.store.lengths), selecting=True)
+        return part.out.transpose(1, 2).to(q.dtype)
+
+
+@dataclass(kw_only=True)
+class KVCrushMixed(KVCrush):
+    """bits: of the representatives' codes, K and V. group: consecutive channels of a token that share an fp16 pair of step and
+    minimum; null: all of a KV head. Others: see KVCrush.
+
+    The budget counts tokens, whatever their bits: at the same budget the same tokens stay as under KVCrush, in fewer bytes.
+    Sinks, windows, important and generated tokens are exact.
+
+    Deviations: a new turn decodes the representatives, attends to them, and chooses and codes again from everything held; a
+    token that was coded stays as coarse as it was, even if it is important now.
+    """
+
+    name: ClassVar[str] = "kvcrush_mixed"
+
+    bits: int = 4
+    group: int | None = 32
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("bits", 1 <= self.bits <= 8, "1..8")
+        self.require("group", self.group is None or self.group >= 1, "an int >= 1, or null")
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        super().check_model(config)
+        d = ModelShape.of(config).d
+        self.require(
+            "group", self.group is None or d % self.group == 0, f"a divisor of the head dimension {d}, or null"
+        )
+
+    def make_store(self) -> CodedStore:
+        """For representatives: packed once, so without room for more."""
+        k, v = (CodedStream(TokenCodec(self.bits, self.group, step=1), pack_all_but(0)) for _ in "kv")
+        return CodedStore(k, v)
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> MixedLayer:
+        return MixedLayer(layer_idx, shape, self)

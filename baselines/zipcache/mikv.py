@@ -1,0 +1,38 @@
+"""MiKV: tokens that an evictor would drop are kept in fewer bits (Yang et al., arXiv 2402.18096), as ZipCache compares to it.
+
+The saliency is the attention a token has received in all (H2O's), with every query of the prompt and of decoding counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from baselines.zipcache.saliency import ProbeRule, SalientMethod
+
+
+@dataclass(kw_only=True)
+class MiKV(SalientMethod):
+    """Important tokens in `bits_high` bits, the others in `bits_low`; see SalientMethod.
+
+    balancer: key channels are divided by sqrt(max |k| / max |q|), measured over the prompt per KV head, before they are
+    quantized. It says something for granularity token and group only: a range per channel does not see a channel's scale.
+
+    Deviations: both widths and the granularity are those of ZipCache's comparison (4 and 2 bits, keys by channel, values
+    channel-separable by token); the original keeps important tokens in 16 or 8 bits and quantizes each token on its own.
+    The balancer is undone when keys are decoded instead of being applied to queries, which is the same product. A token's
+    bit width is final, so sums of tokens that are packed need not be kept. No separate recent window is forced to be important.
+    """
+
+    name: ClassVar[str] = "mikv"
+
+    balancer: bool = False
+
+    def rule(self) -> ProbeRule:
+        return ProbeRule("all")
+
+    def saliency_norm(self) -> str:
+        return "none"
+
+    def is_balanced(self) -> bool:
+        return self.balancer

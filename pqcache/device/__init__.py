@@ -1,0 +1,1 @@
+"""Decode steps by Triton kernels."""

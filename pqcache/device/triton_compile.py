@@ -1,0 +1,159 @@
+"""Compile every Triton kernel for a GPU that is not there, as the decode step and K-Means of Mistral-7B's geometry call them.
+
+    python -m pqcache.device.triton_compile                 # sm_90 (H100, H200); prints shared memory and machine code size
+    python -m pqcache.device.triton_compile --target 80 --quick     # each kernel, not each variant
+
+Triton brings its own assembler, so types, layouts and shared memory are checked on any Linux machine; nothing runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest
+
+CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  # sub-spaces, centroids, type of a code
+
+
+class _NoDevice:
+    """What Triton asks its driver while it compiles."""
+
+    def __init__(self, target: int) -> None:
+        self.target = GPUTarget("cuda", target, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def _calls(quick: bool) -> None:
+    """Every kernel, in the variants that are used."""
+    n, h_kv, g, d, capacity, sinks = 1, 8, 4, 128, 8192, 32
+    cursor = torch.zeros(n, dtype=torch.int32)
+    plan = torch.zeros((n, 4), dtype=torch.int32)
+    for dtype in (torch.float16,) if quick else (torch.float16, torch.bfloat16, torch.float32):
+        store = torch.zeros((n, h_kv, capacity, d), dtype=dtype), torch.zeros((n, h_kv, capacity, d), dtype=dtype)
+        k, q = torch.zeros((n, h_kv, 1, d), dtype=dtype), torch.zeros((n, h_kv * g, 1, d), dtype=dtype)
+        chosen = torch.zeros((n, h_kv, 512), dtype=torch.int32)
+        for one in (False,) if quick else (True, False):
+            for indices in (chosen, None) if not one else (chosen,):
+                triton_attend.attend(
+                    q, store, store, store, indices, cursor, plan, ring=capacity, tokens=1024, scaling=1.0,
+                    origin=0 if one else sinks, one=one, advance=True,
+                )  # fmt: skip
+        triton_attend.attend(
+            q, store, None, store, None, cursor, plan, ring=capacity, tokens=1024, scaling=1.0, one=True
+        )
+        triton_attend.gather(*store, chosen, plan, sinks)
+        _block_cache(store, chosen, cursor, plan, sinks, quick)
+        triton_codes.enter(k, k, store, capacity, cursor, plan)
+        for m, c, code_type in CODES[: 2 if quick else 3]:
+            codes = torch.zeros((n, h_kv * m, capacity), dtype=code_type)
+            centroids = torch.zeros(
+                (n, h_kv, m, c, d // m), dtype=torch.float32 if dtype.itemsize == 4 else torch.float16
+            )
+            amount = triton_codes.histogram(codes, cursor, plan, sinks, h_kv, m, c)
+            for far in (None, store):
+                tables = triton_codes.enter(
+                    k, k, store, capacity, cursor, plan, far=far, n_sink=sinks, q=q, centroids=centroids, codes=codes,
+                    amount=amount, scaling=0.1,
+                )  # fmt: skip
+            triton_codes.select(tables, amount, codes, cursor, plan, sinks, 512, capacity)
+    for c in (64,) if quick else (64, 256):
+        x = torch.zeros((16, 8192, 64))
+        for add in (True,) if quick else (True, False):
+            triton_nearest.nearest(x, x[:, :c], x[:, :1], add=add)
+
+
+def _block_cache(
+    store: tuple[torch.Tensor, torch.Tensor],
+    chosen: torch.Tensor,
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    sinks: int,
+    quick: bool,
+) -> None:
+    """Look-up, policy and refill of 32 slots for 128 tokens each, and the policy of four thousand smaller ones."""
+    n, h_kv, capacity, _ = store[0].shape
+    for slots, topk, block, lfu in ((32, 32, 128, False), (32, 32, 128, True), (4096, 512, 1, True))[
+        : 1 if quick else 3
+    ]:
+        slot, tables = torch.zeros((n, capacity // block), dtype=torch.long), torch.zeros((n, slots), dtype=torch.long)
+        counts, came = torch.zeros(slot.shape, dtype=torch.int32), torch.zeros((n, topk, 2), dtype=torch.long)
+        tally, chance = torch.zeros((n, 3), dtype=torch.long), torch.zeros(n, dtype=torch.float64)
+        triton_blocks.read(store, store, chosen, slot, counts, tally, cursor, plan, sinks, block)
+        triton_blocks.admit(
+            counts, slot, tables, tables, tables, tally[:, 0], came, tally, chance, cursor, plan, heads=h_kv, origin=sinks,
+            block=block, least=1, lfu=lfu,
+        )  # fmt: skip
+        rows = store[0].transpose(1, 2), store[1].transpose(1, 2)
+        triton_blocks.refill(rows, rows, came, block)
+
+
+def compile_all(target: int = 90, quick: bool = False) -> list[dict[str, Any]]:
+    """Name, registers, spilled bytes and shared memory of every kernel variant; raises what the compiler raises.
+
+    Afterwards this process compiles and runs nothing else.
+    """
+    built: dict[int, tuple[str, Any]] = {}
+
+    def compile_only(kernel: JITFunction, grid: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            binary = JITFunction.run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            built[id(binary)] = (kernel.__name__, binary)
+
+        return call
+
+    before = JITFunction.__getitem__
+    triton.runtime.driver.set_active(_NoDevice(target))
+    JITFunction.__getitem__ = compile_only
+    try:
+        _calls(quick)
+    finally:
+        JITFunction.__getitem__ = before
+    return [{"kernel": name, **_resources(binary, target)} for name, binary in built.values()]
+
+
+def _resources(binary: Any, target: int) -> dict[str, int]:
+    """What the assembler says about one binary."""
+    found = {"shared": binary.metadata.shared, "warps": binary.metadata.num_warps}
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    suffix = "a" if target == 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(binary.asm["ptx"])
+        command = [str(ptxas), "-v", f"--gpu-name=sm_{target}{suffix}", str(source), "-o", str(source) + ".cubin"]
+        told = subprocess.run(command, capture_output=True, text=True).stderr
+    for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores")):
+        match = re.search(pattern, told)
+        if match:
+            found[name] = int(match[1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=int, default=90, help="compute capability without the dot")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    for row in compile_all(args.target, args.quick):
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""From a command line to composed configurations: Hydra's grammar, groups and sweeps, with our own errors.
+
+Hydra composes; this file checks names first and expands the sweep itself, because Hydra would answer a wrong value with
+a long text and exit code 1, would start a sweep before its last cell was looked at, and would write its own folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pqcache.harness.config.check import GROUPS, Refused, show
+from pqcache.methods import METHODS, suggestion
+
+HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
+VALUE = "++"  # before every override that chooses no file
+CELL = "cell"  # the key that sweeps over an experiment's `cells:`
+EXPERIMENT = "experiment@_global_"  # set here and not in each file, whose first line is the command that runs it
+
+Composer = Callable[[tuple[str, ...]], tuple[dict[str, Any], dict[str, Any]]]
+
+
+@dataclass
+class Composed:
+    """One composed configuration, still unchecked."""
+
+    config: dict[str, Any]
+    group_defaults: dict[str, dict[str, Any]]  # what the chosen files of model, method and task say by themselves
+    cell: str | None = None
+    typed: tuple[str, ...] = ()  # what to type to compose exactly this one
+
+
+@dataclass
+class Request:
+    """A whole command line."""
+
+    composed: list[Composed]
+    sweep: bool  # -m, or an experiment with hydra.mode MULTIRUN
+    experiment: str | None
+    show_config: bool = False
+    best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells whose best it is
+    report: dict[str, Any] = field(default_factory=dict)  # an experiment's `report:`, see papers.Report
+    errors: list[str] = field(default_factory=list)  # found so far; the wrong overrides were left out
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Only the flags that run or print something of ours; the informational ones stay Hydra's."""
+    parser = argparse.ArgumentParser(prog="run.py", add_help=False)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(argv)
+
+
+def compose_all(argv: list[str], config_dir: Path) -> Request:
+    """Every configuration that a command line asks for. Raises Refused with one line per error."""
+    arguments = parse_arguments(argv)
+    errors: list[str] = []
+    overrides = _sound(_parse(arguments.overrides, errors), config_dir, errors)
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve())):
+        compose_once = _composer()
+        hydra, head = compose_once(tuple(_first(overrides)))
+        params = {str(k): v for k, v in (hydra["sweeper"].get("params") or {}).items()}
+        sweep = arguments.multirun or str(hydra["mode"]).endswith("MULTIRUN")
+        experiment = hydra["runtime"]["choices"].get(EXPERIMENT)
+        typed = {o.get_key_element() for o in overrides}
+        from_file = _parse([f"{k}={_text(v)}" for k, v in params.items() if k not in typed], errors)
+        from_file = _sound(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
+        if not sweep:
+            for override in overrides:
+                if override.is_sweep_override():
+                    errors.append(f"{override.input_line}: several values need -m (python run.py -m ...)")
+        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in overrides):
+            raise Refused([*errors, "experiment: one at a time"])
+        composed = []
+        for choice in _product([*from_file, *overrides], config_dir):
+            composed += _cells(choice, head, config_dir, sweep, compose_once)
+    best_of = _best_of(head, {c.cell for c in composed}, errors)
+    report = head.get("report") or {}
+    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, errors)
+
+
+# -- checking what was typed -------------------------------------------------------------------------------------------
+
+
+def options_of(group: str, config_dir: Path) -> list[str]:
+    """The values a group can take: its files."""
+    return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
+
+
+def _parse(texts: Iterable[str], errors: list[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for text in texts:
+        if "=" not in text and not text.startswith("~"):
+            errors.append(f"{text}: expected <key>=<value>")
+            continue
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException:
+            errors.append(f"{text}: not a valid <key>=<value>; quote special characters: \"key='value'\"")
+    return parsed
+
+
+def _sound(overrides: list[Override], config_dir: Path, errors: list[str], origin: str = "") -> list[Override]:
+    """The overrides without the wrong ones, which become lines in `errors`; so the rest can still be checked.
+
+    Options of a group whose value is wrong (`method.m` of an unknown method) cannot be checked and are left out too.
+    """
+    good, bad_groups = [], set()
+    for override in overrides:
+        before = len(errors)
+        _check_override(override, config_dir, errors, origin)
+        if len(errors) == before:
+            good.append(override)
+        else:
+            bad_groups.add(override.key_or_group)
+    return [o for o in good if o.key_or_group.partition(".")[0] not in bad_groups & set(GROUPS)]
+
+
+def _check_override(override: Override, config_dir: Path, errors: list[str], origin: str = "") -> None:
+    """What can be said of one override before anything is composed."""
+    key = override.key_or_group
+    text = override.input_line or key
+    if override.is_delete():
+        errors.append(f"{text}: keys cannot be deleted{origin}")
+    elif override.package is not None:
+        errors.append(f"{text}: packages cannot be chosen here{origin}")
+    elif key.split(".")[0].split("/")[0] == "hydra":
+        if key not in HYDRA_KEYS and not key.startswith("hydra.sweeper.params."):
+            errors.append(f"{text}: Hydra's own settings are fixed; known: {', '.join(HYDRA_KEYS)}{origin}")
+    elif key in GROUPS:
+        for value in _values(override, config_dir):
+            if not isinstance(value, str | int | float) or isinstance(value, bool):
+                errors.append(f"{key}={show(value)}: expected one name (several: -m {key}=a,b){origin}")
+            elif str(value) not in options_of(key, config_dir) and not (key == "method" and str(value) in METHODS):
+                names = METHODS if key == "method" else options_of(key, config_dir)
+                errors.append(f"{key}={value}: unknown {key}; {suggestion(str(value), names)}{origin}")
+    elif isinstance(override.value(), Glob):
+        errors.append(f"{text}: glob() works for {', '.join(GROUPS)} only{origin}")
+
+
+def _values(override: Override, config_dir: Path) -> list[Any]:
+    """The values of an override; a sweep has several."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [str(v) if override.key_or_group in GROUPS else v for v in value.list]
+    if isinstance(value, RangeSweep):
+        return list(value.range())
+    if isinstance(value, Glob):
+        names = options_of(override.key_or_group, config_dir)
+        hit = [n for n in names if any(fnmatch.fnmatch(n, g) for g in value.include)]
+        return [n for n in hit if not any(fnmatch.fnmatch(n, g) for g in value.exclude)]
+    return [value]
+
+
+# -- composing ---------------------------------------------------------------------------------------------------------
+
+
+def _texts(override: Override, config_dir: Path) -> list[str]:
+    """An override as Hydra is to see it, one text per value of its sweep. `++`: an unknown key is ours to report."""
+    key = override.get_key_element().lstrip("+")
+    plain = override.key_or_group in GROUPS or key.split(".")[0] == "hydra"
+    prefix = "" if plain else VALUE
+    if key == "experiment":
+        key = EXPERIMENT
+    if isinstance(override.value(), Glob):
+        return [f"{prefix}{key}={value}" for value in _values(override, config_dir)]
+    if override.is_sweep_override():
+        return [f"{prefix}{key}={value}" for value in override.sweep_string_iterator()]
+    return [f"{prefix}{key}={override.get_value_element_as_str()}"]
+
+
+def _first(overrides: list[Override]) -> list[str]:
+    """The overrides without sweeps (their first value), to read hydra.mode and the experiment's sweep."""
+    return [_texts(o, Path())[0] for o in overrides if o.key_or_group != CELL and not isinstance(o.value(), Glob)]
+
+
+def _product(overrides: list[Override], config_dir: Path) -> list[list[str]]:
+    by_key = {o.get_key_element().lstrip("+"): _texts(o, config_dir) for o in overrides}  # the last one wins
+    return [list(choice) for choice in itertools.product(*by_key.values())]
+
+
+def _cells(
+    choice: list[str], head: dict[str, Any], config_dir: Path, sweep: bool, compose_once: Composer
+) -> list[Composed]:
+    """One point of the sweep; an experiment with `cells:` has several."""
+    cells = head.get("cells") or {}
+    if not isinstance(cells, dict):
+        raise Refused([f"cells={show(cells)}: expected name: overrides pairs, in an experiment file"])
+    picked = [text.partition("=")[2] for text in choice if text.lstrip("+").startswith(f"{CELL}=")]
+    rest = [text for text in choice if not text.lstrip("+").startswith(f"{CELL}=")]
+    if not cells:
+        if picked:
+            raise Refused([f"cell={picked[0]}: only an experiment with `cells:` has cells"])
+        return [_composed(rest, None, config_dir, compose_once, rest)]
+    if picked and picked[0] not in cells:
+        raise Refused([f"cell={picked[0]}: unknown cell; {suggestion(picked[0], cells)}"])
+    names = picked or list(cells)
+    if len(names) > 1 and not sweep:
+        raise Refused([f"this experiment has {len(names)} cells: choose one with cell=<name> or sweep with -m"])
+    composed = []
+    typed = {text.lstrip("+").partition("=")[0] for text in rest}
+    for name in names:
+        errors: list[str] = []
+        own = _parse(_cell_overrides(cells[name], name), errors)
+        own = _sound(own, config_dir, errors, origin=f" (in cell {name})")
+        if errors:
+            raise Refused(errors)
+        own = [o for o in own if o.get_key_element().lstrip("+") not in typed]  # what was typed wins
+        swept = any(o.is_sweep_override() for o in own)
+        for point in _product(own, config_dir):
+            told = [f"{CELL}={name}", *rest, *(point if swept else [])]
+            composed.append(_composed([*point, *rest], name, config_dir, compose_once, told))
+    return composed
+
+
+def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) -> dict[str, list[str]]:
+    """An experiment's `best_of:`, name -> cells, as far as those cells are part of this command."""
+    value, cells = head.get("best_of") or {}, head.get("cells") or {}
+    if not isinstance(value, dict) or not all(isinstance(names, list) for names in value.values()):
+        errors.append(f"best_of={show(value)}: expected name: [cell, cell] pairs, in an experiment file")
+        return {}
+    for name, names in value.items():
+        errors += [f"best_of.{name}={n}: unknown cell; {suggestion(str(n), cells)}" for n in names if n not in cells]
+    return {str(name): names for name, names in value.items() if set(names) <= present}
+
+
+def _cell_overrides(value: Any, name: str) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{key}={_text(item)}" for key, item in value.items()]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise Refused([f"cells.{name}: expected a list of overrides, or key: value pairs"])
+
+
+def _text(value: Any) -> str:
+    """A YAML value in Hydra's override grammar; a plain string keeps its commas, so it may still be a sweep."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
+    return show(value)
+
+
+def _composed(
+    overrides: list[str], cell: str | None, config_dir: Path, compose_once: Composer, told: list[str]
+) -> Composed:
+    hydra, config = compose_once(tuple(overrides))
+    choices = hydra["runtime"]["choices"]
+    defaults = {}
+    for group in ("model", "method", "task"):
+        loaded = OmegaConf.to_container(OmegaConf.load(config_dir / group / f"{choices[group]}.yaml"))
+        defaults[group] = {str(k): v for k, v in loaded.items()} if isinstance(loaded, dict) else {}
+    typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in told)
+    return Composed(config, defaults, cell, typed)
+
+
+def _composer() -> Composer:
+    """A function that composes overrides; each choice of groups goes through Hydra once, values are set afterwards."""
+    base = cache(_choose)
+
+    def compose_once(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+        groups = tuple(text for text in overrides if not text.startswith(VALUE))
+        hydra, chosen = base(groups)
+        parsed = OverridesParser.create().parse_overrides([text for text in overrides if text.startswith(VALUE)])
+        config = OmegaConf.create(chosen)
+        try:
+            for override in parsed:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
+            values = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            raise Refused([" ".join(str(error).split())]) from error
+        assert isinstance(values, dict)
+        return hydra, {str(k): v for k, v in values.items()}
+
+    return cache(compose_once)
+
+
+def _choose(groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(hydra's own node, everything else) as plain containers, of a choice of groups and hydra's keys."""
+    try:
+        composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
+        hydra_node = composed.hydra
+        params = hydra_node.sweeper.params
+        hydra = {
+            "mode": hydra_node.mode,
+            "sweeper": {"params": OmegaConf.to_container(params, resolve=False) if params is not None else {}},
+            "runtime": {"choices": OmegaConf.to_container(hydra_node.runtime.choices)},
+        }
+        OmegaConf.set_struct(composed, False)
+        del composed["hydra"]
+        config = OmegaConf.to_container(composed, resolve=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refused([" ".join(str(error).split())]) from error
+    assert isinstance(config, dict)
+    return hydra, {str(k): v for k, v in config.items()}

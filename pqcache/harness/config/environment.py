@@ -1,0 +1,85 @@
+"""Where a result came from (versions, commit, machine), and keeping other packages' files under `out`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypedDict
+
+from pqcache.measure.machine import device_caption
+
+PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "numpy", "hydra-core")
+
+
+def versions() -> dict[str, str | None]:
+    """Package -> version, python and this package included."""
+    import pqcache
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "pqcache": pqcache.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class Facts(TypedDict):
+    """Where a sample was measured."""
+
+    device: str  # caption of the machine
+    git_commit: str | None  # `-dirty`: tracked files had changes
+    versions: dict[str, str | None]
+
+
+def facts(device: str) -> Facts:
+    return {"device": device_caption(device), "git_commit": git_commit(), "versions": versions()}
+
+
+def git_commit() -> str | None:
+    """The commit of this source tree, `-dirty` if tracked files were changed; None outside a repository."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():  # installed somewhere inside another project's repository
+        return None
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+
+
+def keep_files_under(out: Path, cache_dir: Path) -> None:
+    """Send what datasets and evaluate write to a folder under `out`, matplotlib's font list to `cache_dir`.
+
+    The hub cache stays where it is.
+    """
+    cache = (out / ".cache").resolve()
+    # matplotlib reads this variable when it is first imported and offers no other way
+    os.environ.setdefault("MPLCONFIGDIR", str((cache_dir / "matplotlib").resolve()))
+    import datasets
+
+    settings: Any = datasets.config
+    settings.HF_DATASETS_CACHE = cache / "datasets"
+    settings.DOWNLOADED_DATASETS_PATH = cache / "datasets" / "downloads"
+    settings.EXTRACTED_DATASETS_PATH = cache / "datasets" / "downloads" / "extracted"
+    settings.HF_MODULES_CACHE = cache / "modules"
+    datasets.disable_progress_bars()
+
+
+def quiet() -> None:
+    """No chatter from the libraries: what is left on the screen is ours, and real warnings."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)

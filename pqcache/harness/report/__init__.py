@@ -1,0 +1,1 @@
+"""Rows, statistics, tables and figures."""

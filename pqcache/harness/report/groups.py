@@ -1,0 +1,189 @@
+"""Rows of a group of tasks, one column per task, and their score against the budget as a picture.
+
+python -m pqcache.harness.report.groups <out>     prints the table; <out>/groups.md and <out>/groups.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.harness.config.cells import write_text
+from pqcache.harness.report.rows import Row, rows_under
+from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, span
+
+
+def group_rows(folder: Path) -> list[Row]:
+    """Every row under a folder whose task is a group, Full first, then by method, what was varied, and budget."""
+    rows = [row for row in rows_under(folder) if len(row["tasks"]) > 1]
+    names = dict(zip((row["folder"] for row in rows), labels(rows), strict=True))
+    return sorted(
+        rows, key=lambda row: (row["method"] != "full", _natural(names[row["folder"]]), -(row["budget_ratio"] or 0.0))
+    )
+
+
+def _natural(text: str) -> list[tuple[bool, float, str]]:
+    """Numbers in a text as numbers, so that 25 comes after 3."""
+    parts = re.split(r"(\d+)", text)
+    return [(part.isdigit(), float(part) if part.isdigit() else 0.0, part) for part in parts]
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    """A row's method, the hyper-parameters of it that differ among the rows, and the prompts' length if that does."""
+    varied: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for part in row["folder"].split("__"):
+            if part.startswith("method."):
+                key = part.removeprefix("method.").partition("=")[0]
+                varied.setdefault(row["method"], {})[key] = None
+    lengths = {row["task_options"].get("length") for row in rows}
+    found = []
+    for row in rows:
+        values = row["hyper_parameters"]
+        parts = [f"{key}={values[key]}" for key in sorted(varied.get(row["method"], ())) if key in values]
+        if len(lengths) > 1:
+            parts.append(f"{row['task_options'].get('length')} tokens")
+        found.append(" ".join([row["method"], *parts]))
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table: a line per row, the mean with its interval, each task, and what the method read and moved."""
+    if not rows:
+        return ""
+    tasks = list(dict.fromkeys(task for row in rows for task in row["tasks"]))
+    prefix = f"{rows[0]['task']}_"
+    head = ["method", "budget", "samples", "mean", "95 %", "to Full", "95 %", *(t.removeprefix(prefix) for t in tasks)]
+    head += ["attended", "bytes per step", "TT2T s", "TPOT ms"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row, label in zip(rows, labels(rows), strict=True):
+        full = row["method"] == "full"
+        cells = [
+            label,
+            budget_text(row),
+            str(row["n_samples"]),
+            number(row["score"]),
+            span(row["score_interval"]),
+            "" if full else signed(row["paired_difference"]),
+            "" if full else span(row["paired_interval"], signed),
+            *(_family(row, task) for task in tasks),
+            number(row["attended_tokens"], 0),
+            size(sum(row["bytes_per_step"].values())),
+            number(row["tt2t_s"], 3),
+            number(row["tpot_p50_ms"], 2),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{_caption(rows)}"
+
+
+def _family(row: Row, task: str) -> str:
+    """A sub-task's score and interval."""
+    if task not in row["tasks"]:
+        return MISSING
+    found = row["tasks"][task]
+    return f"{number(found['score'])} {span(found['score_interval'])}".strip()
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    """What the columns are of: prompt, samples, where TT2T was measured, machines."""
+    prompt = sum(row["prompt_tokens"] for row in rows) / len(rows)
+    lines = [
+        f"{rows[0]['model']}, {rows[0]['task']}: {prompt:.0f} prompt tokens and"
+        f" {sum(row['generated_tokens'] for row in rows) / len(rows):.0f} new ones on average;"
+        " mean: unweighted over the tasks; intervals: 95 % bootstrap over samples."
+    ]
+    timed = sorted({row["timed_samples"] for row in rows if row["timed_samples"] < row["n_samples"]})
+    if timed:
+        lines.append(
+            f"Times: of {'-'.join(map(str, timed[:: max(len(timed) - 1, 1)]))} samples a cell with a prefill of their own;"
+            " the scores of the others come from one dense prefill for all methods."
+        )
+    return " ".join([*lines, f"Machine: {' / '.join(dict.fromkeys(row['device'] for row in rows))}."])
+
+
+def _point(row: Row) -> tuple[float, float, float, float]:
+    """(budget, score, its interval's ends) of a measured row."""
+    score = row["score"] or 0.0
+    low, high = row["score_interval"] or [score, score]
+    return row["budget_ratio"] or row["budget_applied"] or 0.0, score, low, high
+
+
+def picture(rows: Sequence[Row], path: Path) -> Path | None:
+    """Mean scores with intervals: against the budget, a line per method; of one budget, a line of the picture per row."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    named = [(label, row) for label, row in zip(labels(rows), rows, strict=True) if row["score"] is not None]
+    cut = [(label, row) for label, row in named if row["method"] != "full" and _point(row)[0]]
+    if not cut:
+        return None
+    one = len({budget_text(row) for _, row in cut}) == 1
+    figure = Figure(figsize=(7, 1.2 + 0.28 * len(named) if one else 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    if one:
+        _draw_rows(axis, named)
+    else:
+        _draw_budgets(axis, named, cut)
+    first = rows[0]
+    budget = f", budget {budget_text(cut[0][1])}" if one else ""
+    lengths = sorted({round(row["prompt_tokens"]) for _, row in named})
+    tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    axis.set_title(f"{first['model']}, {first['task']}, {tokens} prompt tokens{budget}", fontsize=9)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw_rows(axis: Any, named: Sequence[tuple[str, Row]]) -> None:
+    for place, (_, row) in enumerate(named):
+        _, score, low, high = _point(row)
+        colour = "black" if row["method"] == "full" else "C0"
+        axis.errorbar(
+            score, place, xerr=[[score - low], [high - score]], fmt="o", color=colour, markersize=4, capsize=2
+        )
+        axis.annotate(f"{score:.1f}", (score, place), (0, 4), textcoords="offset points", ha="center", fontsize=7)
+    axis.set(xlabel="score", xlim=(0, 104), ylim=(len(named) - 0.4, -0.8))
+    axis.set_yticks(range(len(named)), [label for label, _ in named], fontsize=8)
+    axis.grid(axis="x", color="#e4e4e4", linewidth=0.7)
+
+
+def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], cut: Sequence[tuple[str, Row]]) -> None:
+    lines: dict[str, list[Row]] = {}
+    for label, row in cut:
+        lines.setdefault(label, []).append(row)
+    shares = set()
+    for place, (label, members) in enumerate(lines.items()):
+        points = sorted(_point(row) for row in members)
+        x, y = [p[0] for p in points], [p[1] for p in points]
+        bars = [[p[1] - p[2] for p in points], [p[3] - p[1] for p in points]]
+        style = {"marker": "os^Dv"[place // 10 % 5], "linestyle": ["-", "--"][place // 10 % 2]}
+        axis.errorbar(x, y, yerr=bars, label=label, markersize=4, capsize=2, linewidth=1, **style)
+        shares.update(x)
+    for _, row in named:
+        if row["method"] == "full":
+            axis.axhline(row["score"], color="black", linewidth=0.8, linestyle=":", label="full")
+            break
+    axis.set(xscale="log", xlabel="budget (share of the prompt)", ylabel="score", ylim=(0, 102))
+    axis.set_xticks(sorted(shares), [f"{share:g}" for share in sorted(shares)])
+    axis.minorticks_off()
+    axis.figure.legend(loc="outside right center", fontsize=7, frameon=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the out= folder of the runs")
+    out = parser.parse_args(argv).out.expanduser()
+    rows = group_rows(out)
+    if not rows:
+        parser.error(f"{out}: no row of a group of tasks below; run task=pocket with out={out} first")
+    text = table(rows)
+    write_text(out / "groups.md", text + "\n")
+    picture(rows, out / "groups.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

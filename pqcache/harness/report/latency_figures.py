@@ -1,0 +1,243 @@
+"""The papers' efficiency figures, drawn from the rows of their experiments when these end: <out>/<experiment>.png.
+
+    python run.py experiment=pqcache_fig10a model.geometry=tiny task.length=256,512
+    python -m pqcache.harness.report.latency_figures pqcache_fig10a results/runs     draws it again from the rows of a folder
+
+A line is named by the experiment's cell, where it has cells, else by the method. Points that failed are missing, not zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.harness.report.rows import Row, read_row
+
+READING_MS = 180  # a reader's 333 tokens a minute: the line of PQCache's figure 10b
+COLOURS = ("#1f4e9c", "#d98200", "#3a8f3a", "#b03030", "#7a4fa3", "#00808a", "#8a6d3b", "#d05fa2", "#555555", "#9aa800")
+Labelled = Sequence[tuple[str, Row]]  # what a row is called, and the row
+
+
+def draw(experiment: str, rows: Labelled, path: Path) -> Path | None:
+    """An experiment's picture; None if it has none, or nothing was measured."""
+    if experiment not in FIGURES or not rows:
+        return None
+    figure, axes = _canvas(FIGURES[experiment][0])
+    FIGURES[experiment][1](axes, rows)
+    figure.suptitle(f"{experiment}: {_caption([row for _, row in rows])}", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _canvas(panels: int) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6 * panels + 0.6, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    models = ", ".join(dict.fromkeys(_model(row) for row in rows))
+    devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
+    budgets = ", ".join(dict.fromkeys(_budget(row) for row in rows if row["budget_ratio"] != 1.0))
+    what = f"{models}; budget {budgets or 'none'}; batch 1, {rows[0]['kv_dtype']}"
+    samples = rows[0]["n_samples"]
+    return f"{what}\n{devices}; {samples} sample{'' if samples == 1 else 's'} a point"
+
+
+def _model(row: Row) -> str:
+    options = row["model_options"]
+    if row["model"] != "random":
+        return row["model"]
+    layers = options.get("layers")
+    return f"random weights, {options.get('geometry')}" + (f", {layers} layers" if layers else "")
+
+
+def _budget(row: Row) -> str:
+    return f"{row['budget_ratio']:g}" if row["budget_ratio"] is not None else f"{row['budget_tokens']:.0f} tokens"
+
+
+def _lines(
+    axis: Any, rows: Labelled, x: Callable[[Row], float | None], y: Callable[[Row], float | None], style: str = "o-"
+) -> None:
+    """One line per label."""
+    for i, label in enumerate(dict.fromkeys(label for label, _ in rows)):
+        points = sorted(
+            (a, b) for name, row in rows if name == label and (a := x(row)) is not None and (b := y(row)) is not None
+        )
+        if points:
+            axis.plot(*zip(*points, strict=True), style, color=COLOURS[i % len(COLOURS)], label=label, markersize=4)
+
+
+def _finish(axis: Any, x: str, y: str, title: str = "") -> None:
+    axis.set_xlabel(x, fontsize=9)
+    axis.set_ylabel(y, fontsize=9)
+    axis.set_title(title, fontsize=9)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
+
+
+def _length(row: Row) -> float:
+    return row["prompt_tokens"]
+
+
+def _rounds_and_prefill(axes: list[Any], rows: Labelled) -> None:
+    """PQCache, figure 7: one layer's prefill and the clustering of its keys (by rounds), over the prompt's length.
+
+    The last layer prefills little but keys and values (see selective/attach.py): it is not counted where there are others.
+    """
+    axis = axes[0]
+    layers = max(1.0, rows[0][1]["extra"].get("layers") or 1.0)
+    whole_layers = max(1.0, layers - 1)
+
+    def prefill(row: Row) -> float | None:
+        whole, index = row["prefill_s"], row["index_build_s"]
+        return None if whole is None or index is None else 1e3 * (whole - index) / whole_layers
+
+    by_length: dict[float, list[float]] = {}
+    for _, row in rows:
+        if (value := prefill(row)) is not None:
+            by_length.setdefault(_length(row), []).append(value)
+    points = sorted((s, sorted(values)[len(values) // 2]) for s, values in by_length.items())
+    axis.plot(*zip(*points, strict=True), "s-", color="black", label="one layer's prefill")
+    _lines(axis, rows, _length, lambda row: _scaled(row["extra"].get("index_work_s"), 1e3 / layers))
+    _finish(axis, "prompt length (tokens)", "ms per layer", "clustering of one layer's keys, beside its prefill")
+
+
+def _tt2t(axes: list[Any], rows: Labelled) -> None:
+    _lines(axes[0], rows, _length, lambda row: row["tt2t_s"])
+    _finish(axes[0], "prompt length (tokens)", "TT2T (s)", "time to the second token")
+
+
+def _tpot(axes: list[Any], rows: Labelled) -> None:
+    _lines(axes[0], rows, _length, lambda row: row["tpot_p50_ms"])
+    axes[0].axhline(READING_MS, color="grey", linestyle="--", label=f"reading speed, {READING_MS} ms")
+    _finish(axes[0], "prompt length (tokens)", "TPOT (ms, median)", "time per output token")
+
+
+def _hit_rates(axes: list[Any], rows: Labelled) -> None:
+    def topk(row: Row) -> float:
+        return float(row["hyper_parameters"]["cache_topk"])
+
+    named = [(str(row["hyper_parameters"]["cache_policy"]).upper(), row) for _, row in rows]
+    _lines(axes[0], named, topk, lambda row: row["extra"].get("cache_hit_rate"))
+    _lines(
+        axes[0],
+        [(f"{a}, by chance", row) for a, row in named],
+        topk,
+        lambda row: row["extra"].get("cache_chance_rate"),
+        "x:",
+    )
+    _finish(axes[0], "blocks that go to the policy per step", "share of selected tokens", "hit rate")
+    axes[0].set_ylim(0, 1)
+    _lines(axes[1], named, topk, lambda row: row["bytes_per_step"].get("demand_fetch", 0) / 1024)
+    _lines(
+        axes[1],
+        [(f"{a}, refill", row) for a, row in named],
+        topk,
+        lambda row: row["bytes_per_step"].get("refill", 0) / 1024,
+        "x:",
+    )
+    _finish(axes[1], "blocks that go to the policy per step", "KiB per step", "demand fetch and refill")
+
+
+def _totals(axes: list[Any], rows: Labelled) -> None:
+    """ClusterKV, figures 12 and 13: prefill, index and decode of a whole answer, stacked; a panel per model or answer length."""
+    panels: dict[str, list[tuple[str, Row]]] = {}
+    several = len({_model(row) for _, row in rows}) > 1
+    for label, row in rows:
+        key = _model(row) if several else f"{row['generated_tokens']:.0f} new tokens"
+        panels.setdefault(key, []).append((label, row))
+    for axis, (title, found) in zip(axes, panels.items(), strict=False):
+        _stacked(axis, found)
+        axis.set_ylim(top=1.35 * axis.get_ylim()[1])  # room for the legend above the bars
+        _finish(axis, "prompt length (tokens)", "s", title)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+
+
+def _stacked(axis: Any, rows: Labelled) -> None:
+    labels = list(dict.fromkeys(label for label, _ in rows))
+    lengths = sorted({_length(row) for _, row in rows})
+    width = 0.8 / len(labels)
+    for i, label in enumerate(labels):
+        for j, length in enumerate(lengths):
+            for row in [r for name, r in rows if name == label and _length(r) == length][:1]:
+                prefill, index, step = row["prefill_s"], row["index_build_s"], row["tpot_p50_ms"]
+                if prefill is None or index is None or step is None:
+                    continue
+                at, decode = j + (i - (len(labels) - 1) / 2) * width, (row["generated_tokens"] - 1) * step / 1e3
+                colour, first = COLOURS[i % len(COLOURS)], j == 0
+                axis.bar(at, prefill - index, width * 0.9, color=colour, alpha=0.35)
+                axis.bar(at, index, width * 0.9, bottom=prefill - index, color="black")
+                axis.bar(at, decode, width * 0.9, bottom=prefill, color=colour, label=label if first else None)
+    axis.bar(0, 0, color="grey", alpha=0.35, label="pale: prefill")
+    axis.bar(0, 0, color="black", label="black: index")
+    axis.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
+
+
+def _phases_and_memory(axes: list[Any], rows: Labelled) -> None:
+    """ZipCache, figure 6: prefill, decode step and cache memory over the prompt's length."""
+    _lines(axes[0], rows, _length, lambda row: row["prefill_s"])
+    _finish(axes[0], "input length (tokens)", "s", "prefill")
+    _lines(axes[1], rows, _length, lambda row: row["tpot_p50_ms"])
+    _finish(axes[1], "input length (tokens)", "ms per token", "decode")
+    _lines(axes[2], rows, _length, lambda row: sum(row["resident_bytes"].values()) / 2**20)
+    _finish(axes[2], "input length (tokens)", "MiB", "cache after the last step")
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+# experiment -> panels, painter
+FIGURES: dict[str, tuple[int, Callable[[list[Any], Labelled], None]]] = {
+    "pqcache_fig7": (1, _rounds_and_prefill),
+    "pqcache_fig10a": (1, _tt2t),
+    "pqcache_fig10b": (1, _tpot),
+    "pqcache_fig10d": (2, _hit_rates),
+    "clusterkv_fig12": (2, _totals),
+    "clusterkv_fig13": (2, _totals),
+    "zipcache_fig6": (3, _phases_and_memory),
+}
+
+
+def label_of(names: Sequence[str], row: Mapping[str, Any]) -> str:
+    """The experiment's cell; without one the method."""
+    return ", ".join(names) if names else str(row["method"])
+
+
+def _found(out: Path) -> Iterable[tuple[str, Row]]:
+    for path in sorted(out.glob("*/row.json")):
+        if (row := read_row(path)) is not None:
+            hyper = row["hyper_parameters"]
+            told = [str(hyper[k]) for k in ("store", "max_iter") if hyper.get(k) not in (None, "resident")]
+            budget = "" if row["budget_ratio"] == 1.0 else _budget(row)
+            standard = "standard attention" if row["attn"] == "standard" else ""
+            yield " ".join(filter(None, [row["method"], *told, budget, standard])), row
+
+
+def main() -> None:
+    from pqcache.harness.config.check import RunOptions
+    from pqcache.harness.config.environment import keep_files_under
+
+    parser = argparse.ArgumentParser(description="Draw an efficiency figure from the rows of a folder.")
+    parser.add_argument("experiment", choices=list(FIGURES))
+    parser.add_argument("out", type=Path, help="the out= folder of its runs")
+    args = parser.parse_args()
+    rows = [(label, row) for label, row in _found(args.out) if row["tt2t_s"] is not None]
+    if not rows:
+        parser.error(f"{args.out}: no timed row.json in any folder below")
+    keep_files_under(args.out, Path(RunOptions.cache_dir).expanduser())
+    print(draw(args.experiment, rows, args.out / f"{args.experiment}.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Several seeds as one: scores and paired differences over the samples of all of them.
+
+python -m pqcache.harness.report.pooling results/runs      the pooled table of a folder
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.harness.report import statistics
+from pqcache.harness.report.rows import Row, find_full, rows_under
+
+_IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
+
+
+def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One entry per configuration that several seeds share: pooled score and difference to Full, with 95 % intervals.
+
+    The paired difference is taken sample by sample against the Full row of the same seed, and is null where a seed has none.
+    """
+    rows = list(rows)
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        asked = row["budget_tokens"] if row["budget_ratio"] is None else None
+        key = repr([row[k] for k in _IDENTITY] + [asked, row["dense_layers"]])  # type: ignore[literal-required]
+        groups.setdefault(key, []).append(row)
+    return [_entry(group, rows) for group in groups.values() if len({row["seed"] for row in group}) > 1]
+
+
+def _entry(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
+    scores: dict[str, dict[str, float]] = {}
+    differences: dict[str, dict[str, float]] = {}
+    complete = True
+    for row in group:
+        _add(scores, row["sample_scores"], row["seed"])
+        full = find_full(row, rows)
+        complete = complete and full is not None
+        if full is not None:
+            _add(differences, statistics.paired(row["sample_scores"], full["sample_scores"]), row["seed"])
+    first = group[0]
+    return {
+        "model": first["model"],
+        "task": first["task"],
+        "method": first["method"],
+        "budget": first["budget_ratio"] if first["budget_ratio"] is not None else first["budget_tokens"],
+        "seeds": sorted(row["seed"] for row in group),
+        "n_samples": sum(row["n_samples"] for row in group),
+        "score": statistics.mean(scores),
+        "score_interval": statistics.interval(scores),
+        "paired_difference": statistics.mean(differences) if complete else None,
+        "paired_interval": statistics.interval(differences) if complete else None,
+    }
+
+
+def _add(into: dict[str, dict[str, float]], scores: statistics.Scores, seed: int) -> None:
+    for task, samples in scores.items():
+        into.setdefault(task, {}).update({f"{seed}/{key}": value for key, value in samples.items()})
+
+
+def pooled_table(rows: Iterable[Row]) -> str:
+    """The entries of `pool` as text; empty if no configuration was run under several seeds."""
+    from pqcache.harness.report.tables import number, signed, span
+
+    entries = pool(rows)
+    if not entries:
+        return ""
+    lines = [
+        f"{'pooled over seeds':18} {'budget':>7} {'samples':>8} {'score':>6}  {'95 % interval':16} {'to Full':>8}  95 % interval"
+    ]
+    for e in entries:
+        to_full = (
+            ""
+            if e["method"] == "full"
+            else f"{signed(e['paired_difference']):>8}  {span(e['paired_interval'], signed)}"
+        )
+        lines.append(
+            f"{e['method']:18} {e['budget']:>7g} {e['n_samples']:>8} {number(e['score']):>6}"
+            f"  {span(e['score_interval']):16} {to_full}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def main(folder: str) -> None:
+    print(pooled_table(rows_under(Path(folder))) or f"{folder}: no configuration was run under several seeds")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2] or ["results/runs"])

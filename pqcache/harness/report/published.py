@@ -1,0 +1,91 @@
+"""What the papers print: results/published/<experiment>.csv, see the README there.
+
+value("pqcache_table2", model="mistral-7b-instruct-v0.2", method="pqcache", budget=0.2, dataset="average")     39.32
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[3] / "results" / "published"
+AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class Number:
+    """One printed number."""
+
+    paper: str
+    table: str
+    model: str
+    method: str
+    budget: float | int | None  # None: the method takes none
+    dataset: str
+    metric: str
+    value: float
+    printed_as: str
+    source: str
+
+
+@functools.cache
+def numbers(experiment: str) -> tuple[Number, ...]:
+    """Every number of an experiment's table; none where the paper prints none, or in an installation without these files."""
+    path = FOLDER / f"{experiment}.csv"
+    if not path.exists():
+        return ()
+    with open(path, newline="", encoding="utf-8") as file:
+        return tuple(_number(line) for line in csv.DictReader(file))
+
+
+def _number(line: dict[str, str]) -> Number:
+    text = line["budget"]
+    budget = None if not text else float(text) if "." in text else int(text)
+    return Number(**{**line, "budget": budget, "value": float(line["value"])})  # type: ignore[arg-type]
+
+
+@functools.cache
+def _index(experiment: str) -> dict[tuple, float]:
+    found = {}
+    for n in numbers(experiment):
+        found[n.model, n.method, n.budget, n.dataset, n.metric] = n.value
+    return found
+
+
+def value(
+    experiment: str,
+    *,
+    model: str,
+    method: str,
+    budget: float | int | None,
+    dataset: str = AVERAGE,
+    metric: str = "score",
+) -> float | None:
+    """One printed number; None if it is not printed."""
+    return _index(experiment).get((model, method, budget, dataset, metric))
+
+
+def score(experiment: str, *, model: str, method: str, budget: float | int | None) -> float | None:
+    """The one score a line is known by: its printed average, or its only score."""
+    line = {n.dataset: n.value for n in numbers(experiment) if _line(n) == (model, method, budget, "score")}
+    return line.get(AVERAGE, next(iter(line.values())) if len(line) == 1 else None)
+
+
+def _line(n: Number) -> tuple:
+    return n.model, n.method, n.budget, n.metric
+
+
+def mean(experiment: str, *, model: str, method: str, budget: float | int | None) -> float | None:
+    """The unweighted mean of a line's printed scores, its printed average apart: what the average should be."""
+    line = [
+        n for n in numbers(experiment) if (n.model, n.method, n.budget, n.metric) == (model, method, budget, "score")
+    ]
+    values = [n.value for n in line if n.dataset != AVERAGE]
+    return sum(values) / len(values) if values else None
+
+
+def experiments() -> list[str]:
+    """The experiments whose paper prints numbers."""
+    return sorted(path.stem for path in FOLDER.glob("*.csv"))

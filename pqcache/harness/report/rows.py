@@ -1,0 +1,348 @@
+"""row.json: what one cell measured. `Row` documents every field; null means not measured, never zero."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from pqcache.harness.config.cells import Cell, write_text
+from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
+from pqcache.harness.report import statistics
+from pqcache.harness.run.samples import Busy, Sample, locked
+from pqcache.harness.run.timing import percentile, tpot_ms
+
+
+class Diagnostics(TypedDict):
+    """`row["diagnostics"]`: means over samples, decode steps, query heads and the layers that are not dense.
+
+    null: not defined for this method (recall, where nothing is selected). By layer, head and step: the npz files of `folder`.
+    Definitions: pqcache/diagnostics/measures.py and observe.py.
+    """
+
+    recall_q: float | None  # of the query head's own top tokens among the candidates, as many as were selected
+    recall_kv: float | None  # the same against the exact oracle's choice per KV head: 1 for a perfect index
+    recall_budget: float | None  # over the whole prompt, sinks and window included (ClusterKV's definition)
+    hit_top10: float | None  # of the 10 heaviest past tokens, the share attended (Quest's definition)
+    chance: float | None  # selected / candidates: the recall of a random choice
+    attended: float | None  # tokens attended, the current one included
+    mass: float | None  # softmax weight of what was attended, under full attention
+    mass_p5: float | None  # its 5th percentile
+    output_error: float | None  # |o - out| / |o| of the layer's real output against full attention
+    set_error: float | None  # |o - o_S|: of exact attention to the attended set
+    bound: float | None  # 2 (1 - mass) max|v|, its upper bound
+    bound_held: float | None  # share of entries where it is one (rounding allowed)
+    top_stay: float | None  # share of the prompt's 64 heaviest tokens of the first step that still are
+    samples: int  # with a decode step
+    steps: int  # decode steps measured
+    by_layer: dict[str, list[float | None]] | None  # the means above, one per layer, dense layers included
+    folder: str  # of the npz files, beside row.json
+
+
+class PromptProtocol(TypedDict):
+    """`row["prompt_protocol"]`: what was done to a task's text before the model read it. Older rows lack some keys."""
+
+    wrapper: str  # none | chat template | [INST]{prompt}[/INST]; several, where tasks differ: "a / b"
+    unwrapped: list[str]  # tasks whose prompts a chat model got bare
+    system: str | None  # the system turn's text
+    bos_count: int | None  # in a prompt, at most; null: the tokenizer has none
+    truncation: str  # none | middle, and to how many tokens
+    truncated_prompts: int
+    first_prompt: dict[str, Any] | None  # task, doc_id, tokens, and sha256 of the text the tokenizer got
+    question_as_decode: bool  # the last question went token by token through the decode path
+    question_tokens: float | None  # how many (mean over samples)
+
+
+class Row(TypedDict):
+    """One cell's result. Byte counts are measured by the ledger; times use a synchronised clock."""
+
+    # what was run
+    model: str  # "embedded", or the model's group name or path
+    model_options: dict[str, Any]  # the rest of model.*
+    method: str
+    hyper_parameters: dict[str, Any]  # the rest of method.*, defaults filled in
+    task: str
+    task_options: dict[str, Any]  # the rest of task.*
+    data: dict[str, Any]  # what the task read: source, revision, sha256 by file; {} where it makes its documents itself
+    seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
+    n_samples: int
+    protocol: str  # aligned | paper: budget rule, sinks and dense layers of the method
+    prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
+    attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
+    kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
+    kmeans_iterations: float | None  # T really used (mean over samples); null for methods without K-Means
+    dense_layers: int  # first layers that stay dense
+    smoke: bool  # a random small model on tiny inputs: no result
+
+    # quality
+    score: float | None  # 0..100, unweighted mean over sub-tasks
+    score_interval: list[float] | None  # [lo, hi], 95 % bootstrap over samples
+    full_score: float | None  # Full on the same samples; null if `out` has no Full cell of this model, task and seed
+    paired_difference: float | None  # mean of (score - Full's score) per sample
+    paired_interval: list[float] | None  # [lo, hi], 95 % bootstrap over the per-sample differences
+    paired_samples: int | None  # samples that both cells have
+    published: float | None  # the paper's number for this cell; null if there is none
+    tasks: dict[str, dict[str, Any]]  # sub-task -> score, score_interval, n_samples, metrics (each of lm-eval's means)
+    sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
+
+    # budget and tokens
+    budget_ratio: float | None  # share of the prompt asked for; 1.0 where it is ignored; null if tokens were asked
+    budget_tokens: float | None  # tokens asked for; for a ratio, planned per layer and KV head (mean over samples)
+    budget_applied: float | None  # planned tokens / prompt tokens, rounding and sinks included; 1.0 where it is ignored
+    prompt_tokens: float  # mean per sample
+    generated_tokens: float  # mean per sample
+    attended_tokens: float | None  # mean over decode steps, query heads and selecting layers (kept, where none selects)
+    attended_tokens_all_layers: float | None  # the same over all layers
+
+    # bytes
+    resident_bytes: dict[str, float]  # tier -> all cache state after the last step, with buffer capacity (mean)
+    peak_bytes: dict[str, float]  # tier -> the largest state of any sample
+    bytes_per_step: dict[str, float]  # selection, demand_fetch, refill, write_back: moved per decode step (mean)
+
+    # what was attended, measured on the run's own queries; null without diagnostics=true
+    diagnostics: dict[str, Any] | None  # see Diagnostics
+
+    # time; null with diagnostics=true, because measuring slows the steps
+    timed_samples: int  # that the times are of: with shared_prefill, those with a prefill of their own
+    tt2t_s: float | None  # prompt submitted -> second token (median over samples)
+    tpot_p50_ms: float | None  # decode step, pooled over samples, first two steps of each dropped
+    tpot_p95_ms: float | None
+    prefill_s: float | None  # prompt submitted -> first token (median)
+    index_build_s: float | None  # of it, building the method's index (median)
+    roofline: float | None  # TPOT / the bound from measured bandwidths
+    roofline_reason: str | None  # why roofline is null
+
+    # where it came from; of samples computed under several versions, commits or machines all of them: "a / b"
+    versions: dict[str, str | None]
+    git_commit: str | None  # `-dirty`: tracked files had changes
+    device: str  # caption of the machine
+    extra: dict[str, Any]  # means of what the method reports of itself
+    folder: str  # the cell's folder name
+
+
+def build_row(
+    cell: Cell,
+    scores: statistics.Scores,
+    samples: Iterable[Sample],
+    *,
+    prompt_protocol: dict[str, Any],
+    kv_dtype: str,
+    metrics: Mapping[str, dict[str, float]] | None = None,
+    diagnostics: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+) -> Row:
+    """The row of a finished cell, not yet compared to Full."""
+    samples = list(samples)
+    identity = cell.identity
+    budget = identity["budget"]
+    ignores = cell.ignores_budget
+    prompt = _mean(s["prompt_tokens"] for s in samples) or 0.0
+    planned = _mean(s["budget_tokens"] for s in samples)
+    steps = [len(s["step_s"]) for s in samples]
+    extra = _merge([s["extra"] for s in samples])
+    timed = [] if diagnostics is not None else [s for s in samples if s["prefill_s"] is not None]
+    return {
+        "model": _model_name(identity["model"]),
+        "model_options": _rest(identity["model"]),
+        "method": identity["method"]["name"],
+        "hyper_parameters": _rest(identity["method"]),
+        "task": identity["task"]["name"],
+        "task_options": _rest(identity["task"]),
+        "data": dict(data or {}),
+        "seed": identity["seed"],
+        "n_samples": sum(len(s) for s in scores.values()),
+        "protocol": identity["protocol"],
+        "prompt_protocol": {
+            **prompt_protocol,
+            "question_as_decode": identity["question_as_decode"],
+            "question_tokens": _mean(s["question_tokens"] for s in samples),
+        },
+        "attn": _joined(s["attn"] for s in samples) or "",
+        "kv_dtype": kv_dtype,
+        "kmeans_iterations": extra.get("kmeans_iterations"),
+        "dense_layers": identity["dense_layers"] or 0,
+        "smoke": identity["smoke"],
+        "score": statistics.mean(scores),
+        "score_interval": statistics.interval(scores),
+        "full_score": None,
+        "paired_difference": None,
+        "paired_interval": None,
+        "paired_samples": None,
+        "published": cell.published,
+        "tasks": {
+            task: {
+                "score": statistics.mean({task: values}),
+                "score_interval": statistics.interval({task: values}),
+                "n_samples": len(values),
+                "metrics": dict((metrics or {}).get(task, {})),
+            }
+            for task, values in scores.items()
+        },
+        "sample_scores": {task: dict(values) for task, values in scores.items()},
+        "budget_ratio": 1.0 if ignores else budget if isinstance(budget, float) else None,
+        "budget_tokens": float(budget) if isinstance(budget, int) else planned,
+        "budget_applied": 1.0 if ignores else planned / prompt if planned is not None and prompt else None,
+        "prompt_tokens": prompt,
+        "generated_tokens": _mean(s["new_tokens"] for s in samples) or 0.0,
+        "attended_tokens": _mean([s["attended_tokens"] for s in samples], steps),
+        "attended_tokens_all_layers": _mean([s["attended_tokens_all_layers"] for s in samples], steps),
+        "resident_bytes": _by_key([s["resident_bytes"] for s in samples]),
+        "peak_bytes": _by_key([s["peak_bytes"] for s in samples], combine=max),
+        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], steps),
+        "diagnostics": diagnostics,
+        "timed_samples": len(timed),
+        "tt2t_s": percentile((s["tt2t_s"] for s in timed), 0.5),
+        "tpot_p50_ms": tpot_ms((s["step_s"] for s in timed), 0.5),
+        "tpot_p95_ms": tpot_ms((s["step_s"] for s in timed), 0.95),
+        "prefill_s": percentile((s["prefill_s"] for s in timed), 0.5),
+        "index_build_s": percentile((s["index_build_s"] for s in timed), 0.5),
+        "roofline": None,
+        "roofline_reason": "not timed with diagnostics"
+        if diagnostics is not None
+        else "no measured bandwidths of this machine yet",
+        "versions": {
+            key: _joined(s["versions"].get(key) for s in samples) for key in _keys(s["versions"] for s in samples)
+        },
+        "git_commit": _joined(s["git_commit"] for s in samples),
+        "device": _joined(s["device"] for s in samples) or "",
+        "extra": extra,
+        "folder": cell.name,
+    }
+
+
+# -- the Full cell -----------------------------------------------------------------------------------------------------
+
+
+def pair_with_full(row: Row, full: Row | None) -> Row:
+    """The row with its comparison to `full`, sample by sample; null fields without one or without a common sample."""
+    differences = statistics.paired(row["sample_scores"], full["sample_scores"]) if full is not None else {}
+    count = sum(len(samples) for samples in differences.values())
+    reference = statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
+    paired = Row(**row)
+    paired["full_score"] = statistics.mean(reference)
+    paired["paired_difference"] = statistics.mean(differences)
+    paired["paired_interval"] = statistics.interval(differences)
+    paired["paired_samples"] = count or None
+    return paired
+
+
+def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
+    """The Full row of the same model, task and seed; of several the one run most like this row."""
+    keys = ("model", "model_options", "task", "task_options", "seed")
+    full = [r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
+
+    def likeness(candidate: Row) -> tuple[int, int, str]:
+        alike = sum(candidate[k] == row[k] for k in ("attn", "protocol", "dense_layers"))
+        alike += candidate["prompt_protocol"]["question_as_decode"] == row["prompt_protocol"]["question_as_decode"]
+        return alike, candidate["n_samples"], candidate["folder"]
+
+    return max(full, key=likeness) if full else None
+
+
+def refresh_pairs(out: Path) -> None:
+    """Bring the comparison to Full up to date in every row under `out` (Full may have run after the others)."""
+    rows = {path: row for path in sorted(out.glob("*/row.json")) if (row := read_row(path)) is not None}
+    for path, row in rows.items():
+        full = find_full(row, rows.values())
+        if pair_with_full(row, full) == row:
+            continue
+        try:
+            with locked(path.parent / "samples.jsonl"):  # a process that runs this cell now will write its own row
+                latest = read_row(path)
+                if latest is not None:
+                    write_row(path, pair_with_full(latest, full))
+        except (Busy, OSError):
+            pass
+
+
+def read_row(path: Path) -> Row | None:
+    """A row from its file; None if there is none, or if it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if isinstance(value, dict):
+        value.setdefault("diagnostics", None)  # rows written before there were any
+        value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
+        value.setdefault("data", {})
+        value.setdefault("smoke", False)
+    complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()
+    return cast(Row, value) if complete else None
+
+
+def row_files(folder: Path) -> list[Path]:
+    """Every row.json under a folder, smoke runs below it apart (their own folder, given itself, has them)."""
+    folder = folder.expanduser()
+    return [p for p in sorted(folder.rglob("row.json")) if SMOKE_FOLDER not in p.relative_to(folder).parts]
+
+
+def rows_under(folder: Path) -> list[Row]:
+    """The rows of `row_files`."""
+    return [row for path in row_files(folder) if (row := read_row(path)) is not None]
+
+
+def write_row(path: Path, row: Row) -> None:
+    write_text(path, json.dumps(_finite(row), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity are no JSON: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -- small means -------------------------------------------------------------------------------------------------------
+
+
+def _model_name(model: Mapping[str, Any]) -> str:
+    return str(model["path"]) if model["name"] == "hf" else str(model["name"])
+
+
+def _rest(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "name"}
+
+
+def _mean(values: Iterable[float | None], weights: Iterable[float] | None = None) -> float | None:
+    """The (weighted) mean of the values that are known; None if there is none."""
+    pairs = [(v, w) for v, w in zip(values, weights if weights is not None else _ones()) if v is not None and w > 0]
+    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
+
+
+def _joined(values: Iterable[str | None]) -> str | None:
+    """The one value of all samples, or the distinct ones joined; None if none is known."""
+    return " / ".join(dict.fromkeys(v for v in values if v is not None)) or None
+
+
+def _ones() -> Iterable[float]:
+    while True:
+        yield 1.0
+
+
+def _keys(objects: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for o in objects for key in o))
+
+
+def _by_key(
+    objects: list[dict[str, float]], weights: list[int] | None = None, combine: Callable | None = None
+) -> dict[str, float]:
+    """The mean (or `combine`) of each key; a sample without the key counts as 0 bytes."""
+    columns = {key: [o.get(key, 0) for o in objects] for key in _keys(objects)}
+    means = {key: combine(column) if combine else _mean(column, weights) for key, column in columns.items()}
+    return {key: value for key, value in means.items() if value is not None}
+
+
+def _merge(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means of numbers, else the value all samples agree on."""
+    merged: dict[str, Any] = {}
+    for key in _keys(objects):
+        values = [o[key] for o in objects if key in o]
+        if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+            merged[key] = sum(values) / len(values)
+        elif all(v == values[0] for v in values):
+            merged[key] = values[0]
+    return merged

@@ -1,0 +1,1 @@
+"""Running cells: models, the lm-eval adapter, samples, timing."""

@@ -1,0 +1,349 @@
+"""The lm-eval adapter: every request runs through our own greedy decode loop, under any method.
+
+    lm = HarnessLM(loaded, method, log, seed=0)
+    lm_eval.evaluator.evaluate(lm, task_dict, limit=20)
+
+The adapter wraps prompts itself (chat template, opening tokens once), so lm-eval's apply_chat_template stays off.
+A sample found in the log is not computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from pqcache.harness.config import environment
+from pqcache.harness.config.smoke import NEW_TOKENS, PROMPT_TOKENS, middle
+from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
+from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.run.timing import warm_up
+from pqcache.selective import attach, generate
+from pqcache.selective.support import attention_kernel
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from pqcache.harness.run.recorder import Recorder
+    from pqcache.selective import GenerationResult, Method, Prefill
+
+DEFAULT_NEW_TOKENS = 256
+Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, response) -> 0..100
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request in the model's terms."""
+
+    task: str
+    doc_id: int
+    text: str  # the prompt, wrapped
+    ids: list[int]
+    until: list[str]  # stop strings
+    new_tokens: int  # at most
+    mark: str  # the sample's fingerprint
+    stop_token: str | None  # its last token ends the answer and cannot begin it
+    wrapper: str  # see LoadedModel.wrapper
+    cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What the row says of a prompt."""
+
+    wrapper: str
+    cut: tuple[int, int] | None
+    tokens: int
+    bos_count: int | None
+    sha256: str  # of the wrapped text
+
+
+class HarnessLM(LikelihoodLM):
+    """One model under one method, one sample at a time."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        method: Method,
+        log: SampleLog,
+        *,
+        attn: str = "auto",
+        seed: int = 0,
+        question_as_decode: bool = False,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        scorer: Scorer | None = None,
+        label: str = "",
+        facts: environment.Facts | None = None,
+        recorder: Recorder | None = None,
+        tokens: TokenTask | None = None,
+        smoke: bool = False,
+    ) -> None:
+        super().__init__()
+        self.loaded = loaded
+        self.method = method
+        self.log = log
+        self.attn = attn
+        self.seed = seed
+        self.question_as_decode = question_as_decode
+        self.max_new_tokens = max_new_tokens
+        self.scorer = scorer
+        self.label = label
+        self.facts = facts or environment.facts(loaded.device)
+        self.recorder = recorder
+        self.stderr = sys.stderr  # the caller may mute lm-eval, but not our progress bar
+        self.tokens = tokens
+        self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
+        self.resumed = 0
+        self.smoke = smoke
+        self.warm = smoke  # whose times nobody reads
+        self.prompts: dict[tuple, _Prompt] = {}  # of the same samples
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.loaded.name
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers, in the order of the requests."""
+        answers = []
+        with (
+            contextlib.redirect_stderr(self.stderr),
+            attach(self.loaded.model),
+            tqdm(total=len(requests), desc=self.label, unit="sample", disable=disable_tqdm, leave=False) as bar,
+        ):
+            for request in requests:
+                sample = self.answer(request)
+                answers.append(sample["response"])
+                scores = [s["score"] for s in self.used.values() if s["score"] is not None]
+                if scores:
+                    bar.set_postfix_str(f"score {sum(scores) / len(scores):.1f}", refresh=False)
+                bar.update()
+        return answers
+
+    # -- one sample ----------------------------------------------------------------------------------------------------
+
+    def prompt(self, request: Instance) -> tuple[list[int], int]:
+        """The token ids of a request, and how many of the last of them go through the decode path."""
+        asked = self._read(request)
+        return asked.ids, self._question(asked)
+
+    def has(self, request: Instance) -> bool:
+        """Whether the log holds the sample."""
+        asked = self._read(request)
+        return self.log.find(asked.task, asked.doc_id, asked.mark) is not None
+
+    def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
+        """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
+        asked = self._read(request)
+        task, doc_id, mark = asked.task, asked.doc_id, asked.mark
+        sample = self.log.find(task, doc_id, mark)
+        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
+            sample = self._generate(asked, request.doc, prefill)
+            if asked.cut is not None:
+                sample["extra"]["cut_tokens"] = asked.cut[1]
+            if self.recorder is not None:
+                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
+            self.log.append(sample)
+        else:
+            self.resumed += 1
+        self.used[task, doc_id] = sample
+        self.note_prompt((task, doc_id), asked.wrapper, asked.cut, asked.ids, asked.text)
+        return sample
+
+    def _read(self, request: Instance) -> _Asked:
+        """What a request asks for, in the model's terms. Raises ValueError if it is too long for the model."""
+        prompt, settings = request.args[0], dict(request.args[1])
+        task, doc_id = str(request.task_name), int(request.doc_id or 0)
+        until, new_tokens = self._settings(settings)
+        text, wrapper, cut = self._prompt(task, prompt, settings)
+        if settings.get("begin_answer"):  # the document says how the answer begins: inside the model's turn
+            text += str(request.doc["answer_prefix"])
+        ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
+        self.check_length(task, doc_id, len(ids), new_tokens)
+        rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
+        if stop_token := settings.get("stop_token"):
+            rules["stop_token"] = stop_token
+        return _Asked(task, doc_id, text, ids, until, new_tokens, fingerprint(ids, rules), stop_token, wrapper, cut)
+
+    def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
+        bos = self.loaded.tokenizer.bos_token_id
+        bos_count = ids.count(bos) if bos is not None else None
+        self.prompts[key] = _Prompt(wrapper, cut, len(ids), bos_count, hashlib.sha256(text.encode()).hexdigest())
+
+    def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
+        """Warm the kernels up once, and seed.
+
+        A random step of a method must not depend on which samples ran before, or a resumed run would differ.
+        """
+        if not self.warm:
+            self.warm = True
+            warm_up(self.loaded.model, self.method, ids, self.attn)
+        torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
+
+    def finish(
+        self,
+        task: str,
+        doc_id: int,
+        mark: str,
+        response: str,
+        score: float | None,
+        question: int,
+        result: GenerationResult,
+    ) -> Sample:
+        kernel = attention_kernel(self.attn)[0]
+        return _sample(task, doc_id, mark, response, score, question, result, kernel, self.facts)
+
+    def _question(self, asked: _Asked) -> int:
+        question = self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
+        return min(question, NEW_TOKENS) if self.smoke else question  # steps are what takes a smoke run's time
+
+    def _prompt(self, task: str, prompt: str, settings: dict[str, Any]) -> tuple[str, str, tuple[int, int] | None]:
+        """(what the model is to read, its wrapper, how it was cut), by the task's `wrapper` and `cut_middle`.
+
+        wrapper: see LoadedModel.wrapper. cut_middle: tokens a prompt may have before it is wrapped; 0: as many as the
+        model has room for beside an answer of `longest_answer` tokens.
+        """
+        cut = None
+        if "cut_middle" in settings:
+            most = settings["cut_middle"] or self.loaded.room(settings.get("longest_answer", self.max_new_tokens))
+            if most is not None:
+                if most < 2:
+                    longest = self.loaded.max_length
+                    raise ValueError(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
+                prompt, dropped = self.loaded.cut_middle(prompt, most)
+                cut = most, dropped
+        wanted = settings.get("wrapper", "template")
+        return self.loaded.wrap(prompt, wanted), self.loaded.wrapper(wanted), cut
+
+    @property
+    def first_prompt(self) -> dict[str, Any] | None:
+        """What tells the prompts of one evaluation from another's."""
+        for (task, doc_id, *_), prompt in self.prompts.items():
+            return {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
+        return None
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """The prompt side of the row: what was done to the prompts of this evaluation."""
+        prompts = self.prompts.values()
+        wrappers = dict.fromkeys(prompt.wrapper for prompt in prompts)
+        bare = dict.fromkeys(task for (task, *_), prompt in self.prompts.items() if prompt.wrapper == "none")
+        cuts = [prompt.cut for prompt in prompts if prompt.cut is not None]
+        cut = ", ".join(f"middle, to {most} tokens before wrapping" for most in dict.fromkeys(most for most, _ in cuts))
+        if self.smoke:
+            cut = f"middle, to {PROMPT_TOKENS} tokens (smoke)"
+        return {
+            "wrapper": " / ".join(wrappers) or self.loaded.wrapper(),
+            "unwrapped": list(bare) if self.loaded.chat else [],
+            "system": self.loaded.system if self.loaded.chat else None,
+            "bos_count": max((prompt.bos_count for prompt in prompts if prompt.bos_count is not None), default=None),
+            "truncation": cut or "none; longer is refused",
+            "truncated_prompts": sum(dropped > 0 for _, dropped in cuts),
+            "first_prompt": self.first_prompt,
+        }
+
+    def _settings(self, settings: dict[str, Any]) -> tuple[list[str], int]:
+        """(stop strings, new tokens) of a request; anything but greedy decoding is refused."""
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        if settings.get("do_sample") or int(settings.get("num_beams") or 1) != 1:
+            raise ValueError("only greedy decoding is supported: do_sample=false, num_beams=1")
+        new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
+        return [s for s in until if s], min(int(new_tokens), NEW_TOKENS) if self.smoke else int(new_tokens)
+
+    def _generate(self, asked: _Asked, doc: dict, prefill: Prefill | None = None) -> Sample:
+        task, doc_id, ids, until = asked.task, asked.doc_id, asked.ids, asked.until
+        tokenizer = self.loaded.tokenizer
+        stop_ids = self.loaded.stop_ids()
+        vocabulary = tokenizer.get_vocab()
+        special = set(tokenizer.all_special_tokens)
+        stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}  # decoding would drop these
+        not_first: set[int] = set()
+        if asked.stop_token:  # its last token ends the answer too, and neither that nor an end token can begin it
+            stop_ids.add(tokenizer(asked.stop_token, add_special_tokens=False)["input_ids"][-1])
+            not_first = stop_ids
+        self.begin(task, doc_id, ids)
+        question = self._question(asked)
+        result = generate(
+            self.loaded.model,
+            self.method,
+            torch.tensor([ids], device=self.loaded.model.device),
+            max_new_tokens=asked.new_tokens,
+            eos_token_ids=tuple(sorted(stop_ids)),
+            stop=stopper(tokenizer, until),
+            question_tokens=question,
+            not_first=tuple(sorted(not_first)),
+            attn=self.attn,
+            watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
+            prefill=prefill,
+        )
+        answer = result.token_ids
+        while answer and answer[-1] in stop_ids:
+            answer = answer[:-1]
+        response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
+        score = self.scorer(task, doc, response) if self.scorer is not None else None
+        return self.finish(task, doc_id, asked.mark, response, score, question, result)
+
+
+def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:
+    """Whether a stop string has just been completed. Looks at the last tokens only, so a step stays cheap."""
+    if not until:
+        return None
+    tail = max(len(s.encode()) for s in until) + 4  # a token is at least one byte, a cut character at most four
+
+    def stop(token_ids: list[int]) -> bool:
+        text = tokenizer.decode(token_ids[-tail:], skip_special_tokens=True)
+        return any(s in text for s in until)
+
+    return stop
+
+
+def cut(text: str, until: list[str]) -> str:
+    """The text before the first stop string."""
+    ends = [at for s in until if (at := text.find(s)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _sample(
+    task: str,
+    doc_id: int,
+    mark: str,
+    response: str,
+    score: float | None,
+    question: int,
+    result: GenerationResult,
+    attn: str,
+    facts: environment.Facts,
+) -> Sample:
+    return {
+        "task": task,
+        "doc_id": doc_id,
+        "fingerprint": mark,
+        "response": response,
+        "score": score,
+        "new_tokens": len(result.token_ids),
+        "prompt_tokens": result.prompt_tokens,
+        "question_tokens": question,
+        "prefill_s": result.prefill_s,
+        "tt2t_s": result.tt2t_s,
+        "step_s": [round(s, 7) for s in result.step_s],
+        "index_build_s": result.index_build_s,
+        "budget_tokens": result.budget_tokens,
+        "attended_tokens": result.attended_tokens,
+        "attended_tokens_all_layers": result.attended_tokens_all_layers,
+        "resident_bytes": dict(result.resident_bytes),
+        "peak_bytes": dict(result.peak_bytes),
+        "bytes_per_step": dict(result.bytes_per_step),
+        "extra": dict(result.extra),
+        "attn": attn,
+        "device": facts["device"],
+        "git_commit": facts["git_commit"],
+        "versions": dict(facts["versions"]),
+    }

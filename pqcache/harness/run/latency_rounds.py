@@ -1,0 +1,102 @@
+"""task=latency: one cell is one method at one prompt length; its row has times, bytes and the bound they are held against.
+
+    python run.py -m model=random model.geometry=tiny task=latency task.length=512,1024 method=full,pqcache
+    python run.py model=random model.geometry=mistral-7b-instruct-v0.2 model.layers=2 task=latency method=pqcache
+
+Prompts are random tokens for random weights, else plain sentences. A finished round is not run again; `limit` does not apply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pqcache.harness.report import rows as results
+from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.measure.machine import Ceilings, ceilings
+from pqcache.measure.roofline import bound, prompt
+from pqcache.selective import generate
+from pqcache.selective.support import attention_kernel
+from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
+
+if TYPE_CHECKING:
+    from pqcache.harness.config.cells import Cell
+    from pqcache.harness.config.environment import Facts
+    from pqcache.harness.report.rows import Row
+    from pqcache.harness.run.models import LoadedModel
+
+_ceilings: dict[tuple[str, str], Ceilings] = {}  # device, dtype: measured once a process
+
+
+def limits_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    key = str(device), str(dtype)
+    if key not in _ceilings:
+        _ceilings[key] = ceilings(device, dtype)
+    return _ceilings[key]
+
+
+def prompt_ids(loaded: LoadedModel, length: int, seed: int) -> torch.Tensor:
+    """Token ids (1, length)."""
+    if loaded.name == "random":
+        return prompt(loaded.model, length, seed)
+    text = loaded.calibration_text()
+    return text.repeat(1, -(-length // text.shape[1]))[:, :length]
+
+
+def make_lanes(overlap: str, device: torch.device) -> Lanes:
+    return Lanes() if overlap == "none" else ThreadLanes() if overlap == "threads" else lanes_for(device)
+
+
+def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
+    """The row of a cell, and whether any of its rounds was run now."""
+    from pqcache.harness.run.adapter import _sample
+
+    task, model, device = cell.identity["task"], loaded.model, loaded.model.device
+    ids = prompt_ids(loaded, task["length"], cell.identity["seed"])
+    text = ids if loaded.name == "random" else loaded.calibration_text()
+    cell.method.prepare(model, text, Path(cell.run.cache_dir).expanduser())
+    limits = limits_of(device, model.dtype)
+    settings = {
+        "model": loaded.weights,
+        "device": facts["device"],
+        "attn": cell.run.attn,
+        "new_tokens": task["new_tokens"],
+    }
+    mark = fingerprint(ids[0, :64].tolist(), {**settings, "length": task["length"]})
+    samples: list[Sample] = []
+    fresh = False
+    for index in range(task["rounds"]):
+        found = log.find("latency", index, mark)
+        if found is None:
+            if not fresh:  # warms up at the length itself: kernels and allocators care
+                with contextlib.suppress(ValueError):
+                    generate(model, cell.method, ids.to(device), max_new_tokens=3, attn=cell.run.attn)
+            fresh = True
+            run = generate(
+                model,
+                cell.method,
+                ids.to(device),
+                max_new_tokens=task["new_tokens"],
+                attn=cell.run.attn,
+                lanes=make_lanes(task["overlap"], device),
+            )
+            run.extra.update(bound(model, run, limits).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))
+            if run.index_work_s:
+                run.extra["index_work_s"] = run.index_work_s
+            found = _sample("latency", index, mark, "", None, 0, run, attention_kernel(cell.run.attn)[0], facts)
+            log.append(found)
+        samples.append(found)
+    protocol = {"wrapper": "none", "system": None, "bos_count": 0, "truncation": "none"}
+    row = results.build_row(cell, {}, samples, prompt_protocol=protocol, kv_dtype=loaded.dtype)
+    row["n_samples"] = len(samples)
+    least = row["extra"]["weights_ms"] + row["extra"]["link_ms"]
+    if row["tpot_p50_ms"] is not None:
+        row["roofline"], row["roofline_reason"] = row["tpot_p50_ms"] / least, None
+    return row, fresh
+
+
+def cell_layers(loaded: LoadedModel) -> int:
+    return int(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)

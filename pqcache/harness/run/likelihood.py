@@ -1,0 +1,210 @@
+"""The log-likelihood side of the lm-eval adapter: tokens that are given, scored through the decode path of a method.
+
+A scored sequence is one line of the sample log; its `response` holds the log-probabilities.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from lm_eval.api.model import LM
+from tqdm import tqdm
+
+from pqcache.harness.run.models import LoadedModel, opening_tokens
+from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.selective import attach, likelihood
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from pqcache.harness.run.recorder import Recorder
+    from pqcache.selective import GenerationResult, Method
+
+TokenTask = Callable[[dict], tuple[list[int], int, int]]  # see TaskSpec.tokens
+
+
+class LogLikelihood(float):
+    """The sum of log-probabilities, with the parts it is made of: `tokens`."""
+
+    tokens: list[float]
+
+    def __new__(cls, tokens: list[float]) -> LogLikelihood:
+        value = super().__new__(cls, math.fsum(tokens))
+        value.tokens = tokens
+        return value
+
+
+def _found(sample: Sample) -> tuple[LogLikelihood, bool]:
+    """What a scored sample's line says."""
+    answer = json.loads(sample["response"])
+    return LogLikelihood(answer["logprobs"]), bool(answer["greedy"])
+
+
+class LikelihoodLM(LM):
+    """The half of HarnessLM that scores; the attributes are HarnessLM's."""
+
+    loaded: LoadedModel
+    method: Method
+    log: SampleLog
+    attn: str
+    question_as_decode: bool
+    label: str
+    recorder: Recorder | None
+    tokens: TokenTask | None  # of tasks that are measured in tokens, not text
+    used: dict[tuple, Sample]  # (task, document[, request]) -> sample
+    resumed: int
+    stderr: TextIO = sys.stderr
+
+    def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
+        """Before a sample is computed."""
+        raise NotImplementedError
+
+    def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
+        """What the row is to say of a prompt."""
+        raise NotImplementedError
+
+    def finish(
+        self,
+        task: str,
+        doc_id: int,
+        mark: str,
+        response: str,
+        score: float | None,
+        question: int,
+        result: GenerationResult,
+    ) -> Sample:
+        """The line of a computed sample."""
+        raise NotImplementedError
+
+    def check_length(self, task: str, doc_id: int, tokens: int, new_tokens: int) -> None:
+        """Raises ValueError if a sample is too long for the model."""
+        most = self.loaded.max_length
+        if most is not None and tokens + new_tokens > most:
+            raise ValueError(
+                f"{task} sample {doc_id}: {tokens} prompt tokens + {new_tokens} new ones exceed the"
+                f" {most} tokens the model was made for (model.max_length)"
+            )
+
+    # -- what lm-eval asks ---------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-probability, is it the greedy continuation) of each request's continuation after its context.
+
+        The context but its last token is the prefill; that token and the continuation go through the decode path, so
+        that every scored token is computed from the method's cache. `question_as_decode` moves more of the context there.
+        """
+        return self._each(requests, disable_tqdm, self._continuation)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text.
+
+        Its first half is the prefill (exact attention scores it), its second half goes through the decode path: a budget
+        is a share of something then. A text longer than the model is cut into windows of the model's length.
+        """
+        return self._each(requests, disable_tqdm, self._rolling)
+
+    def _each(self, requests: list[Instance], silent: bool, answer: Callable[[Instance], Any]) -> list[Any]:
+        answers = []
+        with (
+            contextlib.redirect_stderr(self.stderr),
+            attach(self.loaded.model),
+            tqdm(total=len(requests), desc=self.label, unit="request", disable=silent, leave=False) as bar,
+        ):
+            for request in requests:
+                answers.append(answer(request))
+                bar.update()
+        return answers
+
+    # -- in tokens -----------------------------------------------------------------------------------------------------
+
+    def _continuation(self, request: Instance) -> tuple[LogLikelihood, bool]:
+        if self.tokens is not None:
+            ids, first, prefill = self.tokens(request.doc)
+            return _found(self._scored(request, (request.idx,), ids, first, prefill, "none"))
+        ids, first, question = self._pair(str(request.args[0]), str(request.args[1]))
+        prefill = max(1, first - max(1, question))
+        return _found(self._scored(request, (request.idx,), ids, first, prefill, self.loaded.wrapper()))
+
+    def _rolling(self, request: Instance) -> LogLikelihood:
+        opening = opening_tokens(self.loaded.tokenizer)
+        ids = self.loaded.encode(str(request.args[0]))
+        if not opening:
+            ids, opening = [self._prefix(), *ids], [0]
+        size = self.loaded.max_length or len(ids)
+        parts: list[float] = []
+        done = len(opening)
+        while done < len(ids):  # windows of size + 1 tokens, the last of which is only predicted
+            end = min(len(ids), done + size - (len(opening) - 1 if done == len(opening) else 0))
+            start = max(0, end - size - 1)
+            window, prefill = ids[start:end], max(1, (end - start) // 2)
+            sample = self._scored(request, (request.idx, start), window, done - start, prefill, "none")
+            parts += _found(sample)[0].tokens
+            done = end
+        return LogLikelihood(parts)
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], int, int]:
+        """(token ids of both, where the continuation starts, question tokens), split as lm-eval does it.
+
+        White space at the context's end belongs to the continuation; after a chat template, which ends the turn, a
+        continuation has none at its start.
+        """
+        loaded = self.loaded
+        stripped = context.rstrip()
+        if loaded.chat and context:
+            context, continuation = loaded.wrap(context), continuation.lstrip()
+        elif stripped:
+            context, continuation = stripped, context[len(stripped) :] + continuation
+        head = loaded.encode(context)
+        ids = head + loaded.encode(context + continuation)[len(head) :]
+        if not head:
+            head = [self._prefix()]
+            ids = head + ids
+        if len(ids) <= len(head):
+            raise ValueError(f"the continuation {continuation!r} adds no token to its context")
+        question = loaded.question_tokens(context) if self.question_as_decode else 0
+        return ids, len(head), question
+
+    def _prefix(self) -> int:
+        """What stands before a text without context, where the tokenizer opens texts with nothing."""
+        tokenizer = self.loaded.tokenizer
+        found = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if found is None:
+            raise ValueError(f"{self.loaded.name}: no BOS or EOS token to stand before a text without context")
+        return int(found)
+
+    def _scored(
+        self, request: Instance, index: tuple[int | None, ...], ids: list[int], first: int, prefill: int, wrapper: str
+    ) -> Sample:
+        """The sample of one scored sequence: found in the log, or computed."""
+        task, doc_id = str(request.task_name), int(request.doc_id or 0)
+        self.check_length(task, doc_id, len(ids) - 1, 0)
+        mark = fingerprint(ids, {"first": first, "prefill": prefill, "weights": self.loaded.weights})
+        sample = self.log.find(task, doc_id, mark)
+        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
+            self.begin(task, doc_id, ids[:prefill])
+            found = likelihood(
+                self.loaded.model,
+                self.method,
+                torch.tensor([ids], device=self.loaded.model.device),
+                first=first,
+                prefill=prefill,
+                attn=self.attn,
+                watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
+            )
+            answer = {"logprobs": [round(value, 7) for value in found.logprobs], "greedy": all(found.greedy)}
+            sample = self.finish(task, doc_id, mark, json.dumps(answer), None, max(0, first - prefill), found.result)
+            if self.recorder is not None:
+                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
+            self.log.append(sample)
+        else:
+            self.resumed += 1
+        key = (task, doc_id, *index)
+        self.used[key] = sample
+        self.note_prompt(key, wrapper, None, ids, " ".join(map(str, ids)))
+        return sample

@@ -1,0 +1,262 @@
+"""Models: the embedded one, or any causal LM of the Hugging Face hub or a local folder; and how text becomes tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")  # where a prompt's last question starts
+INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
+JOIN = 64  # tokens that two halves of a prompt may have more when joined
+QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run, and the prompt protocol that goes with it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool
+    system: str | None
+    max_length: int | None  # tokens of prompt + answer the model was made for
+    weights: str = ""  # what tells these weights from others under the same name: see weights_mark
+
+    @property
+    def device(self) -> str:
+        return str(self.model.device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def wrapper(self, wanted: str = "template") -> str:
+        """How prompts are wrapped: none, chat template, or INST.
+
+        wanted: template | none | inst (INST instead of a chat template that is made of the same marks, without its spaces).
+        """
+        if not self.chat or wanted == "none":
+            return "none"
+        marks = wanted == "inst" and self.system is None and "[INST]" in str(self.tokenizer.chat_template)
+        return INST if marks else "chat template"
+
+    def wrap(self, prompt: str, wanted: str = "template") -> str:
+        """The prompt as the one user turn of a chat; unchanged for a model without chat. wanted: see `wrapper`."""
+        wrapper = self.wrapper(wanted)
+        if wrapper == "none":
+            return prompt
+        if wrapper == INST:
+            return INST.replace("{prompt}", prompt)
+        turns = [{"role": "system", "content": self.system}] if self.system is not None else []
+        turns.append({"role": "user", "content": prompt})
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a wrapped prompt, led by the tokenizer's own opening tokens (BOS, or GLM's two) exactly once."""
+        prefix = opening_tokens(self.tokenizer)
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        while prefix and ids[: len(prefix)] == prefix:
+            ids = ids[len(prefix) :]
+        return prefix + ids
+
+    def cut_middle(self, prompt: str, length: int) -> tuple[str, int]:
+        """The prompt, of more than `length` tokens (opening ones included) the first and last halves; and the tokens dropped.
+
+        As LongBench does it: both halves are decoded and joined as text, which may be some tokens more or fewer again.
+        """
+        ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        if len(ids) <= length:
+            return prompt, 0
+        half = length // 2
+        head, tail = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+        return head + tail, len(ids) - 2 * half
+
+    def room(self, new_tokens: int) -> int | None:
+        """Tokens of a bare prompt that leave room for its wrapping, an answer, and what joining two halves may add."""
+        return None if self.max_length is None else self.max_length - new_tokens - self.count("") - JOIN
+
+    def count(self, prompt: str) -> int:
+        """Tokens the model sees for a prompt: wrapping, system turn and opening tokens included."""
+        return len(self.encode(self.wrap(prompt)))
+
+    def calibration_text(self) -> torch.Tensor:
+        """Token ids (1, t) of plain sentences, the same in every run, for methods that look at a model before they serve it."""
+        import torch
+
+        from pqcache.embedded.documents import filler_text
+
+        return torch.tensor([self.encode(filler_text(Random(0), 16_000))])
+
+    def question_tokens(self, text: str) -> int:
+        """How many tokens of a wrapped prompt hold its last question.
+
+        The question starts at the last marker (MARKERS), but at most 100 characters before the end; without a marker it
+        is the last 100 characters. A token that straddles the start belongs to the question. The first token of the
+        prompt never does.
+        """
+        start = max(len(text) - QUESTION_CHARACTERS, *(text.rfind(marker) for marker in MARKERS))
+        total = len(self.encode(text))
+        if getattr(self.tokenizer, "is_fast", False):
+            offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            count = sum(1 for _, end in offsets if end > start)
+        else:
+            count = len(self.tokenizer(text[start:], add_special_tokens=False)["input_ids"])
+        return max(0, min(count, total - 1))
+
+    def stop_ids(self) -> set[int]:
+        """Every end-of-sequence id that the model, its generation config or its tokenizer names."""
+        generation = getattr(self.model, "generation_config", None)
+        named: list[Any] = [
+            self.tokenizer.eos_token_id,
+            getattr(self.model.config, "eos_token_id", None),
+            getattr(generation, "eos_token_id", None),
+        ]
+        ids: set[int] = set()
+        for value in named:
+            ids |= set(value) if isinstance(value, list | tuple) else {value} if isinstance(value, int) else set()
+        if self.chat:  # Llama-3 ends a turn with this one; early revisions of its generation config forgot it
+            turn_end = self.tokenizer.get_vocab().get("<|eot_id|>")
+            ids |= {turn_end} if turn_end is not None else set()
+        return ids
+
+
+def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens a tokenizer puts before any text."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []
+
+
+def pick_device(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
+    """The model's configuration alone: cheap, to refuse unsupported models before their weights are loaded."""
+    from transformers import AutoConfig
+
+    if name == "embedded":
+        from pqcache.embedded import model_dir
+
+        return AutoConfig.from_pretrained(model_dir())
+    if name == "random":
+        from pqcache.measure.roofline import random_config
+
+        return random_config(options["geometry"], options["layers"])
+    return AutoConfig.from_pretrained(_path(options), revision=options["revision"])
+
+
+def why_not(options: dict[str, Any], error: Exception) -> str:
+    """One line: the model that cannot be had, why, and what to do."""
+    reason = " ".join(str(error).split())
+    return (
+        f"model.path={options['path']}: cannot be loaded; set model.path to a local folder, or check the name, the network and,"
+        f" for a gated model, that its licence is accepted and `hf auth login` was run ({reason[:200]})"
+    )
+
+
+def load(name: str, options: dict[str, Any]) -> LoadedModel:
+    """Load weights and tokenizer. Raises OSError or ValueError, whose first line says what is missing."""
+    import torch
+
+    device = pick_device(options["device"])
+    if name == "random":
+        from pqcache.measure.roofline import random_model
+
+        dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
+        model = random_model(options["geometry"], options["layers"], dtype, device)
+        tokenizer: Any = None  # task=latency asks for none
+        longest_ = longest(model.config.get_text_config(decoder=True), options)
+        return LoadedModel(name, model, tokenizer, False, None, longest_, f"random {options['geometry']}")
+    if name == "embedded":
+        from pqcache.embedded import load_model, load_tokenizer
+
+        dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
+        tokenizer = load_tokenizer()
+        model = load_model(dtype=dtype, device=device)
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        path, revision = _path(options), options["revision"]
+        dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype).to(device).eval()
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if options["chat"] and not has_template:
+        raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
+    chat = has_template if options["chat"] is None else options["chat"]
+    config = model.config.get_text_config(decoder=True)
+    limit = longest(config, options)
+    return LoadedModel(
+        name, model, tokenizer, chat, options["system"], limit, weights_mark(name, options, model.config)
+    )
+
+
+def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
+    """What the weights will be loaded in, without "torch."."""
+    if options["dtype"] != "auto":
+        return options["dtype"]
+    if options["name"] in ("embedded", "random"):
+        return "float32"
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:
+    """Tokens of prompt + answer the model was made for: model.max_length, or what its (text) config says."""
+    return options["max_length"] or getattr(config, "max_position_embeddings", None)
+
+
+def weights_mark(name: str, options: dict[str, Any], config: PreTrainedConfig) -> str:
+    """The commit of a hub model; of a local folder a hash over its weight files' names, sizes and times.
+
+    The embedded model's files are small, and copied without their times: their content is hashed instead.
+    """
+    if name == "embedded":
+        from pqcache.embedded import model_dir
+
+        folder = model_dir()
+    else:
+        folder = Path(_path(options))
+        if not folder.is_dir():
+            return str(getattr(config, "_commit_hash", None) or "")
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        facts = path.stat()
+        own = hashlib.sha256(path.read_bytes()).hexdigest() if name == "embedded" else facts.st_mtime_ns
+        digest.update(f"{path.name} {facts.st_size} {own}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def device_error(device: str) -> str | None:
+    """One line if this machine has no such device."""
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"model.device={device}: there is no CUDA device here; use model.device=cpu or auto"
+    if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
+        return f"model.device={device}: there are {torch.cuda.device_count()} CUDA devices here"
+    return None
+
+
+def _path(options: dict[str, Any]) -> str:
+    path = str(options["path"])
+    local = Path(path).expanduser()
+    return str(local) if local.is_dir() else path

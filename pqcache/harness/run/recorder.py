@@ -1,0 +1,98 @@
+"""What `diagnostics=true` writes: per sample an npz of the measures, with `diagnostics=trace` a selection trace, too.
+
+<cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays (layers, heads, steps); see `FIELDS`
+<cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
+
+A sample's files are on disk before its line in samples.jsonl is. Every number is measured on the run's own queries.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
+from pqcache.diagnostics.trace import SUFFIX, TraceRecorder, write_bytes
+from pqcache.harness.report.rows import Diagnostics
+from pqcache.harness.run.samples import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from pqcache.selective import Watcher
+
+# what an npz holds beside ARRAYS, each (layers, heads, steps) float32, NaN where not defined
+FIELDS = {
+    **ARRAYS,
+    "ranks": "(layers, heads, steps, tracked) int32: rank of some prompt tokens among the prompt's, 0 = heaviest",
+    "positions": "(tracked,) int32: where those tokens stand",
+}
+
+
+class Recorder:
+    """The diagnostics of one cell: `watchers` for a sample, then `save`; `row` when all are done."""
+
+    def __init__(self, folder: Path, level: bool | str, told: dict[str, Any], dense_layers: int) -> None:
+        """level: true or "trace". told: what a trace says about its origin (the cell's configuration)."""
+        self.folder, self.trace, self.told, self.dense_layers = (
+            folder / "diagnostics",
+            level == "trace",
+            told,
+            dense_layers,
+        )
+        self._measures = Measures()
+        self._recorder = TraceRecorder()
+
+    def watchers(self, task: str, doc_id: int) -> list[Watcher]:
+        self._measures = Measures()
+        self._recorder = TraceRecorder({**self.told, "task": task, "document": doc_id})
+        return [self._measures, self._recorder] if self.trace else [self._measures]
+
+    def path(self, task: str, doc_id: int, mark: str) -> Path:
+        return self.folder / f"{task}-{doc_id}-{mark}.npz"
+
+    def complete(self, task: str, doc_id: int, mark: str) -> bool:
+        """Whether the files of a sample are there."""
+        path = self.path(task, doc_id, mark)
+        return path.exists() and (not self.trace or path.with_suffix(SUFFIX).exists())
+
+    def save(self, task: str, doc_id: int, mark: str) -> None:
+        import numpy
+
+        arrays: dict[str, Any] = {name: x.numpy() for name, x in _one_row(self._measures.arrays()).items()}
+        buffer = io.BytesIO()
+        numpy.savez_compressed(buffer, **arrays)
+        path = self.path(task, doc_id, mark)
+        if self.trace:
+            self._recorder.save(path.with_suffix(SUFFIX))
+        write_bytes(path, buffer.getvalue())
+
+    def row(self, samples: Iterable[Sample]) -> dict[str, Any]:
+        """The summary of these samples, from their files."""
+        paths = [self.path(s["task"], s["doc_id"], s["fingerprint"]) for s in samples]
+        found = summarize(
+            [{k: x[:, None] for k, x in load(path).items() if k in ARRAYS} for path in paths], self.dense_layers
+        )
+        return {
+            **dict.fromkeys(Diagnostics.__annotations__),
+            "samples": 0,
+            "steps": 0,
+            **found,
+            "folder": self.folder.name,
+        }
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    """The arrays of one sample's npz; empty if it had no decode step."""
+    import numpy
+    import torch
+
+    with numpy.load(path) as file:
+        return {name: torch.from_numpy(file[name]) for name in file.files}
+
+
+def _one_row(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the dimension of rows: the harness runs one prompt at a time."""
+    return {name: x[0] if name == "positions" else x[:, 0] for name, x in arrays.items()}

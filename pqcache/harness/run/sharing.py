@@ -1,0 +1,112 @@
+"""One dense prefill per prompt for all cells of a command that differ in method and budget only.
+
+Runs before the cells: each prompt is computed once, every cell generates from it, and its sample goes to that cell's log,
+where the cell then finds it. A cell's first samples are left to the cell itself, so that TT2T is measured with a prefill of
+its own; so are all samples of methods that do not attend to the prompt exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.model import LM
+from lm_eval.evaluator import evaluate
+from tqdm import tqdm
+
+from pqcache.harness.config.cells import Cell, open_folder
+from pqcache.harness.run.samples import Busy, SampleLog
+from pqcache.selective import OwnPrefill, Prefill, attach, record
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.tasks.manager import TaskDict
+
+    from pqcache.harness.run.adapter import HarnessLM
+
+OWN_PREFILLS = 5  # samples of a cell, at least, whose prefill is its own
+
+
+def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells that ask a model the same prompts: all that sets them apart is the method and its budget."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.method is None or cell.skip is not None or cell.run.diagnostics:
+            continue
+        same = {key: cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")}
+        found.setdefault(json.dumps([same, cell.run.attn, cell.run.limit], sort_keys=True), []).append(cell)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def run_group(group: list[Cell], make: Callable[[Cell, SampleLog], tuple[HarnessLM, TaskDict]]) -> None:
+    """Fill the logs of a group's cells. `make` prepares a cell's adapter and task. Cells that fail are left to their own run."""
+    with ExitStack() as stack:
+        members, tasks = [], None
+        for cell in group:
+            try:
+                log = stack.enter_context(SampleLog(open_folder(cell) / "samples.jsonl"))
+                lm, tasks = make(cell, log)
+            except (Busy, OSError, ValueError):
+                continue
+            members.append(lm)
+        if tasks is None or len(members) < 2:
+            return
+        shared = SharedLM(members, own=math.ceil(OWN_PREFILLS / len(tasks["tasks"])))
+        with contextlib.redirect_stderr(
+            io.StringIO()
+        ):  # lm-eval's own progress bars; the adapters keep the real stream
+            evaluate(shared, tasks, limit=group[0].run.limit, bootstrap_iters=0)
+
+
+@dataclass
+class SharedLM(LM):
+    """Gives lm-eval no answers of its own: it only sees to it that the adapters' logs hold theirs."""
+
+    members: list[HarnessLM]
+    own: int  # documents of each task that every cell computes by itself
+    alone: set[int] = field(default_factory=set)  # members that cannot be served
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        first = self.members[0]
+        shared = [r for r in requests if int(r.doc_id or 0) >= self.own]
+        with (
+            contextlib.redirect_stderr(first.stderr),
+            attach(first.loaded.model),
+            tqdm(total=len(shared), desc=f"{len(self.members)} cells", unit="prompt", leave=False) as bar,
+        ):
+            for request in shared:
+                self._serve(request)
+                bar.update()
+        return ["" for _ in requests]
+
+    def _serve(self, request: Instance) -> None:
+        prefill: Prefill | None = None
+        for index, lm in enumerate(self.members):
+            if index in self.alone or lm.has(request):
+                continue
+            if prefill is None:
+                ids, question = lm.prompt(request)
+                prefill = record(lm.loaded.model, torch.tensor([ids[: len(ids) - question]]), lm.attn)
+            try:
+                lm.answer(request, prefill)
+            except OwnPrefill:
+                self.alone.add(index)
+            except Exception:  # whatever it is, the cell's own run will meet it and say so
+                self.alone.add(index)
+                prefill = None  # it may have been left half used
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
+        return [(0.0, False) for _ in requests]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
+        return [0.0 for _ in requests]

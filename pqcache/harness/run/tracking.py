@@ -1,0 +1,98 @@
+"""Weights & Biases: one run per finished cell, with its scores and timings. A failure here never costs a result."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.harness.config.cells import Cell, Plan
+from pqcache.harness.report.rows import Row
+
+NOT_LOGGED = ("sample_scores", "versions", "model_options", "task_options", "hyper_parameters")
+
+
+def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
+    """Log a cell; wandb's files go under `out`/wandb. Prints one line if that did not work."""
+    if mode == "disabled":
+        return
+    try:
+        _track(cell, row, samples, mode)
+    except Exception as error:  # wandb raises many kinds; the row is already on disk
+        first = (str(error).splitlines() or [""])[0]
+        print(f"wandb: not logged ({type(error).__name__}: {first}); the row is kept", file=sys.stderr)
+
+
+def track_report(plan: Plan, files: Sequence[Path]) -> None:
+    """Log an experiment's table (its CSV) and figures (PNG) as one run. Prints one line if that did not work."""
+    cell = plan.cells[0]
+    if cell.run.wandb == "disabled":
+        return
+    try:
+        _track_report(plan, files, cell.run.wandb)
+    except Exception as error:  # as in `track`
+        first = (str(error).splitlines() or [""])[0]
+        print(f"wandb: table not logged ({type(error).__name__}: {first}); its files are kept", file=sys.stderr)
+
+
+def _track_report(plan: Plan, files: Sequence[Path], mode: str) -> None:
+    import pandas as pd
+    import wandb
+
+    run = _start(plan.cells[0], f"table-{plan.experiment}", str(plan.experiment), {"experiment": plan.experiment}, mode)
+    try:
+        for path in files:
+            if path.suffix == ".csv":
+                run.log({path.stem: wandb.Table(dataframe=pd.read_csv(path))})
+            elif path.suffix == ".png":
+                run.log({f"{path.stem} figure": wandb.Image(str(path))})
+    finally:
+        run.finish(exit_code=0)
+
+
+def _track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
+    run = _start(cell, cell.name, f"{row['model']}/{row['task']}", cell.identity, mode)
+    try:
+        for index, sample in enumerate(samples):
+            times = ("tt2t_s", "prefill_s") if row["diagnostics"] is None else ()
+            point = {key: sample[key] for key in ("score", *times, "new_tokens", "prompt_tokens")}
+            run.log({f"sample/{k}": v for k, v in point.items() if v is not None}, step=index)
+        run.summary.update({k: v for k, v in row.items() if k not in NOT_LOGGED and v is not None})
+    finally:
+        run.finish(exit_code=0)
+
+
+def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str) -> Any:
+    import wandb
+
+    folder = (Path(cell.run.out).expanduser() / "wandb").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _keep_files_under(folder)
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        x_disable_stats=True,
+        x_disable_meta=True,
+        disable_git=True,
+        disable_code=True,
+        init_timeout=60,
+    )
+    return wandb.init(
+        project="pqcache-lab",
+        name=name,
+        group=group,
+        config=config,
+        dir=str(folder.parent),
+        mode=mode,  # type: ignore[arg-type]
+        settings=settings,
+        reinit="finish_previous",
+    )
+
+
+def _keep_files_under(folder: Path) -> None:
+    """wandb's cache, configuration and staging folders have environment variables and no other switch."""
+    import os
+
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+        os.environ[name] = str(folder / name.removeprefix("WANDB_").removesuffix("_DIR").lower())

@@ -1,0 +1,66 @@
+"""Method names and where their classes live. A new method is one line in METHODS and one file in configs/method.
+
+Classes are imported only when a method is asked for, so that an unknown name is answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pqcache.selective import Method
+
+# name -> "module:class"; None: the name is taken, the method is not built yet
+METHODS: dict[str, str | None] = {
+    "full": "baselines.full:Full",
+    "oracle": "baselines.oracle:Oracle",
+    "pqcache": "pqcache.pq:PQCache",
+    "streaming": "baselines.streaming:StreamingLLM",
+    "int8": "baselines.int8:Int8",
+    "h2o": "baselines.h2o:H2O",
+    "h2o_c": "baselines.h2o_c:H2OC",
+    "snapkv": "baselines.snapkv:SnapKV",
+    "pyramidkv": "baselines.pyramidkv:PyramidKV",
+    "kvcrush": "baselines.kvcrush:KVCrush",
+    "sparq": "baselines.sparq:SparQ",
+    "replay": "baselines.replay:Replay",
+    "infllm": "baselines.infllm.method:InfLLM",
+    "clusterkv": "baselines.clusterkv.method:ClusterKV",
+    "quest": "baselines.quest:Quest",
+    "two_stage": "baselines.combined.two_stage:TwoStage",
+    "infinigen": "baselines.infinigen:InfiniGen",
+    "zipcache": "baselines.zipcache.method:ZipCache",
+    "kivi": "baselines.kivi:KIVI",
+    "gear": "baselines.gear:GEAR",
+    "mikv": "baselines.zipcache.mikv:MiKV",
+    "coded": "baselines.combined.coded:Coded",
+    "kvcrush_mixed": "baselines.combined.kvcrush_mixed:KVCrushMixed",
+    "evict_retrieve": "baselines.combined.evict_retrieve:EvictRetrieve",
+}
+
+
+def is_built(name: str) -> bool:
+    """Whether a known method name has an implementation."""
+    return METHODS[name] is not None
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a built method."""
+    path = METHODS[name]
+    if path is None:
+        raise KeyError(name)
+    module, _, cls = path.partition(":")
+    return getattr(importlib.import_module(module), cls)
+
+
+def suggestion(wrong: str, known: Iterable[str], prefix: str = "") -> str:
+    """'did you mean X?' for the closest known name, else the list of known names."""
+    folded = {name.casefold(): name for name in known}
+    wrong = wrong.casefold()
+    close = difflib.get_close_matches(wrong, folded, n=1, cutoff=0.6) or [
+        k for k in folded if wrong and k.startswith(wrong)
+    ]
+    return f"did you mean {prefix}{folded[close[0]]}?" if close else f"known: {', '.join(folded.values())}"
