@@ -9,9 +9,10 @@ HAYSTACK  ?=
 
 RUN       := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format heatmaps pocket tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint format heatmaps pocket tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +29,13 @@ demo: $(INSTALLED) ## a slice of PocketBench under Full, Oracle, PQCache and Str
 	$(RUN) run.py experiment=demo out=$(OUT)/demo wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 
 test: $(INSTALLED) ## the default tests, a process per core: no GPU, no network, minutes
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
+	$(PYTEST)
+
+test-rest: $(INSTALLED) ## the volume that the default leaves out: more combinations, longer inputs
+	$(PYTEST) -m 'rest and not gpu and not slow and not shared'
+
+test-all: $(INSTALLED) ## both in one go
+	$(PYTEST) -m 'not gpu and not slow and not shared'
 
 test-slow: $(INSTALLED) ## only the tests marked slow or gpu
 	$(RUN) -m pytest -m 'slow or gpu'

@@ -19,6 +19,7 @@ def test_chunked_prefill_equals_one_block(model: PreTrainedModel, case: Case) ->
     case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=17), whole)
 
 
+@pytest.mark.rest
 def test_prompt_token_by_token_equals_one_block(llama: PreTrainedModel, case: Case) -> None:
     """A block of one token is prefill as long as the prompt has not ended."""
     prompt, steps = [tokens(60, 22)], [[t] for t in STEPS[:6]]
