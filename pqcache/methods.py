@@ -5,9 +5,7 @@ Classes are imported only when a method is asked for, so that an unknown name is
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,13 +52,3 @@ def method_class(name: str) -> type[Method]:
         raise KeyError(name)
     module, _, cls = path.partition(":")
     return getattr(importlib.import_module(module), cls)
-
-
-def suggestion(wrong: str, known: Iterable[str], prefix: str = "") -> str:
-    """'did you mean X?' for the closest known name, else the list of known names."""
-    folded = {name.casefold(): name for name in known}
-    wrong = wrong.casefold()
-    close = difflib.get_close_matches(wrong, folded, n=1, cutoff=0.6) or [
-        k for k in folded if wrong and k.startswith(wrong)
-    ]
-    return f"did you mean {prefix}{folded[close[0]]}?" if close else f"known: {', '.join(folded.values())}"

@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pqcache.measure.geometries import GEOMETRIES
 from pqcache.measure.machine import Ceilings, ceilings, device_caption
 from pqcache.measure.roofline import DROPPED_STEPS, Bound, bound, prompt, random_model
-from pqcache.methods import METHODS, method_class, suggestion
+from pqcache.methods import METHODS, method_class
+from pqcache.naming import suggestion
 from pqcache.selective import Budget, GenerationResult, Method, generate
 from pqcache.selective.method import NotApplicable
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
 )
+
+from pqcache.naming import suggestion
 
 
 def _tiny() -> PreTrainedConfig:
@@ -77,6 +78,5 @@ def geometry(name: str) -> PreTrainedConfig:
             return AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ValueError(f"{name}: {' '.join(str(error).split())[:200]}") from error
-    close = difflib.get_close_matches(name, GEOMETRIES, 1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(GEOMETRIES)}; or a hub id or a folder"
-    raise ValueError(f"{name}: unknown geometry; {hint}")
+    hint = suggestion(name, GEOMETRIES)
+    raise ValueError(f"{name}: unknown geometry; {hint}{'' if hint.endswith('?') else '; or a hub id or a folder'}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pqcache.naming import closest
 from pqcache.selective.budget import Budget, Plan
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ class Method:
     def require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            close = difflib.get_close_matches(str(value), allowed, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            close = closest(str(value), allowed)
+            hint = f"; did you mean {close}?" if close else ""
             raise ValueError(f"{name}={value}: allowed is {', '.join(allowed)}{hint}")
 
     def make_part(self, name: str, cls: type[Any], common: dict[str, Any]) -> Any:

@@ -12,9 +12,9 @@ import yaml
 
 import run
 from pqcache import methods as registry
+from pqcache.harness.config import check as config
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.check import RunOptions, option_fields
-from pqcache.harness.config.check import check as config
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.run import models
 from pqcache.selective import NotBuilt

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import Request, compose_all
 from pqcache.harness.report import papers, published
 
@@ -39,7 +39,7 @@ def request(name: str) -> Request:
     return compose_all([*papers.words(name), "out=/no/such/folder/out"], papers.CONFIGS)
 
 
-def plan_of(name: str, out: Path, *, smoke: bool = False) -> Plan:
+def plan_of(name: str, out: Path, *, smoke: bool = False) -> RunPlan:
     asked = copy.deepcopy(request(name))
     for one in asked.composed:
         one.config |= {"out": str(out), "smoke": smoke}

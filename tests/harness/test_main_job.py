@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 import run
 from pqcache.embedded import model_dir
-from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report.rows import Row, read_row
 
 
-def plan(line: str) -> Plan:
+def plan(line: str) -> RunPlan:
     return make_plan(compose_all(line.split(), run.CONFIGS))
 
 

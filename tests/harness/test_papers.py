@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.config.cells import Plan
+from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import paper_figures, papers, statistics
 from pqcache.harness.report import rows as results
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
 
 
-def made(plan: Plan, methods: dict[str, float]) -> dict[str, results.Row]:
+def made(plan: RunPlan, methods: dict[str, float]) -> dict[str, results.Row]:
     """Rows of a LongBench experiment on disk: two data sets of four samples around a method's score."""
     for cell in plan.cells:
         method = cell.identity["method"]["name"]
@@ -59,17 +59,17 @@ def made(plan: Plan, methods: dict[str, float]) -> dict[str, results.Row]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return papers.experiment_plan("pqcache_table2", tmp_path_factory.mktemp("papers"))
 
 
 @pytest.fixture(scope="module")
-def rows(plan: Plan) -> dict[str, results.Row]:
+def rows(plan: RunPlan) -> dict[str, results.Row]:
     without = {name: score for name, score in SCORES.items() if name != "oracle"}
     return made(plan, without)
 
 
-def test_entries(plan: Plan, rows: dict[str, results.Row]) -> None:
+def test_entries(plan: RunPlan, rows: dict[str, results.Row]) -> None:
     found = papers.entries(plan, rows)
     (entry,) = [e for e in found if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "average")]
     assert entry.measured == pytest.approx(38 + 1 + 1.5)
@@ -86,7 +86,7 @@ def test_entries(plan: Plan, rows: dict[str, results.Row]) -> None:
     assert rows[full.folder]["published"] == 39.32
 
 
-def test_tables(plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
+def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     text, files = papers.write(plan, tmp_path)
     assert [path.suffix for path in files] == [".md", ".tex", ".csv"]  # a table has no figure
     line = next(x for x in text.splitlines() if x.startswith("| pqcache | 0.2 |"))
@@ -101,7 +101,7 @@ def test_tables(plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> Non
     assert {"measured", "low", "high", "to_full", "p", "published", "published_to_full"} <= lines[0].keys()
 
 
-def test_missing_names_the_command(plan: Plan, rows: dict[str, results.Row]) -> None:
+def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) -> None:
     lines = papers.missing(plan)
     assert len(lines) == 2  # Oracle at two budgets
     assert all("experiment=pqcache_table2" in x and "cell=oracle" in x and "hydra.mode=RUN" in x for x in lines)
@@ -118,19 +118,19 @@ def test_missing_names_the_command(plan: Plan, rows: dict[str, results.Row]) -> 
         {"kind": "scatter", "x": "prompt", "y": "score"},
     ],
 )
-def test_figures_are_drawn(figure: dict[str, Any], plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
+def test_figures_are_drawn(figure: dict[str, Any], plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     columns = {"score": "score", "prompt": "row:prompt_tokens"} if figure["kind"] == "scatter" else {"score": "score"}
-    drawn = Plan(plan.cells, True, plan.experiment, {}, {"title": "t", "columns": columns, "figure": figure})
+    drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "columns": columns, "figure": figure})
     path = paper_figures.draw(drawn, papers.entries(drawn, rows), rows, tmp_path / "figure.png")
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert paper_figures.draw(drawn, [], {}, tmp_path / "none.png") is None
 
 
-def test_axes_of_scores_begin_at_zero(plan: Plan) -> None:
+def test_axes_of_scores_begin_at_zero(plan: RunPlan) -> None:
     def limits(*values: float | None, metric: str = "score", **options: bool) -> tuple[float, float] | None:
         columns = {"score": "score", "strict": "metric:m", "mass": "row:diagnostics.mass", "s": "row:prefill_s"}
-        shown = Plan(plan.cells, True, plan.experiment, {}, {"columns": columns})
+        shown = RunPlan(plan.cells, True, plan.experiment, {}, {"columns": columns})
         found = paper_figures._limits(shown, metric, values, **options)
         return (found["bottom"], found["top"]) if found else None
 
@@ -144,7 +144,7 @@ def test_axes_of_scores_begin_at_zero(plan: Plan) -> None:
     assert limits(1.0, 9.0, metric="s") is None
 
 
-def test_figures_of_files_beside_the_rows(plan: Plan, rows: dict[str, results.Row], tmp_path: Path) -> None:
+def test_figures_of_files_beside_the_rows(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     """Heat maps and perplexity curves, as their tasks write them into the cells."""
     for cell in plan.cells[:3]:
         cell.folder.mkdir(exist_ok=True)
@@ -152,7 +152,7 @@ def test_figures_of_files_beside_the_rows(plan: Plan, rows: dict[str, results.Ro
         (cell.folder / "heatmap.json").write_text(json.dumps({"title": cell.label, "samples": samples}))
         (cell.folder / "perplexity.json").write_text(json.dumps({"lengths": [1, 2], "perplexity": [9.0, 8.0]}))
     for kind in ("heat_maps", "curves"):
-        drawn = Plan(plan.cells, True, plan.experiment, {}, {"title": "t", "figure": {"kind": kind}})
+        drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "figure": {"kind": kind}})
         assert paper_figures.draw(drawn, papers.entries(drawn, rows), rows, tmp_path / f"{kind}.png") is not None
 
 

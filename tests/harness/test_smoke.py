@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 
 import run
 from pqcache.harness.config import smoke
-from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import rows as results
 from pqcache.harness.report import tables
 from pqcache.selective.support import check_architecture
 
 
-def plan(line: str) -> Plan:
+def plan(line: str) -> RunPlan:
     return make_plan(compose_all(line.split(), run.CONFIGS))
 
 

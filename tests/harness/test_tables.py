@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import run
-from pqcache.harness.config.cells import Plan, make_plan
+from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import rows as results
 from pqcache.harness.report import tables
@@ -16,7 +16,7 @@ from pqcache.harness.report.rows import Row, build_row, find_full, pair_with_ful
 from pqcache.harness.run.samples import Sample
 
 
-def plan(line: str) -> Plan:
+def plan(line: str) -> RunPlan:
     return make_plan(compose_all(line.split(), run.CONFIGS))
 
 
@@ -49,7 +49,7 @@ def sample(doc_id: int, **changed: Any) -> Sample:
     return {**values, **changed}  # type: ignore[typeddict-item]
 
 
-def make_rows(plan_: Plan, scores: dict[str, list[float]], samples: list[Sample] | None = None) -> dict[str, Row]:
+def make_rows(plan_: RunPlan, scores: dict[str, list[float]], samples: list[Sample] | None = None) -> dict[str, Row]:
     made = {}
     for cell in plan_.cells:
         method = cell.identity["method"]["name"]

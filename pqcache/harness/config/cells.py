@@ -72,7 +72,7 @@ class Cell:
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """Everything a command will run, checked."""
 
     cells: list[Cell]
@@ -88,7 +88,7 @@ class Plan:
         return list(dict.fromkeys(budget for cell in own for budget in cell.budgets))
 
 
-def make_plan(request: Request) -> Plan:
+def make_plan(request: Request) -> RunPlan:
     """Check every configuration of a command before any of them runs; one bad value refuses them all."""
     errors = list(request.errors)
     found: dict[str, list[str | None]] = {}  # line -> the experiment's cells it was found in
@@ -116,7 +116,7 @@ def make_plan(request: Request) -> Plan:
             errors += [line for line in [foreign_folder(cell)] if line]
     if errors:
         raise Refused(errors)
-    return Plan(list(cells.values()), request.sweep, request.experiment, request.best_of, request.report)
+    return RunPlan(list(cells.values()), request.sweep, request.experiment, request.best_of, request.report)
 
 
 def published_score(experiment: str | None, cell: Cell) -> float | None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pqcache.harness.config import smoke
-from pqcache.methods import is_built, method_class, suggestion
+from pqcache.methods import is_built, method_class
+from pqcache.naming import suggestion
 
 _UNTRACEABLE = "is not determined by the tokens it selects; diagnostics=true measures it"
 GROUPS = ("model", "method", "task", "experiment")

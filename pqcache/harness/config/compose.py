@@ -24,7 +24,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pqcache.harness.config.check import GROUPS, Refused, show
-from pqcache.methods import METHODS, suggestion
+from pqcache.methods import METHODS
+from pqcache.naming import suggestion
 
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
 VALUE = "++"  # before every override that chooses no file

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.config.cells import Cell, Plan
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.diagnostic_figures import COLOURS, MARKERS
 from pqcache.harness.report.diagnostic_figures import _axis as style
 from pqcache.harness.report.diagnostic_figures import _figure as figure_of
@@ -37,7 +37,7 @@ LEAST_TOP = (
 )
 
 
-def draw(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path) -> Path | None:
+def draw(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path) -> Path | None:
     """The experiment's figure with what is measured so far; None for a table, or with nothing measured."""
     asked = dict(plan.report.get("figure") or {})
     kind = asked.pop("kind", None)
@@ -51,7 +51,7 @@ def draw(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path
     return drawers[kind](plan, found, rows, path, {**asked, "kind": kind})
 
 
-def caption(plan: Plan, rows: Mapping[str, Row]) -> str:
+def caption(plan: RunPlan, rows: Mapping[str, Row]) -> str:
     counts = sorted({row["n_samples"] for row in rows.values()})
     prompts = sum(row["prompt_tokens"] for row in rows.values()) / len(rows)
     devices = " / ".join(dict.fromkeys(row["device"] for row in rows.values()))
@@ -76,12 +76,14 @@ def _key(cell: Cell, key: str) -> Any:
     return value
 
 
-def _metric(plan: Plan, asked: Mapping[str, Any]) -> str:
+def _metric(plan: RunPlan, asked: Mapping[str, Any]) -> str:
     columns = list(plan.report.get("columns") or {"score": "score"})
     return str(asked.get("y", columns[0]))
 
 
-def _limits(plan: Plan, metric: str, values: Iterable[float | None], *, difference: bool = False) -> dict[str, float]:
+def _limits(
+    plan: RunPlan, metric: str, values: Iterable[float | None], *, difference: bool = False
+) -> dict[str, float]:
     """`set_ylim`'s arguments for numbers of a column: a score's axis begins at 0, ends above the largest value, or at 100.
 
     The same for shares of one; a difference's axis shows 0 and at least 1 (a hundredth) around it. Others: {}, matplotlib's.
@@ -126,7 +128,7 @@ def _grid_of(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
-def _lines(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]) -> Path:
+def _lines(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]) -> Path:
     metric, x_key, by = _metric(plan, asked), str(asked.get("x", "budget")), asked.get("by")
     cells = {cell.name: cell for cell in plan.cells}
     where = {name: place for place, names in (asked.get("places") or {}).items() for name in names}
@@ -201,7 +203,7 @@ def _legend(figure: Any, axes: Sequence[Any]) -> None:
 # -- bars --------------------------------------------------------------------------------------------------------------
 
 
-def _bars(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]) -> Path:
+def _bars(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]) -> Path:
     """A group of bars per data set, or, of a single one, per line; grey marks are printed numbers."""
     metrics = [str(m) for m in asked.get("ys", [_metric(plan, asked)])]
     difference = asked["kind"] == "differences"
@@ -278,7 +280,7 @@ def _line(e: Entry) -> str:
 # -- points, maps and curves -------------------------------------------------------------------------------------------
 
 
-def _scatter(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]) -> Path:
+def _scatter(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]) -> Path:
     """A named point per line; its area grows with the column `size`."""
     x_name, y_name, size_name = (str(asked.get(k, "")) for k in ("x", "y", "size"))
     points: dict[str, dict[str, float | None]] = {}
@@ -301,7 +303,7 @@ def _scatter(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: 
 
 
 def _heat_maps(
-    plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]
+    plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]
 ) -> Path | None:
     from pqcache.harness.report.heat_maps import heat_maps
 
@@ -315,7 +317,7 @@ def _heat_maps(
 
 
 def _curves(
-    plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]
+    plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]
 ) -> Path | None:
     """perplexity.json of every cell, as task=pg19 writes it."""
     curves = [(_name(c), c.folder / "perplexity.json") for c in plan.cells if c.name in rows]
@@ -343,7 +345,7 @@ def _curves(
 
 
 def _ranks(
-    plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]
+    plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row], path: Path, asked: dict[str, Any]
 ) -> Path | None:
     """Ranks of tokens over decode steps, of the first sample of Full's cell that has some."""
     from pqcache.harness.report.diagnostic_figures import draw_ranks

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pqcache.harness.config.cells import Cell, Plan, make_plan, write_text
+from pqcache.harness.config.cells import Cell, RunPlan, make_plan, write_text
 from pqcache.harness.config.check import Refused
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import published, statistics
@@ -80,7 +80,7 @@ def experiments(configs: Path = CONFIGS, *, every: bool = False) -> list[str]:
     return [f.stem for f in files if every or "report" in (yaml.safe_load(f.read_text(encoding="utf-8")) or {})]
 
 
-def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> Plan:
+def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> RunPlan:
     """The cells of an experiment as `python run.py experiment=<name> out=<out>` would run them; nothing is loaded."""
     return make_plan(compose_all([*words(name, configs), f"out={out}", f"smoke={str(smoke).lower()}"], configs))
 
@@ -91,7 +91,7 @@ def words(name: str, configs: Path = CONFIGS) -> list[str]:
     return shlex.split(first.partition("run.py ")[2]) or [f"experiment={name}"]
 
 
-def rows_of(plan: Plan) -> dict[str, Row]:
+def rows_of(plan: RunPlan) -> dict[str, Row]:
     """The rows of a plan's cells that are on disk, by the cell's name."""
     found = {cell.name: results.read_row(cell.folder / "row.json") for cell in plan.cells}
     return {name: row for name, row in found.items() if row is not None}
@@ -124,7 +124,7 @@ def command(cell: Cell) -> str:
     return shlex.join(["python", "run.py", *typed, *extra])
 
 
-def missing(plan: Plan) -> list[str]:
+def missing(plan: RunPlan) -> list[str]:
     """One line per empty cell that a run could fill: its command, after the reason where the last run failed."""
     lines = []
     for cell in plan.cells:
@@ -137,7 +137,7 @@ def missing(plan: Plan) -> list[str]:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def entries(plan: Plan, rows: Mapping[str, Row] | None = None) -> list[Entry]:
+def entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[Entry]:
     """Every number of an experiment's table, printed ones included where nothing was measured yet."""
     rows = rows_of(plan) if rows is None else rows
     columns = dict(plan.report.get("columns") or {"score": "score"})
@@ -196,7 +196,7 @@ def measured(row: Row, where: str) -> float | None:
 
 
 def _numbers(
-    plan: Plan, cell: Cell, row: Row | None, full: Row | None, dataset: str, metric: str, where: str
+    plan: RunPlan, cell: Cell, row: Row | None, full: Row | None, dataset: str, metric: str, where: str
 ) -> dict[str, Any]:
     value = low = high = p = None
     to_full: float | None = None
@@ -230,7 +230,7 @@ def _numbers(
     }
 
 
-def _printed(plan: Plan, cell: Cell, dataset: str, metric: str) -> tuple[float | None, float | None]:
+def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[float | None, float | None]:
     """(the paper's number, its Full's; None for Full itself) of a cell."""
     experiment, model = plan.experiment or "", cell.identity["model"]["name"]
     of_table = {n.dataset for n in published.numbers(experiment)}
@@ -244,7 +244,7 @@ def _printed(plan: Plan, cell: Cell, dataset: str, metric: str) -> tuple[float |
     return printed, None if "full" in labels else full
 
 
-def _best_of(plan: Plan, found: Sequence[Entry]) -> list[Entry]:
+def _best_of(plan: RunPlan, found: Sequence[Entry]) -> list[Entry]:
     """The lines an experiment declares as the best of several cells: the numbers of the best one, under the line's name."""
     lines = []
     for name, cells in plan.best_of.items():
@@ -316,7 +316,7 @@ def _cell(entry: Entry | None) -> str:
     return number(entry.measured, 2) + printed
 
 
-def caption(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
+def caption(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """What a table is of, in one or two sentences."""
     counts = sorted({e.samples for e in found if e.samples is not None})
     sizes = (
@@ -333,7 +333,7 @@ def caption(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     return text
 
 
-def markdown(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
+def markdown(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """The table of an experiment, one block per model."""
     parts = [caption(plan, found, rows)]
     for model, block in _by_model(found).items():
@@ -343,7 +343,7 @@ def markdown(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str
     return "\n\n".join(parts) + "\n"
 
 
-def latex(plan: Plan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
+def latex(plan: RunPlan, found: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """The same as LaTeX (booktabs), one tabular per model."""
     parts = [f"% {caption(plan, found, rows)}", "% needs \\usepackage{booktabs}"]
     for model, block in _by_model(found).items():
@@ -369,7 +369,7 @@ def _by_model(found: Iterable[Entry]) -> dict[str, list[Entry]]:
     return blocks
 
 
-def write(plan: Plan, folder: Path | None = None) -> tuple[str, list[Path]]:
+def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
     """Write <out>/tables/<experiment>.md, .tex, .csv and, of a figure with something measured, .png: (Markdown, files)."""
     from pqcache.harness.report import paper_figures
 

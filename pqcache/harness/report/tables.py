@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.config.cells import Cell, Plan
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.rows import Row, read_row, row_files
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def size(value: float) -> str:
 # -- the table of a sweep ----------------------------------------------------------------------------------------------
 
 
-def sweep_table(plan: Plan, rows: Mapping[str, Row], outcomes: Mapping[str, str], width: int | None = None) -> str:
+def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, str], width: int | None = None) -> str:
     """One table of a sweep: a line per method (and whatever else varies), a block of columns per budget.
 
     rows: cell name -> row. outcomes: cell name -> what to show where there is no row (n/a, failed).
@@ -168,7 +168,7 @@ def sweep_table(plan: Plan, rows: Mapping[str, Row], outcomes: Mapping[str, str]
     return "\n\n".join(_grid(pd.concat({f"budget {_budget(b)}": frame}, axis=1)) for b, frame in blocks)
 
 
-def best_of_table(plan: Plan, rows: Mapping[str, Row]) -> str:
+def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:
     """The lines an experiment declares as the best of several cells, each with its candidates; empty if it declares none.
 
     Cells are compared where all else is alike (budget, model, task, seed). The choice looks at the scores it then reports.
@@ -231,7 +231,7 @@ def _absent(outcome: str) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "score": outcome}
 
 
-def varying_keys(plan: Plan) -> list[str]:
+def varying_keys(plan: RunPlan) -> list[str]:
     """The keys a table needs to tell its lines apart: the method, and what else differs between cells."""
     keys = ["method"]
     if any(cell.names for cell in plan.cells):
@@ -252,7 +252,7 @@ def _has(cell: Cell, key: str) -> bool:
     return not name or name in cell.identity[group]
 
 
-def _mixed(plan: Plan, key: str) -> bool:
+def _mixed(plan: RunPlan, key: str) -> bool:
     """Whether one method has cells with and without this change."""
     with_change = {cell.identity["method"]["name"] for cell in plan.cells if key in cell.changed}
     without = {cell.identity["method"]["name"] for cell in plan.cells if key not in cell.changed and _has(cell, key)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config import environment, smoke
-from pqcache.harness.config.cells import Cell, Plan, open_folder, write_status
+from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
 from pqcache.harness.config.check import Refused, existing
 from pqcache.harness.report import pooling, tables
 from pqcache.harness.report import rows as results
@@ -110,7 +110,7 @@ class Outcome:
     reason: str = ""
 
 
-def run_plan(plan: Plan) -> int:
+def run_plan(plan: RunPlan) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code."""
     out = Path(plan.cells[0].run.out).expanduser()
     try:
@@ -129,7 +129,7 @@ class Interrupted(Exception):
     """Ctrl-C in the cell that the message names."""
 
 
-def run_cells(plan: Plan, session: Session) -> dict[str, Outcome]:
+def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
     out = Path(plan.cells[0].run.out).expanduser()
     _check_out(out)
@@ -168,7 +168,7 @@ def _share_prefills(cells: list[Cell], session: Session) -> None:
             raise Interrupted(f"the prompts of {len(group)} cells") from None
 
 
-def _model_order(plan: Plan) -> Any:
+def _model_order(plan: RunPlan) -> Any:
     """Cells of one model next to each other, else in the order of the plan."""
     first: dict[str, int] = {}
     for cell in plan.cells:
@@ -184,7 +184,7 @@ def _check_out(out: Path) -> None:
         raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
 
 
-def _prepare_tasks(plan: Plan) -> None:
+def _prepare_tasks(plan: RunPlan) -> None:
     """Refuse tasks whose published data cannot be had, before any weights are loaded."""
     errors: dict[str, list[str]] = {}
     for cell in plan.cells:
@@ -200,7 +200,7 @@ def _prepare_tasks(plan: Plan) -> None:
         raise Refused(lines)
 
 
-def _check_models(plan: Plan, session: Session) -> None:
+def _check_models(plan: RunPlan, session: Session) -> None:
     """Refuse what cannot run on a model, from its configuration alone, before any weights are loaded."""
     import torch
 
@@ -436,7 +436,7 @@ def _line(outcome: Outcome) -> str:
     return f"{'skipped, ' if outcome.status != 'failed' else ''}{outcome.status}: {outcome.reason}"
 
 
-def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
+def _report(plan: RunPlan, outcomes: dict[str, Outcome], out: Path) -> int:
     results.refresh_pairs(out)
     rows: dict[str, Row] = {}
     for cell in plan.cells:
@@ -468,7 +468,7 @@ def _report(plan: Plan, outcomes: dict[str, Outcome], out: Path) -> int:
     return 1 if failed else 0
 
 
-def _write_report(plan: Plan) -> None:
+def _write_report(plan: RunPlan) -> None:
     """The experiment's table beside the printed one, and its figure: printed, written below `out`, logged."""
     from pqcache.harness.report import papers
 
@@ -481,7 +481,7 @@ def _write_report(plan: Plan) -> None:
     tracking.track_report(plan, files)
 
 
-def _draw_experiment(plan: Plan, rows: dict[str, Row], out: Path) -> None:
+def _draw_experiment(plan: RunPlan, rows: dict[str, Row], out: Path) -> None:
     from pqcache.harness.report import latency_figures
 
     if plan.experiment not in latency_figures.FIGURES:
@@ -500,7 +500,7 @@ def _draw_experiment(plan: Plan, rows: dict[str, Row], out: Path) -> None:
         print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
 
 
-def _caption(plan: Plan, rows: dict[str, Row]) -> str:
+def _caption(plan: RunPlan, rows: dict[str, Row]) -> str:
     """Machine, samples and prompt length of a table, in one line."""
     if not rows:
         return ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pqcache.harness.config.cells import Cell, Plan
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.rows import Row
 
 NOT_LOGGED = ("sample_scores", "versions", "model_options", "task_options", "hyper_parameters")
@@ -24,7 +24,7 @@ def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> Non
         print(f"wandb: not logged ({type(error).__name__}: {first}); the row is kept", file=sys.stderr)
 
 
-def track_report(plan: Plan, files: Sequence[Path]) -> None:
+def track_report(plan: RunPlan, files: Sequence[Path]) -> None:
     """Log an experiment's table (its CSV) and figures (PNG) as one run. Prints one line if that did not work."""
     cell = plan.cells[0]
     if cell.run.wandb == "disabled":
@@ -36,7 +36,7 @@ def track_report(plan: Plan, files: Sequence[Path]) -> None:
         print(f"wandb: table not logged ({type(error).__name__}: {first}); its files are kept", file=sys.stderr)
 
 
-def _track_report(plan: Plan, files: Sequence[Path], mode: str) -> None:
+def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
     import pandas as pd
     import wandb
 

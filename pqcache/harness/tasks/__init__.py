@@ -15,7 +15,6 @@ data also has `prepare(options, *, limit)`, which gets them (from the hub) and c
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from pqcache.harness.tasks import (
 )
 from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyTask, Loaded
 from pqcache.harness.tasks.base import Docs, SampleRow, TaskRequest, TaskSpec
+from pqcache.naming import suggestion
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -72,9 +72,7 @@ def _module(name: str) -> Any:
     if name.startswith(PREFIX):
         return AnyTask(name)
     if name not in _MODULES:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TASKS)}"
-        raise ValueError(f"task={name}: unknown task; {hint}")
+        raise ValueError(f"task={name}: unknown task; {suggestion(name, TASKS)}")
     return _MODULES[name]
 
 

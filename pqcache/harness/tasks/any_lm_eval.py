@@ -14,7 +14,6 @@ the score 100 / p, the (geometric) mean probability of a word or byte.
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.tasks.base import TaskSpec, require
+from pqcache.naming import closest
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -78,8 +78,8 @@ class AnyTask:
         """Refuse a name that lm-eval does not know."""
         known = manager(_folder(options)).task_index
         if self.target not in known:
-            close = difflib.get_close_matches(self.target, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists all names"
+            close = closest(self.target, known)
+            hint = f"did you mean {close}?" if close else "`lm-eval ls tasks` lists all names"
             raise ValueError(f"task.name={self.target}: lm-eval has no such task; {hint}")
 
     def longest(self, options: AnyOptions, *, limit: int | None, model_name: str) -> tuple[str, int]:

@@ -151,7 +151,7 @@ def _names_e() -> tuple[str, ...]:
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
-    from pqcache.methods import suggestion
+    from pqcache.naming import suggestion
 
     for name in names:
         require(name in known, option, name, f"unknown data set; {suggestion(name, known)}")

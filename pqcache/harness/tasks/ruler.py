@@ -29,7 +29,7 @@ from pqcache.embedded import documents
 from pqcache.harness.tasks import data_set as published
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
-from pqcache.methods import suggestion
+from pqcache.naming import suggestion
 
 NIAH = {  # haystack, kind of key, kind of value, keys, values per key, keys asked for
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),

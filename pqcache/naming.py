@@ -1,0 +1,23 @@
+"""Did you mean: the closest known name to one that was mistyped."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def closest(wrong: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `wrong`, regardless of case; None if no name is close."""
+    folded = {name.casefold(): name for name in known}
+    wrong = wrong.casefold()
+    close = difflib.get_close_matches(wrong, folded, n=1, cutoff=0.6) or [
+        name for name in folded if wrong and name.startswith(wrong)
+    ]
+    return folded[close[0]] if close else None
+
+
+def suggestion(wrong: str, known: Iterable[str], prefix: str = "") -> str:
+    """'did you mean <prefix>X?' for the closest known name, else 'known: ' and all of them."""
+    known = list(known)
+    close = closest(wrong, known)
+    return f"did you mean {prefix}{close}?" if close is not None else f"known: {', '.join(known)}"
