@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pqcache.atomic import replacing
 from pqcache.selective.attach import attach, attention_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.cache import SelectiveCache
@@ -145,15 +144,8 @@ def _load(path: Path) -> dict[str, torch.Tensor] | None:
 
 def _save(found: dict[str, torch.Tensor], path: Path) -> None:
     """Whole or not at all: several processes may calibrate the same model."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(found, file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as partial:
+        torch.save(found, partial)
 
 
 class SpeculativeIndex(Index):

@@ -21,7 +21,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -34,6 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrain
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
+from pqcache.atomic import replacing, write_text  # noqa: E402
 from pqcache.embedded import card, documents, measure, network, prose, tokenizer, training  # noqa: E402
 from pqcache.embedded.families import FAMILIES  # noqa: E402
 from pqcache.embedded.training import Stage  # noqa: E402
@@ -114,14 +114,6 @@ def tokenizer_texts() -> Iterator[str]:
     yield from (documents.filler_sentence(rng) for _ in range(3000))
     for _ in range(60):
         yield from (f" {a} {a.title()}" for a in documents.ATTRIBUTES)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that takes `path`'s place at the end; a kill in between leaves the old file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    yield temporary
-    os.replace(temporary, path)
 
 
 def build(recipe: Recipe, args: argparse.Namespace) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerBase]:
@@ -334,8 +326,7 @@ def write_facts(model: Qwen2ForCausalLM, progress: Progress, recipe: Recipe, arg
         "notes": args.note,
         "recipe": asdict(recipe),
     }
-    with replacing(Path(args.out) / "training.json") as path:
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+    write_text(Path(args.out) / "training.json", json.dumps(facts, indent=1) + "\n")
 
 
 def measure_shipped(args: argparse.Namespace) -> None:

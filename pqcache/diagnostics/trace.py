@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from pqcache.atomic import write_bytes
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher
 from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Selected
@@ -126,17 +126,6 @@ class TraceRecorder(Watcher):
             tensors[f"layer{at}.steps"] = torch.tensor(self.steps[at], dtype=torch.int32)
             tensors[f"layer{at}.widths"] = torch.tensor(self.widths[at], dtype=torch.int32)
         write_bytes(path, save(tensors, metadata))
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file; it is on disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_header(path: Path) -> dict[str, Any]:

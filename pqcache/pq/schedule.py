@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from pqcache.atomic import write_text
 from pqcache.measure.machine import device_caption, slug
 from pqcache.selective.method import ModelShape, NotApplicable
 
@@ -117,9 +118,8 @@ def save_cost(
 ) -> Path:
     """Keep a profile and the points it was fitted to."""
     path = profile_path(geometry, device, cache_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"device": device_caption(device), "geometry": asdict(geometry), "cost": asdict(cost), "points": points}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")
     return path
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from pqcache.atomic import write_text
 from pqcache.harness.config.check import NOT_HASHED, Checked, Refused, RunOptions, check, show, smoke
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.report import published
@@ -220,13 +220,3 @@ def write_status(folder: Path, status: str, **facts: Any) -> None:
     """Replace status.json."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     write_text(folder / "status.json", json.dumps({"status": status, "time": stamp, **facts}, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pqcache.harness.config.cells import write_text
+from pqcache.atomic import write_text
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, span
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pqcache.atomic import write_text
 from pqcache.harness.config.check import RunOptions
 from pqcache.harness.config.environment import keep_files_under
 
@@ -85,7 +86,7 @@ def save_heat_map(rows: Sequence[Mapping[str, Any]], folder: Path, title: str, n
     path = heat_maps({title: rows}, folder / f"{name}.png")
     if path is not None:
         samples = [{"meta": {k: row["meta"][k] for k in ("length", "depth")}, "score": row["score"]} for row in rows]
-        (folder / f"{name}.json").write_text(json.dumps({"title": title, "samples": samples}) + "\n")
+        write_text(folder / f"{name}.json", json.dumps({"title": title, "samples": samples}) + "\n")
     return path
 
 

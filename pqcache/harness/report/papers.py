@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pqcache.harness.config.cells import Cell, RunPlan, make_plan, write_text
+from pqcache.atomic import write_text
+from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.check import Refused
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import published, statistics

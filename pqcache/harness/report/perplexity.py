@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pqcache.atomic import write_text
 from pqcache.harness.config.check import RunOptions
 from pqcache.harness.config.environment import keep_files_under
 
@@ -41,7 +42,7 @@ def save_curve(scored: Sequence[tuple[int, Sequence[float]]], mode: str, folder:
     keep = sorted({*range(0, len(lengths), every), len(lengths) - 1})
     found = {"title": title, "mode": mode, "lengths": [lengths[i] for i in keep]}
     found["perplexity"] = [perplexities[i] for i in keep]
-    (folder / "perplexity.json").write_text(json.dumps(found) + "\n")
+    write_text(folder / "perplexity.json", json.dumps(found) + "\n")
     return curves([found], folder / "perplexity.png")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqcache.harness.config.cells import write_text
+from pqcache.atomic import write_text
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full
 from pqcache.harness.report.tables import budget_text, number, signed

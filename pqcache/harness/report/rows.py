@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from pqcache.harness.config.cells import Cell, write_text
+from pqcache.atomic import write_text
+from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import statistics
 from pqcache.harness.run.samples import Busy, Sample, locked

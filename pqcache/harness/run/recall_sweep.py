@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from pqcache.atomic import write_text
 from pqcache.diagnostics import Capture, Measures, rerun, summarize
 from pqcache.harness.config import environment
-from pqcache.harness.config.cells import write_text
 from pqcache.harness.config.check import ModelOptions
 from pqcache.harness.run import models
 from pqcache.methods import method_class

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.atomic import write_bytes
 from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
-from pqcache.diagnostics.trace import SUFFIX, TraceRecorder, write_bytes
+from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
 from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run.samples import Sample
 
