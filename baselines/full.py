@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pqcache.selective.layer import DenseLayer
-from pqcache.selective.method import Method, ModelShape
+from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape
 
 
 @dataclass(kw_only=True)

@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 
 from pqcache.selective.budget import floor_share
 from pqcache.selective.group import top_tokens
-from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import STEP, Buffer, take_tokens
-from pqcache.store.packed import Codec, CodedStore, CodedStream, ExactCodec, pack_all_but
+from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
 
 BACKBONES = ("kcvt", "kivi")
@@ -289,7 +289,7 @@ class ValueCodec(BlockCodec):
         return self.tokens(out)
 
 
-class BlockStream(CodedStream):
+class BlockStream(PackedStream):
     """A prompt, or a turn with what was buffered before it, is one block; later ones have `residual` tokens and their own rank.
 
     Tokens that do not fill `unit`, the group of the backbone, wait in the tail.
@@ -300,9 +300,9 @@ class BlockStream(CodedStream):
         self.blocks, self.sizes, self.ranks = codec, (unit, residual), ranks
         codec.unit = unit
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         self.blocks.rank = self.ranks[0]  # what stays is one block
-        super().keep(indices, counts)
+        super().retain(indices, counts)
 
     def pack(self, everything: bool = False) -> None:
         size, self.blocks.rank = (x[not everything] for x in (self.sizes, self.ranks))
@@ -387,15 +387,15 @@ class GEAR(QuantizationMethod):
             return None
         return accounted_ratio(tokens, self.bits, self.rank, self.outliers, shape.d, shape.h_kv * shape.d)
 
-    def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
+    def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         if self.bits == 16:
-            return CodedStore(*(CodedStream(ExactCodec(), pack_all_but(self.residual)) for _ in "kv"))
+            return PackedStore(*(PackedStream(ExactCodec(), pack_all_but(self.residual)) for _ in "kv"))
         group = self.group if self.backbone == "kivi" else None
         streams = []
         for codec in (KeyCodec, ValueCodec):
             blocks = codec(self.bits, group, self.outliers, self.rank, self.rounds, self.seed)
             streams.append(BlockStream(blocks, group or 1, self.residual, (self.rank, self.new_rank)))
-        return CodedStore(*streams)
+        return PackedStore(*streams)
 
     @classmethod
     def noop(cls, **hyper: Any) -> Self:

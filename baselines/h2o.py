@@ -12,7 +12,7 @@ from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod, Scorer
 from pqcache.selective.layer import LayerContext, row_mask
-from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.buffer import Buffer, take_tokens
 
 MODES = ("dynamic", "static")
@@ -47,7 +47,7 @@ class HeavyHitterScorer(Scorer):
         self.sums.data = scores.unflatten(1, (self.h_kv, self.group)).mean(2)
         return scores
 
-    def keep(self, slots: torch.Tensor, counts: list[int]) -> None:
+    def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
         assert self.sums is not None
         self.sums.reserve(int(slots.max()) + 1)  # entries that came after the last scores have none
         kept = take_tokens(self.sums.data.contiguous(), slots)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from baselines.h2o import H2O
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -20,9 +20,10 @@ from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.layer import DenseLayer, LayerContext, dense_prefill
-from pqcache.selective.method import Method, ModelShape, NotApplicable
+from pqcache.selective.method import Method
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
 from pqcache.selective.rope import project_query, rotate
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import sliding_window
 from pqcache.store.buffer import Buffer
 
@@ -189,8 +190,8 @@ class SpeculativeIndex(Index):
         """Choose by q (n, h, 1, d), before the current token is stored, and start to fetch."""
         cand, _ = self.layer.candidates(ahead=True)
         self.choice = None
-        if any(k < hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)):
-            self.choice = self.pick(self.speculated_logits(q, cand.lo, max(cand.hi), scaling), cand)
+        if any(k < hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)):
+            self.choice = self.pick(self.speculated_logits(q, cand.sinks, max(cand.ends), scaling), cand)
             assert self.layer.store is not None
             self.layer.store.prefetch(self.choice.indices, self.layer.shape.group)
 
@@ -211,10 +212,12 @@ class SpeculativeIndex(Index):
         near = near > near.amax(-1, keepdim=True) - self.method.alpha
         count = near.sum(-1, dtype=torch.float32).mean(-1).long().clamp_min(1)  # (n,)
         most = torch.tensor(cand.k, device=logits.device)
-        whole = torch.tensor([k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)], device=logits.device)
+        whole = torch.tensor(
+            [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)], device=logits.device
+        )
         count = torch.where(whole, most, count.minimum(most))  # a row whose cap is everything attends everything
         indices = top_tokens(group_reduce(logits, h_kv, self.reduce, valid), count, max(cand.k))
-        return Selection(torch.where(indices < 0, indices, indices + cand.lo), padded=True)
+        return Selection(torch.where(indices < 0, indices, indices + cand.sinks), padded=True)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         choice, self.choice = self.choice, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
+from pqcache.selective.shape import ModelShape
 from pqcache.store.packed import Codec, ExactCodec, Schedule, TokenCodec, pack_all_but
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedConfig
 
-from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
-from pqcache.store.packed import Codec, CodedStore, CodedStream, ExactCodec, TokenCodec, pack_all_but
+from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, TokenCodec, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 GROUPS_PER_STEP = 8  # parameters grow with the codes: 8 groups of 32 are 256 tokens
@@ -86,7 +86,7 @@ class KIVI(QuantizationMethod):
     Deviations: a group of equal numbers is stored exactly, where the release divides by its range of zero. A new turn's
     tokens go through the same rules behind what is packed, which stays as it is. Under an evictor (method=coded
     method.policy=snapkv method.codec=kivi) tokens are dropped first and then packed; only a later turn's eviction drops
-    tokens of packed groups of keys, whose others are then coded again (`Codec.keep`).
+    tokens of packed groups of keys, whose others are then coded again (`Codec.retain`).
     """
 
     name: ClassVar[str] = "kivi"
@@ -111,13 +111,13 @@ class KIVI(QuantizationMethod):
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
         return None if self.bits == 16 else accounted_ratio(tokens, self.bits, self.group, self.residual)
 
-    def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
+    def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         exact = self.bits == 16
         k = ExactCodec() if exact else ChannelCodec(self.bits, self.group)
         v = ExactCodec() if exact else TokenCodec(self.bits, self.group)
-        return CodedStore(
-            CodedStream(k, lambda tail: tail // self.residual * self.residual),
-            CodedStream(v, pack_all_but(self.residual)),
+        return PackedStore(
+            PackedStream(k, lambda tail: tail // self.residual * self.residual),
+            PackedStream(v, pack_all_but(self.residual)),
         )
 
     @classmethod

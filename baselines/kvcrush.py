@@ -12,7 +12,7 @@ from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.eviction import EvictionMethod, Prompt, Scorer, join_rows
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 
 BASES: dict[str, type[EvictionMethod]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidkv": PyramidKV}
 ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
@@ -150,7 +150,7 @@ class KVCrush(EvictionMethod):
         window_shares = not isinstance(self.evictor, H2O) or self.evictor.recent is not None
         return min(plan.k, floor_share(plan.k + (plan.local if window_shares else 0), self.rep_ratio))
 
-    def keep(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+    def choose_entries(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         kept = [important | representatives for important, representatives in self.divide(prompt)]
         return join_rows([row.nonzero()[:, 1].view(row.shape[0], -1) for row in kept])
 

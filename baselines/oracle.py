@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import SCOPES, Index, RetrievalMethod
+from pqcache.selective.shape import ModelShape
 
 
 class ExactIndex(Index):

@@ -10,8 +10,8 @@ import torch
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 
 
@@ -62,8 +62,8 @@ class PageIndex(Index):
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """The page of the newest past token and the pages of highest bound, as token positions."""
         assert self.low is not None and self.high is not None
-        size, ends, device = self.page, cand.hi, q.device
-        first, cut = divmod(cand.lo, size)  # the first page with a candidate; a cut one counts whole
+        size, ends, device = self.page, cand.ends, q.device
+        first, cut = divmod(cand.sinks, size)  # the first page with a candidate; a cut one counts whole
         pages = [-(-end // size) for end in ends]
         wanted = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
         column = torch.arange(first, max(pages), device=device)
@@ -78,7 +78,9 @@ class PageIndex(Index):
         ):  # only the last page is cut, and it stands at the end
             return Selection(positions[..., : positions.shape[2] - (pages[0] * size - ends[0])])
         chosen = chosen[..., None].expand(-1, -1, -1, size).flatten(2)
-        inside = (chosen >= 0) & (positions >= cand.lo) & (positions < torch.tensor(ends, device=device)[:, None, None])
+        inside = (
+            (chosen >= 0) & (positions >= cand.sinks) & (positions < torch.tensor(ends, device=device)[:, None, None])
+        )
         return Selection(torch.where(inside, positions, -1), padded=True)
 
     def map_rows(self, index: torch.Tensor) -> None:

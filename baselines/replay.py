@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from pqcache.diagnostics.trace import SUFFIX, Choice, Trace, prompt_hash
 from pqcache.selective.budget import Plan
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalLayer, RetrievalMethod, Selection
+from pqcache.selective.shape import ModelShape
 
 
 class RecordedIndex(Index):

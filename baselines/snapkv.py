@@ -12,7 +12,7 @@ from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.eviction import EvictionMethod, Scorer
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable
 
 PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}  # w, kernel, pooling
 POOLING = ("max", "avg")

@@ -10,8 +10,8 @@ import torch
 from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext, row_mask
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST
 
@@ -119,14 +119,14 @@ class ComponentIndex(Index):
         n, h, m = logits.shape
         stored = row_mask(cand.lengths, m, q.device)
         probs = (logits if stored is None else logits.masked_fill(~stored, -torch.inf)).softmax(-1)
-        ends = torch.tensor(cand.hi, device=q.device)[:, None, None]
+        ends = torch.tensor(cand.ends, device=q.device)[:, None, None]
         column = torch.arange(m, device=q.device)
-        forced = ((column < cand.lo) | (column >= ends)).expand(n, h, m)
+        forced = ((column < cand.sinks) | (column >= ends)).expand(n, h, m)
         marks = torch.zeros((n, chosen.indices.shape[1], m + 1), dtype=torch.bool, device=q.device)
         marks = marks.scatter_(2, chosen.indices + 1, True)[..., 1:]  # -1, padding, falls on column 0
         attended = forced | marks.repeat_interleave(h // marks.shape[1], dim=1)
         share = probs.masked_fill(~attended, 0).sum(-1)
-        whole = torch.tensor([k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)], device=q.device)
+        whole = torch.tensor([k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)], device=q.device)
         return Selection(chosen.indices, chosen.padded, torch.where(whole[:, None], 1.0, share), self.mean)
 
     def map_rows(self, index: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from pqcache.selective import rope
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext, row_mask
-from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.resident import ResidentStore
 
 _NEVER = torch.iinfo(torch.int32).max  # a position later than any

@@ -41,7 +41,8 @@ from pqcache.selective.attention import attend_one
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.decode import decode_loop
 from pqcache.selective.group import group_reduce, top_tokens
-from pqcache.selective.method import Method, NotApplicable
+from pqcache.selective.method import Method
+from pqcache.selective.shape import NotApplicable
 from pqcache.store.buffer import take_tokens
 
 DROP = 2  # decode steps that warm up

@@ -34,8 +34,8 @@ from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective import Budget
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 
 SHAPE = ModelShape(n_layers=1, h=32, h_kv=8, d=128)  # one layer of Mistral-7B

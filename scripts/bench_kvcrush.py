@@ -29,7 +29,7 @@ from baselines.snapkv import SnapKV
 from pqcache.selective import Budget, Method
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger, synchronize
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 
 
 def context(shape: ModelShape, q: torch.Tensor) -> LayerContext:

@@ -33,7 +33,7 @@ from pqcache.measure.roofline import DROPPED_STEPS, Bound, bound, prompt, random
 from pqcache.methods import METHODS, method_class
 from pqcache.naming import suggestion
 from pqcache.selective import Budget, GenerationResult, Method, generate
-from pqcache.selective.method import NotApplicable
+from pqcache.selective.shape import NotApplicable
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
 
 ROWS = [

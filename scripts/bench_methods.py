@@ -55,7 +55,7 @@ from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import synchronize
-from pqcache.selective.method import NotApplicable
+from pqcache.selective.shape import NotApplicable
 
 METHODS: dict[str, type[Method]] = {  # all but replay, which needs a recorded run
     "full": Full,

@@ -15,8 +15,8 @@ from pqcache.pq.kmeans import initial_positions
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, RetrievalStore, Selection
+from pqcache.selective.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class ClusterIndex(Index):
         place = starts.gather(2, at) + slot - (filled - sizes).gather(2, at)
         place = place.clamp_max(self.order.shape[2] - 1)  # of a row with fewer candidates
         indices = self.order.gather(2, place.view(n, h_kv, -1)).view(n, heads, -1).long()
-        whole = [k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)]
+        whole = [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)]
         if any(whole):  # a row that attends everything, beside others; a dense one is not even clustered
             everything = torch.tensor(whole, device=q.device)[:, None, None]
-            indices = torch.where(everything, slot + cand.lo, indices)
+            indices = torch.where(everything, slot + cand.sinks, indices)
         padded = len(set(cand.k)) > 1
         if padded:
             indices = indices.masked_fill(slot >= torch.tensor(cand.k, device=q.device)[:, None, None], -1)
@@ -144,12 +144,14 @@ class ClusterIndex(Index):
         assert self.sizes is not None and self.order is not None
         sizes = self.sizes.long()
         starts = sizes.cumsum(-1) - sizes
-        all_of_them = all(hi == max(end, cand.lo) for hi, end in zip(cand.hi, self.ends, strict=True))
-        if cand.lo == self.method.n_sink and all_of_them:
+        all_of_them = all(hi == max(end, cand.sinks) for hi, end in zip(cand.ends, self.ends, strict=True))
+        if cand.sinks == self.method.n_sink and all_of_them:
             return starts, sizes
-        top = torch.tensor(cand.hi, device=sizes.device)[:, None, None]  # a part of the clustered tokens: a shortlist's
-        below = F.pad((self.order < cand.lo).cumsum(-1), (1, 0))
-        inside = F.pad(((self.order >= cand.lo) & (self.order < top)).cumsum(-1), (1, 0))
+        top = torch.tensor(cand.ends, device=sizes.device)[
+            :, None, None
+        ]  # a part of the clustered tokens: a shortlist's
+        below = F.pad((self.order < cand.sinks).cumsum(-1), (1, 0))
+        inside = F.pad(((self.order >= cand.sinks) & (self.order < top)).cumsum(-1), (1, 0))
         ends = starts + sizes  # positions ascend inside a cluster, so its candidates stand together
         return (
             starts + below.gather(2, ends) - below.gather(2, starts),

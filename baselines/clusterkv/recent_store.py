@@ -37,7 +37,7 @@ class RecentStore(CachedStore):
             return self.fetched[0] if self.fetched else []
         return [torch.cat(parts, 2) for parts in zip(*self.fetched, strict=True)]
 
-    def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+    def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         self.positions = [*self.positions, index.to(torch.int32)][-self.steps :]
         self.fetched = [*self.fetched, fetched][-self.steps :]
 

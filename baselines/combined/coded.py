@@ -30,9 +30,10 @@ from pqcache.selective.attention import partial
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext, SelectiveLayer, exact_copy
-from pqcache.selective.method import Method, ModelShape
+from pqcache.selective.method import Method
 from pqcache.selective.quantization import QuantizationMethod, attend_coded
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod, RetrievalStore
+from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
 
 RETRIEVAL: dict[str, type[RetrievalMethod]] = {"pqcache": PQCache, "oracle": Oracle, "quest": Quest}
@@ -128,7 +129,7 @@ class CodedEvictionLayer(EvictionLayer):
         self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
     ) -> None:
         self.coded.load(k, v, lengths)
-        self.coded.keep(slots, counts)
+        self.coded.retain(slots, counts)
         self.coded.pack(everything=self.codec.packs_prompt)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:

@@ -26,8 +26,9 @@ from pqcache.pq import PQCache
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionMethod, Evictor, kept_of
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.selective.method import Method, NotBuilt
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.resident import ResidentStore
 
 EVICT: dict[str, type[EvictionMethod]] = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "h2o": H2O, "kvcrush": KVCrush}

@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 from baselines.kvcrush import KVCrush
 from pqcache.selective.eviction import EvictionLayer, Prompt, join_rows, kept_of
 from pqcache.selective.layer import LayerContext, exact_copy, row_mask
-from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import attend_coded
-from pqcache.store.packed import CodedStore, CodedStream, TokenCodec, pack_all_but
+from pqcache.selective.shape import ModelShape
+from pqcache.store.packed import PackedStore, PackedStream, TokenCodec, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 
@@ -28,7 +28,7 @@ class SplitStore:
 
     whole = False
 
-    def __init__(self, packed: CodedStore, exact: ResidentStore) -> None:
+    def __init__(self, packed: PackedStore, exact: ResidentStore) -> None:
         self.packed, self.exact = packed, exact
 
     @property
@@ -43,7 +43,7 @@ class SplitStore:
         self.exact.append(k, v)
 
     def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """See CodedStore.tiles; the exact part is a tile of its own, not a copy."""
+        """See PackedStore.tiles; the exact part is a tile of its own, not a copy."""
         yield from self.packed.tiles(size)
         keys, values = self.exact.view()
         yield keys, values, row_mask(self.exact.lengths, keys.shape[2], keys.device)
@@ -139,10 +139,10 @@ class KVCrushMixed(KVCrush):
             "group", self.group is None or d % self.group == 0, f"a divisor of the head dimension {d}, or null"
         )
 
-    def make_store(self) -> CodedStore:
+    def make_store(self) -> PackedStore:
         """For representatives: packed once, so without room for more."""
-        k, v = (CodedStream(TokenCodec(self.bits, self.group, step=1), pack_all_but(0)) for _ in "kv")
-        return CodedStore(k, v)
+        k, v = (PackedStream(TokenCodec(self.bits, self.group, step=1), pack_all_but(0)) for _ in "kv")
+        return PackedStore(k, v)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> MixedLayer:
         return MixedLayer(layer_idx, shape, self)

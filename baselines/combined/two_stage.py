@@ -21,8 +21,9 @@ from pqcache.pq import PQCache
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape, NotApplicable, NotBuilt
+from pqcache.selective.method import NotBuilt
 from pqcache.selective.retrieval import Candidates, Index, RetrievalLayer, RetrievalMethod, Selection
+from pqcache.selective.shape import ModelShape, NotApplicable
 
 SECOND: dict[str, type[RetrievalMethod]] = {"pqcache": PQCache, "sparq": SparQ, "oracle": Oracle}
 FIRST: dict[str, type[RetrievalMethod]] = {"quest": Quest, "clusterkv": ClusterKV, **SECOND}
@@ -105,10 +106,10 @@ class TwoStageIndex(Index):
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         wanted = [
-            min(hi - cand.lo, max(k, math.ceil(self.method.shortlist * k)))
-            for hi, k in zip(cand.hi, cand.k, strict=True)
+            min(hi - cand.sinks, max(k, math.ceil(self.method.shortlist * k)))
+            for hi, k in zip(cand.ends, cand.k, strict=True)
         ]
-        if all(count == hi - cand.lo for count, hi in zip(wanted, cand.hi, strict=True)):
+        if all(count == hi - cand.sinks for count, hi in zip(wanted, cand.ends, strict=True)):
             return self.second.select(q, cand, h_kv, ctx)
         return self.rank(q, self.shorten(q, cand, wanted, h_kv, ctx), cand, h_kv, ctx)
 
@@ -117,14 +118,14 @@ class TwoStageIndex(Index):
     ) -> torch.Tensor:
         """Positions (n, H, m), ascending, -1 = padding: what the first index chooses, and what it does not cover yet."""
         known = []  # up to here the first index knows every token; one that lags behind says so by its window
-        for plan, hi, length in zip(self.layer.plans, cand.hi, cand.lengths, strict=True):
+        for plan, hi, length in zip(self.layer.plans, cand.ends, cand.lengths, strict=True):
             assert isinstance(plan, TwoStagePlan)
-            known.append(min(hi, max(cand.lo, length - 1 - self.first.local(plan.first, length - 1))))
-        counts = [min(count, end - cand.lo) for count, end in zip(wanted, known, strict=True)]
-        rest = spread(cand.hi, known, q.device)
+            known.append(min(hi, max(cand.sinks, length - 1 - self.first.local(plan.first, length - 1))))
+        counts = [min(count, end - cand.sinks) for count, end in zip(wanted, known, strict=True)]
+        rest = spread(cand.ends, known, q.device)
         if max(counts) == 0:
             return rest
-        chosen = self.first.select(q, Candidates(cand.lo, known, counts, cand.lengths), h_kv, ctx).indices
+        chosen = self.first.select(q, Candidates(cand.sinks, known, counts, cand.lengths), h_kv, ctx).indices
         return ascending(torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2))
 
     def rank(
@@ -135,8 +136,8 @@ class TwoStageIndex(Index):
         scored = shortlist
         if self.scope == "all":  # the softmax takes in what is attended anyway, as far as it is known
             always = torch.cat(
-                [spread([min(cand.lo, n) for n in cand.lengths], [0] * len(cand.lengths), q.device),
-                 spread(cand.lengths, cand.hi, q.device)], dim=2
+                [spread([min(cand.sinks, n) for n in cand.lengths], [0] * len(cand.lengths), q.device),
+                 spread(cand.lengths, cand.ends, q.device)], dim=2
             )  # fmt: skip
             forced = always.shape[2]
             scored = torch.cat([always.expand(-1, shortlist.shape[1], -1), shortlist], dim=2)

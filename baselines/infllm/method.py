@@ -16,8 +16,9 @@ from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Step, dense_prefill
-from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.selective.method import Method, NotBuilt
 from pqcache.selective.retrieval import Candidates, Selected
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
 

@@ -110,7 +110,7 @@ class Widths:
         own = marks.gather(-1, within[..., None] // 8)[..., 0] >> (within % 8).to(torch.uint8) & 1
         return own.bool(), torch.where(own.bool(), salient, index - salient)
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Row r's tokens are now its old indices[r, :, :counts[r]]."""
         bits, _ = self.rank(indices)
         column = torch.arange(indices.shape[2], device=indices.device)
@@ -393,7 +393,7 @@ class MixedCodec(Codec):
 
     # -- rows and bytes ---------------------------------------------------------------------------------------------
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         salient, slot = self.widths.rank(indices)
         column = torch.arange(indices.shape[2], device=indices.device)
         valid = column < torch.tensor(counts, device=indices.device)[:, None, None]
@@ -415,7 +415,7 @@ class MixedCodec(Codec):
                 )
             subset.codes = pick(subset.codes, slots) if most else subset.codes[:, :, :0].clone()
         if self.owner:
-            self.widths.keep(indices, counts)
+            self.widths.retain(indices, counts)
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.owner:

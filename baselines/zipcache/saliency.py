@@ -17,9 +17,9 @@ from baselines.zipcache.mixed_store import MixedCodec, Widths, grow
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import ModelShape, NotApplicable
 from pqcache.selective.quantization import QuantizationMethod
-from pqcache.store.packed import CodedStore, CodedStream, ExactCodec, pack_all_but
+from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.store.packed import ExactCodec, PackedStore, PackedStream, pack_all_but
 
 GRANULARITIES = {  # name -> how K and V are cut, see MixedCodec
     "channel-cst": ("channel", "cst"),
@@ -108,7 +108,7 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
             sums[head, : block[-1]] += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1))
 
 
-class SalientStore(CodedStore):
+class SalientStore(PackedStore):
     """A coded store that chooses each token's bit width when it packs it: by the attention of probes since it came.
 
     ratio: share of salient tokens of every batch that is packed. norm: what a token's sum is divided by: "probes", how many
@@ -117,7 +117,7 @@ class SalientStore(CodedStore):
     """
 
     def __init__(
-        self, k: CodedStream, v: CodedStream, widths: Widths, *, ratio: float, rule: ProbeRule, norm: str, scope: str,
+        self, k: PackedStream, v: PackedStream, widths: Widths, *, ratio: float, rule: ProbeRule, norm: str, scope: str,
         gap: int, balance: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(k, v)
@@ -260,10 +260,10 @@ class SalientStore(CodedStore):
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """What is not packed yet keeps what probes said of it; a packed token that becomes exact again starts from nothing."""
         before = self.k.body
-        super().keep(indices, counts)
+        super().retain(indices, counts)
         body = self.k.body
         if self.sums is None or self.asked is None or not self.sums.shape[2]:
             return
@@ -377,16 +377,16 @@ class SalientMethod(QuantizationMethod):
         bits = mean_bits(share, self.bits_high, self.bits_low)
         return published_ratio(counting, bits, tokens, group=self.group)
 
-    def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
+    def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         if self.budget.is_everything:
-            return CodedStore(*(CodedStream(ExactCodec(), pack_all_but(0)) for _ in "kv"))
+            return PackedStore(*(PackedStream(ExactCodec(), pack_all_but(0)) for _ in "kv"))
         widths, (by_k, by_v) = Widths(), GRANULARITIES[self.granularity]
 
-        def stream(by: str, of_keys: bool) -> CodedStream:
+        def stream(by: str, of_keys: bool) -> PackedStream:
             bits, segment = (self.bits_high, self.bits_low), self.recompress == "segment"
             codec = MixedCodec(bits, by, widths, owner=of_keys, segment=segment, group=self.group)
             codec.balanced = of_keys and self.is_balanced()
-            return CodedStream(codec, lambda tail: tail if tail >= self.gap else 0)
+            return PackedStream(codec, lambda tail: tail if tail >= self.gap else 0)
 
         return SalientStore(
             stream(by_k, True),

@@ -240,9 +240,9 @@ def _sets(selected: Selected, h: int, device: torch.device) -> tuple[torch.Tenso
     cand = selected.candidates
     column = torch.arange(max(cand.lengths), device=device)
     stored = column < torch.tensor(cand.lengths, device=device)[:, None, None]
-    inside = (column >= cand.lo) & (column < torch.tensor(cand.hi, device=device)[:, None, None]) & stored
+    inside = (column >= cand.sinks) & (column < torch.tensor(cand.ends, device=device)[:, None, None]) & stored
     if selected.indices is None:  # all candidates, or a plan that selects none
-        whole = [k == hi - cand.lo for k, hi in zip(cand.k, cand.hi, strict=True)]
+        whole = [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)]
         chosen = inside & torch.tensor(whole, device=device)[:, None, None]
     else:
         chosen = m.marks(selected.indices, max(cand.lengths)) & inside

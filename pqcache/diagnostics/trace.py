@@ -36,8 +36,8 @@ from safetensors.torch import save
 
 from pqcache.atomic import write_bytes
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Selected
+from pqcache.selective.shape import ModelShape
 
 FORMAT = "pqcache-selection-trace"
 VERSION = "1"
@@ -95,7 +95,7 @@ class TraceRecorder(Watcher):
             heads, width = lists.shape
             steps = torch.cat([lists[:, :1], lists.diff(dim=1)], 1).contiguous()
             chunks.append(compressor.compress(steps.numpy().astype("<i4").tobytes()))
-        self.steps.setdefault(at, []).append((cand.lo, cand.hi[0], selected.local[0], heads, cand.k[0]))
+        self.steps.setdefault(at, []).append((cand.sinks, cand.ends[0], selected.local[0], heads, cand.k[0]))
         self.widths.setdefault(at, []).append(width)
         self.last = len(self.steps[at])
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from pqcache.measure.geometries import geometry
 from pqcache.measure.machine import Ceilings
 from pqcache.selective.decode import GenerationResult
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 
 DROPPED_STEPS = 2  # first decode steps, which pay for warming up
 

@@ -18,8 +18,8 @@ from pqcache.pq.fit import Fitted, fit
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape
 from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST, HostStore
 from pqcache.store.lanes import NOTHING, Work
@@ -196,7 +196,7 @@ class PQIndex(Index):
             n, m = centroids.shape[0], centroids.shape[2]
             tables = codebook.tables(q, centroids) * ctx.scaling
             codes = codes.view(n, h_kv, m, -1)
-            indices = top_tokens(tables, codes, cand.lo - sink, [hi - sink for hi in cand.hi], cand.k)
+            indices = top_tokens(tables, codes, cand.sinks - sink, [hi - sink for hi in cand.ends], cand.k)
             if indices is not None:
                 padded = len(set(cand.k)) > 1
                 return Selection(

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from pqcache.atomic import write_text
 from pqcache.measure.machine import device_caption, slug
-from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable
 
 T_MIN, T_MAX = 3, 300  # 3 rounds is what the base latency below was measured with
 

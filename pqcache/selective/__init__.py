@@ -6,7 +6,8 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, Likelihood, decode_loop, generate, likelihood
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, Watcher
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.selective.method import Method, NotBuilt
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.shared_prefill import OwnPrefill, Prefill, record
 
 __all__ = [

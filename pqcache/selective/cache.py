@@ -11,7 +11,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from pqcache.selective.layer import SelectiveLayer, Step, Watcher
 from pqcache.selective.ledger import Ledger, unique_bytes
-from pqcache.selective.method import Method, ModelShape, NotApplicable
+from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import Lanes, lanes_for

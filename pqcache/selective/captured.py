@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pqcache import kernels
 from pqcache.device.step import send
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.method import NotApplicable
+from pqcache.selective.shape import NotApplicable
 
 
 class CapturedSteps:

@@ -1,7 +1,7 @@
 """Family: drop tokens for good.
 
-A method writes `head_scores` (importance per query head) or, where position alone decides, `keep`. The layer really frees what
-is dropped; positions of what stays are kept beside it.
+A method writes `head_scores` (importance per query head) or, where position alone decides, `choose_entries`. The layer frees
+the memory of what is dropped, and stores the positions of what stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pqcache.selective.attention import attend_one, partial
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
-from pqcache.selective.method import Method, ModelShape
+from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, dense, take_tokens
 from pqcache.store.resident import ResidentStore
 
@@ -33,7 +34,7 @@ class Scorer:
         """(n, h, length) fp32 or wider when the prompt is complete; None if the method looks at positions only."""
         return None
 
-    def keep(self, slots: torch.Tensor, counts: list[int]) -> None:
+    def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
         """The layer kept `slots` (n, h_kv, m) of its entries; state per entry follows."""
 
     def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
@@ -52,7 +53,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A complete prompt (or kept tokens + new turn), as `EvictionMethod.keep` gets it. Row r has lengths[r] entries."""
+    """A complete prompt (or kept tokens + new turn), as `EvictionMethod.choose_entries` gets it. Row r has lengths[r] entries."""
 
     k: torch.Tensor  # (n, h_kv, length, d), as stored
     scores: torch.Tensor | None  # (n, h, length) fp32 or wider, per query head
@@ -81,9 +82,9 @@ class Evictor:
         self.scorer = self.method.make_scorer(self.layer_idx, self.shape)
 
     def choose(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> tuple[torch.Tensor, list[int]]:
-        """A prompt or turn is complete: which of all entries k (n, h_kv, >= max(lengths), d) stay, as `EvictionMethod.keep`.
+        """A prompt or turn is complete: choose which of all entries k (n, h_kv, >= max(lengths), d) stay.
 
-        From here on they are the entries; scorer and positions follow.
+        Returns what `EvictionMethod.choose_entries` returns. Those are the entries from here on; scorer and positions follow.
         """
         n, h_kv = k.shape[:2]
         positions = self._extended_positions(n, h_kv, lengths, ctx)
@@ -92,12 +93,12 @@ class Evictor:
         scores = self.scorer.head_scores(k, lengths, ctx)
         slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
         self._note(positions.gather(-1, slots), counts)
-        self.scorer.keep(slots, counts)
+        self.scorer.retain(slots, counts)
         return slots, counts
 
     def pick(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         """Slots (n, h_kv, m) that stay, in the order in which they will be stored, and how many of them per row."""
-        return self.method.keep(prompt)
+        return self.method.choose_entries(prompt)
 
     def _extended_positions(self, n: int, h_kv: int, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         """Row positions of all staged entries: those kept before, then the new block's. (n, h_kv, max(lengths)) int32."""
@@ -152,9 +153,9 @@ class Evictor:
         if valid is not None:
             position = position.masked_fill(~valid, torch.iinfo(torch.int32).max)
         position, order = position.sort(-1)
-        store.keep(order, lengths)
+        store.retain(order, lengths)
         self._note(position, lengths)
-        self.scorer.keep(order, lengths)
+        self.scorer.retain(order, lengths)
 
     def _note(self, positions: torch.Tensor, counts: list[int]) -> None:
         """Entries 0 .. counts[r]-1 of row r stand at `positions` (n, h_kv, m)."""
@@ -276,7 +277,7 @@ def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[
 
 @dataclass(kw_only=True)
 class EvictionMethod(Method):
-    """Base of eviction methods. A subclass writes make_scorer (or keep) and its plan."""
+    """Base of eviction methods. A subclass writes make_scorer (or choose_entries) and its plan."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -315,7 +316,7 @@ class EvictionMethod(Method):
         """One row's scores per query head (h, entries) -> (h_kv, entries): the mean of each group, then `smooth`."""
         return self.smooth(scores.unflatten(0, (h_kv, -1)).mean(1), hi)
 
-    def keep(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+    def choose_entries(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         """Which entries stay: slots (n, h_kv, m) ascending, and how many of them per row (the rest of a row is padding).
 
         Default: sinks and local window by position, then the `k` best of `ranking`; ties go to the earlier token. A row that
@@ -339,7 +340,7 @@ class EvictionMethod(Method):
 
 
 def join_rows(rows: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """What `keep` returns, from each row's slots (h_kv, m), ascending."""
+    """What `choose_entries` returns, from each row's slots (h_kv, m), ascending."""
     counts = [r.shape[-1] for r in rows]
     if len(rows) == 1:
         return rows[0][None], counts

@@ -17,14 +17,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pqcache.device.step import DeviceStep, serves
 from pqcache.selective.attention import attend_one, causal_mask
-from pqcache.selective.method import NotApplicable
+from pqcache.selective.shape import NotApplicable
 from pqcache.selective.support import standard_probabilities, weighted_values
 from pqcache.store.resident import ResidentStore
 
 if TYPE_CHECKING:
     from pqcache.selective.cache import SelectiveCache
     from pqcache.selective.ledger import Ledger
-    from pqcache.selective.method import ModelShape
+    from pqcache.selective.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LayerContext:
 class Store(Protocol):
     """Where a layer's K and V live. Index = position in the row; see store/resident.py for the reference.
 
-    Retrieval also asks for `read`, eviction for `keep` and `drop`.
+    Retrieval also asks for `read`, eviction for `retain` and `drop`.
     """
 
     @property

@@ -14,36 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from pqcache.selective.layer import SelectiveLayer
+    from pqcache.selective.shape import ModelShape
 
 PROTOCOLS = ("aligned", "paper")
 
 
-class NotApplicable(ValueError):
-    """This method cannot run under this budget, model or prompt; nothing was computed."""
-
-
 class NotBuilt(ValueError):
     """A part that is named but not implemented yet."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The geometry a layer needs to know."""
-
-    n_layers: int
-    h: int
-    h_kv: int
-    d: int
-
-    @property
-    def group(self) -> int:
-        return self.h // self.h_kv
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> ModelShape:
-        h = config.num_attention_heads
-        d = getattr(config, "head_dim", None) or config.hidden_size // h
-        return cls(config.num_hidden_layers, h, getattr(config, "num_key_value_heads", None) or h, d)
 
 
 @dataclass(kw_only=True)
@@ -69,6 +46,7 @@ class Method:
             self.dense_layers = self.default_dense_layers(self.protocol)
         self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
         self.validate()
+        self.setup()
         self.check_budget()
 
     @property
@@ -79,7 +57,10 @@ class Method:
     # -- what a subclass may override -------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check the hyper-parameters with `require`."""
+        """Check the hyper-parameters with `require`. Sets nothing: what follows from them is made in `setup`."""
+
+    def setup(self) -> None:
+        """Make what follows from the hyper-parameters, which are valid now: the parts of a composed method, tables, caches."""
 
     def check_budget(self) -> None:
         """Raise NotApplicable if this method cannot honour `budget`."""

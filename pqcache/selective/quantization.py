@@ -13,14 +13,15 @@ import torch
 
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy
-from pqcache.selective.method import Method, ModelShape
-from pqcache.store.packed import Codec, CodedStore, CodedStream, Schedule, pack_all_but
+from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape
+from pqcache.store.packed import Codec, PackedStore, PackedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache
 
 
-def attend_coded(q: torch.Tensor, store: CodedStore, scaling: float, tile: int | None = None) -> Part:
+def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int | None = None) -> Part:
     """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
 
     `tile` tokens (default TILE) are decoded, attended and joined to what came before, then forgotten.
@@ -37,7 +38,7 @@ def attend_coded(q: torch.Tensor, store: CodedStore, scaling: float, tile: int |
 
 
 class QuantizationLayer(StagedLayer):
-    """Packed body + exact tail; see CodedStore for when a tail token is packed."""
+    """Packed body + exact tail; see PackedStore for when a tail token is packed."""
 
     attends_all = True
 
@@ -98,10 +99,10 @@ class QuantizationMethod(Method):
         """16-bit K and V of a prompt over what the paper counts for it; told beside measured bytes. None: not compressed."""
         return None
 
-    def make_store(self, layer_idx: int, shape: ModelShape) -> CodedStore:
+    def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         """K and V streams; override where they differ in schedule or codec."""
-        k, v = (CodedStream(self.make_codec(layer_idx, shape), self.schedule()) for _ in "kv")
-        return CodedStore(k, v)
+        k, v = (PackedStream(self.make_codec(layer_idx, shape), self.schedule()) for _ in "kv")
+        return PackedStore(k, v)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> QuantizationLayer:
         return QuantizationLayer(layer_idx, shape, self)

@@ -19,7 +19,8 @@ from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import Method, ModelShape, NotApplicable, NotBuilt
+from pqcache.selective.method import Method, NotBuilt
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
 from pqcache.store.cached import CachedStore, Served
 from pqcache.store.host import HostStore
@@ -42,19 +43,19 @@ class RetrievalStore(Store, Protocol):
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens a step may choose from: positions lo .. hi[r]-1 of row r, of which it takes k[r]."""
+    """The tokens a step may choose from: positions sinks .. ends[r]-1 of row r, of which it takes k[r]."""
 
-    lo: int
-    hi: list[int]
+    sinks: int
+    ends: list[int]
     k: list[int]
     lengths: list[int]  # tokens stored, the current one included
 
     def valid(self, device: torch.device) -> torch.Tensor | None:
-        """(n, 1, max(hi) - lo) bool; None if all rows have the same candidates."""
-        if len(set(self.hi)) == 1:
+        """(n, 1, max(ends) - sinks) bool; None if all rows have the same candidates."""
+        if len(set(self.ends)) == 1:
             return None
-        column = torch.arange(self.lo, max(self.hi), device=device)
-        return (column[None] < torch.tensor(self.hi, device=device)[:, None])[:, None]
+        column = torch.arange(self.sinks, max(self.ends), device=device)
+        return (column[None] < torch.tensor(self.ends, device=device)[:, None])[:, None]
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Index:
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """The best candidates per KV head: top-k of the group-reduced scores."""
-        lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.lo, max(cand.hi))
+        lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.sinks, max(cand.ends))
         return self.choose(self.score(q, lo, hi, ctx), cand, h_kv)
 
     def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
@@ -155,14 +156,16 @@ class Index:
         valid = cand.valid(logits.device)
         if self.scope == "all":
             everything = row_mask(cand.lengths, max(cand.lengths), logits.device)
-            weights = group_reduce(logits, h_kv, self.reduce, everything, (cand.lo, max(cand.hi)))
+            weights = group_reduce(logits, h_kv, self.reduce, everything, (cand.sinks, max(cand.ends)))
             if valid is not None:
                 weights = weights.masked_fill(~valid, -torch.inf)
         else:
             weights = group_reduce(logits, h_kv, self.reduce, valid)
         indices = top_tokens(weights, cand.k)
         padded = len(set(cand.k)) > 1
-        return Selection(torch.where(indices < 0, indices, indices + cand.lo) if padded else indices + cand.lo, padded)
+        return Selection(
+            torch.where(indices < 0, indices, indices + cand.sinks) if padded else indices + cand.sinks, padded
+        )
 
 
 class RetrievalLayer(StagedLayer):
@@ -256,8 +259,8 @@ class RetrievalLayer(StagedLayer):
         if not all(self.dense):
             self.index.append(k, v, self.store.lengths, ctx)
         cand, local = self.candidates()
-        lengths, lo = self.store.lengths, cand.lo
-        everything = all(a == b - lo for a, b in zip(cand.k, cand.hi, strict=True))
+        lengths, lo = self.store.lengths, cand.sinks
+        everything = all(a == b - lo for a, b in zip(cand.k, cand.ends, strict=True))
         selection = None
         if everything and self.store.whole:
             keys, values = self.store.view()
@@ -318,7 +321,7 @@ class RetrievalLayer(StagedLayer):
         if ctx.cache.observers or ctx.cache.watchers:
             assert indices is not None
             cand, local = self.candidates()
-            self.selected = Selected(cand.lo, self.device_step.positions(indices), cand, local)
+            self.selected = Selected(cand.sinks, self.device_step.positions(indices), cand, local)
         return out
 
     def prepare_capture(self, tokens: int) -> DeviceStep:
@@ -352,8 +355,8 @@ class RetrievalLayer(StagedLayer):
     def _note_hits(served: Served | None, cand: Candidates, ctx: LayerContext) -> None:
         """Tell the ledger what the cache served, and what as many tokens chosen at random would have."""
         assert served is not None
-        rows = zip(served.lookups, served.held, cand.hi, strict=True)
-        by_chance = sum(lookups * min(1.0, held / max(1, hi - cand.lo)) for lookups, held, hi in rows)
+        rows = zip(served.lookups, served.held, cand.ends, strict=True)
+        by_chance = sum(lookups * min(1.0, held / max(1, hi - cand.sinks)) for lookups, held, hi in rows)
         ctx.cache.ledger.look_up(sum(served.lookups), sum(served.hits), by_chance)
 
     def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
@@ -365,9 +368,9 @@ class RetrievalLayer(StagedLayer):
 
     @staticmethod
     def _all(cand: Candidates, device: torch.device) -> Selection:
-        column = torch.arange(cand.lo, max(cand.hi), device=device)
-        inside = column[None] < torch.tensor(cand.hi, device=device)[:, None]
-        return Selection(torch.where(inside, column[None], -1)[:, None], padded=len(set(cand.hi)) > 1)
+        column = torch.arange(cand.sinks, max(cand.ends), device=device)
+        inside = column[None] < torch.tensor(cand.ends, device=device)[:, None]
+        return Selection(torch.where(inside, column[None], -1)[:, None], padded=len(set(cand.ends)) > 1)
 
     def _valid(
         self,
@@ -382,7 +385,7 @@ class RetrievalLayer(StagedLayer):
         lengths = cand.lengths
         ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
         indices = None if selection is None else selection.indices
-        settled = lengths[0] >= cand.lo + local[0] + 1 and recent == local[0] + 1  # else sinks and window overlap
+        settled = lengths[0] >= cand.sinks + local[0] + 1 and recent == local[0] + 1  # else sinks and window overlap
         if not ragged and settled and (selection is None or not selection.padded):
             return None
         ends = torch.tensor(lengths, device=device)[:, None]
@@ -390,7 +393,7 @@ class RetrievalLayer(StagedLayer):
         n, heads = len(lengths), 1 if indices is None else indices.shape[1]
         first = torch.arange(sinks, device=device)[None] < ends
         position = ends - recent + torch.arange(recent, device=device)[None]
-        last = (position >= cand.lo) & (position >= ends - 1 - windows)
+        last = (position >= cand.sinks) & (position >= ends - 1 - windows)
         parts = [first[:, None].expand(n, heads, -1), last[:, None].expand(n, heads, -1)]
         if indices is not None:
             parts.insert(1, indices >= 0)

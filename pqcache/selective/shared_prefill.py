@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher
-from pqcache.selective.method import Method, ModelShape
+from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape
 
 
 class OwnPrefill(ValueError):

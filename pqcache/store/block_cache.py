@@ -84,7 +84,7 @@ class BlockCacheStore(CachedStore):
         self.refilled.wait()
         return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
 
-    def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+    def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         n, blocks = self.slot.shape
         block = torch.where(index >= 0, (index - self.n_sink) // self.block, blocks).flatten(1)
         counts = torch.zeros((n, blocks + 1), dtype=torch.long).scatter_add_(1, block, torch.ones_like(block))[:, :-1]

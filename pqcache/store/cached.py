@@ -21,7 +21,7 @@ class Served:
 
 
 class CachedStore(HostStore):
-    """Base of host stores with a cache on the device. A cache writes find, cached, keep.
+    """Base of host stores with a cache on the device. A cache writes find, cached, admit_fetched.
 
     All tables lie on the host: a fetch waits for the device once, for the indices (`BlocksOnDevice` lends them to a device that
     need not be waited for). Outputs are those of a HostStore, bit by bit.
@@ -39,7 +39,7 @@ class CachedStore(HostStore):
         """K and V of the cache, (n, H or h_kv, entries, d); empty while it has none."""
         raise NotImplementedError
 
-    def keep(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+    def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Positions index (n, H, k) on the host were read: K and V of them (n, H, k, d). The cache changes now, not before."""
         raise NotImplementedError
 
@@ -65,5 +65,5 @@ class CachedStore(HostStore):
             whole.flatten(0, 2).index_copy_(0, miss, crossing.to(device, non_blocking=pinned))
             out.append(whole)
         self.served = Served(real.sum((1, 2)).tolist(), found.sum((1, 2)).tolist(), held.tolist())
-        self.keep(index, out)
+        self.admit_fetched(index, out)
         return out[0], out[1]

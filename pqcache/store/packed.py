@@ -14,12 +14,10 @@ from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize,
 class Codec:
     """Holds one tensor's packed tokens (n, h_kv, tokens, d); a token's index is its position in the body.
 
-    A codec writes append, tile, take, clear, map_rows, tensors; keep, if it can drop tokens without coding the others again.
+    A codec writes append, tile, take, clear, map_rows, tensors; retain, if it can drop tokens without coding the others again.
     """
 
-    unit = (
-        1  # tokens are packed in multiples of it: schedules answer in them, `keep` leaves the rest of a row in the tail
-    )
+    unit = 1  # tokens are packed in multiples of it: schedules answer in them, `retain` leaves the rest of a row in the tail
 
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Pack tokens: row r's last counts[r] of x (n, h_kv, t, d) become its tokens starts[r], starts[r]+1, ..."""
@@ -36,7 +34,7 @@ class Codec:
         """
         raise NotImplementedError
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop the others: row r's new tokens are its old ones indices[r, :, :counts[r]], indices (n, h_kv, m) ascending.
 
         Default: decode what stays and code it again, with ranges of its own.
@@ -92,7 +90,7 @@ class BufferCodec(Codec):
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         return self.decode([take_tokens(b.data, indices, group) for b in self.parts])
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         for i, buffer in enumerate(self.parts):
             kept = take_tokens(buffer.data, indices)
             self.parts[i] = Buffer.like(kept, step=self.step)  # the old one is released, with all that was dropped
@@ -161,7 +159,7 @@ def right_align(x: torch.Tensor, starts: Sequence[int], ends: Sequence[int]) -> 
     return out
 
 
-class CodedStream:
+class PackedStream:
     """One of K or V: a codec's body, then `tail` (n, h_kv, T, d), the newest tokens exact and right-aligned."""
 
     def __init__(self, codec: Codec, schedule: Schedule) -> None:
@@ -251,7 +249,7 @@ class CodedStream:
         exact = take_tokens(self.tail.contiguous(), (indices + shift).clamp(0, width - 1), group)
         return torch.where((indices >= body)[..., None], exact, packed)
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop the others: row r keeps indices[r, :, :counts[r]] of indices (n, h_kv, m), ascending in every head.
 
         What was packed stays packed and what was exact stays exact, up to as many packed tokens (whole units of the codec) as
@@ -270,7 +268,7 @@ class CodedStream:
             slots = slots.clamp_min(0).expand(*indices.shape[:2], -1)
             tail = self.take(indices.gather(2, slots))  # decoded before the codec forgets
         if any(body):
-            self.codec.keep(indices[:, :, : max(body)], body)
+            self.codec.retain(indices[:, :, : max(body)], body)
         elif any(self.body):
             self.codec.clear()
         self.body, self.tails, self.tail = body, tails, tail
@@ -294,12 +292,12 @@ class CodedStream:
         return self.codec.tensors() + ([] if self.tail is None else [self.tail])
 
 
-class CodedStore:
+class PackedStore:
     """K and V as coded streams; row r's first token has index 0. The streams may differ in codec and schedule."""
 
     whole = False  # `view` decodes everything: for new turns only
 
-    def __init__(self, k: CodedStream, v: CodedStream) -> None:
+    def __init__(self, k: PackedStream, v: PackedStream) -> None:
         self.k, self.v = k, v
 
     @property
@@ -383,10 +381,10 @@ class CodedStore:
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
         """Nothing to do: everything is on the device."""
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m), ascending: row r keeps its first counts[r] entries."""
-        self.v.keep(indices, counts)
-        self.k.keep(indices, counts)
+        self.v.retain(indices, counts)
+        self.k.retain(indices, counts)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k.view(), self.v.view()

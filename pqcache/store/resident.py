@@ -108,7 +108,7 @@ class ResidentStore:
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
         """Nothing to do: everything is where `read` wants it."""
 
-    def keep(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
+    def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
 
         The old buffers are released, not sliced: a slice would keep every dropped token alive.

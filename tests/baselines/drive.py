@@ -43,7 +43,7 @@ def choose(
     positions = torch.arange(s, dtype=torch.int32).expand(1, h_kv, s)
     k = torch.zeros(1, h_kv, s, 4) if k is None else k
     prompt = Prompt(k, scores[None], positions, [s], [plan], SimpleNamespace(layer_idx=layer_idx))  # type: ignore[arg-type]
-    slots, counts = method.keep(prompt)
+    slots, counts = method.choose_entries(prompt)
     out = slots[0, :, : counts[0]].tolist()
     for head in out:
         assert head == sorted(set(head)) and head[0] >= 0 and head[-1] < s

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pqcache.selective.method import ModelShape
 from pqcache.selective.quantization import QuantizationMethod
-from pqcache.store.packed import CodedStore
+from pqcache.selective.shape import ModelShape
+from pqcache.store.packed import PackedStore
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -26,7 +26,7 @@ class Fed:
         self, method: QuantizationMethod, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None = None
     ) -> None:
         self.method = method
-        self.store: CodedStore = method.make_store(0, shape_of(k))
+        self.store: PackedStore = method.make_store(0, shape_of(k))
         self.turn(k, v, lengths)
 
     def turn(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None = None) -> None:

@@ -204,10 +204,10 @@ def test_a_step_attends_every_token_without_a_cluster(llama: PreTrainedModel) ->
     for i, (_, selected) in enumerate(selections(llama, method, 120, 40)):
         step = i // 3
         assert selected.local == [step % 12]
-        assert selected.candidates.hi == [120 + step - step % 12]
+        assert selected.candidates.ends == [120 + step - step % 12]
         assert selected.indices.shape == (1, 4, 22)  # floor(112 * 0.2)
         for head in selected.indices[0].tolist():
-            assert len(set(head)) == 22 and min(head) >= 8 and max(head) < selected.candidates.hi[0]
+            assert len(set(head)) == 22 and min(head) >= 8 and max(head) < selected.candidates.ends[0]
 
 
 @pytest.mark.parametrize("reduce", ["none", "sum_softmax"])
@@ -287,7 +287,7 @@ def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: 
             known = set().union(*(before[i] for before in chosen[-memory:]))
             hits += len(tokens_now[i] & known)
             lookups += 58
-            hi = one.layer.selected.candidates.hi[i // heads]
+            hi = one.layer.selected.candidates.ends[i // heads]
             chance += 58 * min(1.0, len(known) / (hi - 6))
         clusters.append(now)
         chosen.append(tokens_now)

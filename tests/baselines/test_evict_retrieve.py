@@ -17,7 +17,7 @@ from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger, unique_bytes
-from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable
 from tests.baselines.common import context
 from tests.baselines.drive import run
 from tests.invariants.drive import Session, logits, tokens
@@ -155,18 +155,18 @@ def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(
             own_k, own_v = (x[head // group, where] for x in seen[row])
             assert torch.equal(keys[row, head // group, :length], own_k)  # entries are the tokens they are said to be
             assert torch.equal(values[row, head // group, :length], own_v)
-            entries = set(range(min(cand.lo, length))) | set(range(max(0, length - 1 - selected.local[row]), length))
+            entries = set(range(min(cand.sinks, length))) | set(range(max(0, length - 1 - selected.local[row]), length))
             if selected.indices is None:
-                chosen = set(range(cand.lo, cand.hi[row])) if cand.k[row] else set()
+                chosen = set(range(cand.sinks, cand.ends[row])) if cand.k[row] else set()
             else:
                 mine = selected.indices[row, head * selected.indices.shape[1] // h].tolist()
                 chosen = {i for i in mine if i >= 0}
                 assert len(chosen) == sum(i >= 0 for i in mine)
-            assert all(cand.lo <= i < cand.hi[row] for i in chosen)
+            assert all(cand.sinks <= i < cand.ends[row] for i in chosen)
             if retrieve != "quest":  # whose pages may be cut
                 assert len(chosen) == cand.k[row]
                 if not layer.dense[row]:
-                    assert len(chosen) == min(spent.k, cand.hi[row] - cand.lo)
+                    assert len(chosen) == min(spent.k, cand.ends[row] - cand.sinks)
             at = sorted(entries | chosen)
             weights = (own_k[at].float() @ qs[row, head, 0].float() * 8**-0.5).softmax(-1)
             expected = weights @ own_v[at].float()
@@ -194,7 +194,7 @@ def test_diagnostics_see_positions(llama: PreTrainedModel) -> None:
             if layer is not cache.layers[1]:
                 return
             held, cand = layer.held_positions()[0, 0].tolist(), selected.candidates
-            entries = [*range(cand.lo), *selected.indices[0, 0].tolist(), *range(cand.hi[0], cand.lengths[0])]
+            entries = [*range(cand.sinks), *selected.indices[0, 0].tolist(), *range(cand.ends[0], cand.lengths[0])]
             out.append((len({held[e] for e in entries}), sum(held[e] for e in entries)))
 
         cache.observers.append(check)
@@ -206,7 +206,7 @@ def test_diagnostics_see_positions(llama: PreTrainedModel) -> None:
             if layer is cache.layers[1]:
                 where = attended[0, 0].nonzero().flatten()
                 marks.append((len(where), int(where.sum())))
-                assert choice[1][0, 0].sum() == layer.selected.candidates.hi[0] - layer.selected.candidates.lo
+                assert choice[1][0, 0].sum() == layer.selected.candidates.ends[0] - layer.selected.candidates.sinks
             return attended, choice
 
         measures._attended = spy  # type: ignore[method-assign]

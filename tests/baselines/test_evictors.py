@@ -23,7 +23,7 @@ from pqcache.selective.attention import causal_mask, partial
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 from tests.baselines.drive import held, run
 
 D = 8

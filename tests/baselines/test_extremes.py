@@ -18,7 +18,7 @@ from baselines.zipcache.mikv import MiKV
 from pqcache.selective import Budget
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 from tests.baselines.common import context
 from tests.baselines.test_evictors import EVICTORS, OneLayer, make
 

@@ -256,7 +256,7 @@ def test_chosen_tokens_and_tiles_equal_the_whole(
         for part, x in zip(store.tile(lo, hi), whole, strict=True):
             torch.testing.assert_close(part[:, :, : length - lo], x[:, :, lo : min(hi, length)], rtol=1e-5, atol=1e-5)
     kept = torch.tensor([*range(3, 16), length - 1]).expand(2, 2, -1)
-    store.keep(kept, [14, 14])
+    store.retain(kept, [14, 14])
     assert store.lengths == [14, 14]
     for part, x in zip(store.view(), whole, strict=True):
         assert (part - x[:, :, kept[0, 0]]).abs().max() < 0.6  # a new block, with ranges of its own

@@ -196,7 +196,7 @@ def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
         n, h, _, d = q.shape
         h_kv = keys.shape[1]
         exact = (q.view(n, h_kv, -1, d) @ keys.mT).view(n, h, -1) * model.model.layers[0].self_attn.scaling
-        for row, (hi, k) in enumerate(zip(selected.candidates.hi, selected.candidates.k, strict=True)):
+        for row, (hi, k) in enumerate(zip(selected.candidates.ends, selected.candidates.k, strict=True)):
             best = top_tokens(group_reduce(exact[row : row + 1, :, :hi], h_kv, "sum_softmax"), [k])[0]
             assert torch.equal(selected.indices[row, :, :k], best)
 
@@ -271,7 +271,7 @@ def test_the_first_layer_stays_dense(llama: PreTrainedModel) -> None:
     calls = selections(llama, method, 100, 4)
     assert [layer for layer, selected in calls if selected is not None] == [1, 2] * 4
     for step, (_, selected) in enumerate(c for c in calls if c[1] is not None):
-        assert selected.sinks == 0 and selected.local == [0] and selected.candidates.hi == [100 + step // 2]
+        assert selected.sinks == 0 and selected.local == [0] and selected.candidates.ends == [100 + step // 2]
         assert selected.indices.shape == (1, 2, 20)
 
 

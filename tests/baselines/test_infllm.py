@@ -19,7 +19,8 @@ from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, rop
 from pqcache.selective.column_sums import add_column_sums
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape, NotBuilt
+from pqcache.selective.method import NotBuilt
+from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import attention_kernel
 from tests.baselines.common import selections
 from tests.invariants.drive import Session, logits, tokens
@@ -309,7 +310,7 @@ def test_one_token_per_block_is_the_exact_top(llama: PreTrainedModel, per_head: 
     def observe(layer: InfLLMLayer, q: torch.Tensor, selected: Any) -> None:
         nonlocal checked
         past = layer.lengths[0] - 1
-        raw = layer.blocks.whole(0)[0].repeat_interleave(2, 0)[:, : selected.candidates.hi[0] - 4]
+        raw = layer.blocks.whole(0)[0].repeat_interleave(2, 0)[:, : selected.candidates.ends[0] - 4]
         module, rotary = llama.model.layers[layer.layer_idx].self_attn, llama.model.rotary_emb
         plain = rope.unrotate(module, q, *rope.tables(rotary, q, torch.tensor([[past]])))
         far = rope.rotate(module, plain, *rope.tables(rotary, q, torch.tensor([[9]])))[0]
@@ -333,7 +334,7 @@ def test_attended_tokens_are_what_is_reported(llama: PreTrainedModel) -> None:
     method = InfLLM(n_init=4, n_local=20, topk=3, block=5, budget=HALF)
     for i, (_, selected) in enumerate(selections(llama, method, 100, 12)):
         past = 100 + i // 3
-        (hi,), (local,) = selected.candidates.hi, selected.local
+        (hi,), (local,) = selected.candidates.ends, selected.local
         assert hi == 4 + 5 * ((past - 20 - 4) // 5)
         assert 4 + (hi - 4) + local == past
         assert 20 <= local <= 24

@@ -189,7 +189,7 @@ def test_dropping_tokens_codes_their_groups_again() -> None:
     store = Fed(KIVI(group=4, residual=8), k, v).store
     before = store.view()
     kept = torch.tensor([*range(8, 16), *range(20, 24), 25, 33, 39]).expand(2, 2, -1)
-    store.keep(kept, [15, 15])
+    store.retain(kept, [15, 15])
     assert store.lengths == [15, 15]
     assert (store.k.tails, store.v.tails) == ([3, 3], [2, 2])
     for part, x in zip(store.view(), before, strict=True):

@@ -50,7 +50,9 @@ class Drawn:
         selected = one.layer.selected
         chosen = [] if selected.indices is None else selected.indices[row]
         mine = (
-            chosen[head * len(chosen) // self.h].tolist() if len(chosen) else range(SINKS, selected.candidates.hi[row])
+            chosen[head * len(chosen) // self.h].tolist()
+            if len(chosen)
+            else range(SINKS, selected.candidates.ends[row])
         )
         end = self.lengths[row]
         attended = {*range(SINKS), *(i for i in mine if i >= 0), *range(end - selected.local[row], end + 1)}

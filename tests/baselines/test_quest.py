@@ -162,7 +162,7 @@ def test_enough_pages_are_dense(llama: PreTrainedModel) -> None:
 def test_every_selection_is_whole_pages_within_the_budget(llama: PreTrainedModel) -> None:
     for step, (_, selected) in enumerate(selections(llama, Quest(page=4, budget=Budget(ratio=0.25)), 120, 20)):
         past = 120 + step // 3
-        assert selected.sinks == 0 and selected.local == [0] and selected.candidates.hi == [past]
+        assert selected.sinks == 0 and selected.local == [0] and selected.candidates.ends == [past]
         for head in selected.indices[0].tolist():
             chosen = {i // 4 for i in head}
             assert len(chosen) == 7  # floor(30 / 4)

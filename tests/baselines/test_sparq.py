@@ -87,7 +87,7 @@ def test_all_components_choose_the_heaviest_tokens_of_every_row(
     for row, length in enumerate(lengths):
         keys = torch.cat([k[row, :, :length], new[row]], 1).double().repeat_interleave(group, 0)
         exact = (q[row].double() * keys).sum(-1)[None] * 8**-0.5
-        weights = group_reduce(exact, 2, reduce)[0, :, 4 : cand.hi[row]]
+        weights = group_reduce(exact, 2, reduce)[0, :, 4 : cand.ends[row]]
         assert cand.k[row] == method.plan(length, 0, 1).k
         for head, chosen in enumerate(one.selected[row]):
             picked = chosen[chosen >= 0] - 4

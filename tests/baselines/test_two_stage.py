@@ -99,16 +99,16 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
     assert isinstance(index, TwoStageIndex)
     chosen = one.selected
     ctx = one.context(decode=True)
-    wanted = [min(hi - cand.lo, max(k, -int(-shortlist * k // 1))) for hi, k in zip(cand.hi, cand.k, strict=True)]
+    wanted = [min(hi - cand.sinks, max(k, -int(-shortlist * k // 1))) for hi, k in zip(cand.ends, cand.k, strict=True)]
     listed = index.shorten(q, cand, wanted, h_kv, ctx)
-    scores = index.score(q, cand.lo, max(cand.hi), ctx)
-    whole = all(w == hi - cand.lo for w, hi in zip(wanted, cand.hi, strict=True))
-    for row, hi in enumerate(cand.hi):
+    scores = index.score(q, cand.sinks, max(cand.ends), ctx)
+    whole = all(w == hi - cand.sinks for w, hi in zip(wanted, cand.ends, strict=True))
+    for row, hi in enumerate(cand.ends):
         for head in range(chosen.shape[1]):
             mine = [i for i in chosen[row, head].tolist() if i >= 0]
             on_list = [i for i in listed[row, head * listed.shape[1] // chosen.shape[1]].tolist() if i >= 0]
             assert mine == sorted(set(mine)) and on_list == sorted(set(on_list))
-            assert all(cand.lo <= i < hi for i in on_list)
+            assert all(cand.sinks <= i < hi for i in on_list)
             assert set(mine) <= set(on_list)
             if len(on_list) >= cand.k[row]:
                 assert len(mine) == cand.k[row]
@@ -118,9 +118,9 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
                 group_of = slice(head, head + 1) if reduce == "none" else slice(head * group, head * group + group)
                 score = scores[row, group_of].amax(0)
                 left = sorted(set(on_list) - set(mine))
-                assert score[[i - cand.lo for i in mine]].min() >= score[[i - cand.lo for i in left]].max() - 1e-4
-            if wanted[row] == hi - cand.lo:
-                assert on_list == list(range(cand.lo, hi))
+                assert score[[i - cand.sinks for i in mine]].min() >= score[[i - cand.sinks for i in left]].max() - 1e-4
+            if wanted[row] == hi - cand.sinks:
+                assert on_list == list(range(cand.sinks, hi))
     again = index.second.select(q, cand, h_kv, ctx) if whole else index.rank(q, listed, cand, h_kv, ctx)
     assert torch.equal(again.indices, chosen)
 
@@ -146,7 +146,7 @@ def test_everything_shortlisted_is_the_second_stage_alone(
         return
     assert torch.equal(one.selected, other.selected)
     index, cand = one.layer.index, one.layer.selected.candidates
-    everything = torch.tensor([[[i if i < hi else -1 for i in range(cand.lo, max(cand.hi))]] for hi in cand.hi])
+    everything = torch.tensor([[[i if i < hi else -1 for i in range(cand.sinks, max(cand.ends))]] for hi in cand.ends])
     listed = everything.expand(-1, 2 * group if reduce == "none" else 2, -1)
     ranked = index.rank(q, listed, cand, 2, one.context(decode=True)).indices
     width = max(ranked.shape[2], other.selected.shape[2])
@@ -186,7 +186,7 @@ def test_a_shortlist_of_k_clusters_is_the_choice_of_clusters(seed: int, s: int, 
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         for c in weights[0, head].argsort(descending=True, stable=True).tolist():
             members = clusters.order[0, kv, starts[c] : starts[c] + sizes[c]].tolist()
-            want += [i for i in members if cand.lo <= i < cand.hi[0]]
+            want += [i for i in members if cand.sinks <= i < cand.ends[0]]
         assert one.selected[0, head].tolist() == sorted(want[: cand.k[0]])
 
 
@@ -273,7 +273,7 @@ def test_stages_follow_a_long_generation(llama: PreTrainedModel) -> None:
     seen = set()
     for step, (_, selected) in enumerate(selections(llama, method, 120, 60)):
         past = 120 + step // 3
-        assert selected.candidates.lo == 20 and selected.candidates.hi == [past - selected.local[0]]
+        assert selected.candidates.sinks == 20 and selected.candidates.ends == [past - selected.local[0]]
         assert selected.local == [2]
         assert all(len(set(head)) == 18 for head in selected.indices[0].tolist())
         seen |= set(selected.indices.flatten().tolist())

@@ -15,7 +15,7 @@ from baselines.zipcache.method import ZipCache
 from baselines.zipcache.mikv import MiKV
 from pqcache.selective import Budget
 from pqcache.selective.ledger import unique_bytes
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 from tests.baselines.drive import run
 
 FIFTH = {"budget": Budget(ratio=0.2)}

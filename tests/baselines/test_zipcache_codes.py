@@ -16,7 +16,7 @@ from baselines.zipcache.mixed_store import MixedCodec, Widths
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape
+from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import dequantize, quantize
 from tests.baselines.common import context
 from tests.invariants.drive import Session, pad_left, tokens
@@ -150,8 +150,8 @@ def test_dropped_tokens_leave_the_others_as_they_were(lengths: list[int], by: st
         for head in range(2):
             indices[r, head, :count] = torch.randperm(length, generator=generator)[:count].sort().values
     before = [codec.take(indices) for codec in pair[:2]]
-    pair[1].keep(indices, counts)
-    pair[0].keep(indices, counts)
+    pair[1].retain(indices, counts)
+    pair[0].retain(indices, counts)
     after = [codec.tile(0, max(counts)) for codec in pair[:2]]
     for r, count in enumerate(counts):
         for a, b in zip(before, after, strict=True):

@@ -35,10 +35,10 @@ class SharedIndex(Index):
     """One choice for all heads (H = 1), padded at its end: the blocks of eight with the largest keys."""
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: Any) -> Selection:
-        keys = self.layer.store.view()[0][0, :, cand.lo : cand.hi[0]]
+        keys = self.layer.store.view()[0][0, :, cand.sinks : cand.ends[0]]
         blocks = keys.norm(dim=-1).sum(0).split(8)
         best = sorted(range(len(blocks)), key=lambda i: -float(blocks[i].sum()))[: cand.k[0] // 8]
-        chosen = [cand.lo + 8 * b + i for b in best for i in range(len(blocks[b]))]
+        chosen = [cand.sinks + 8 * b + i for b in best for i in range(len(blocks[b]))]
         padded = chosen + [-1] * (8 * len(best) + 2 - len(chosen))
         return Selection(torch.tensor(padded, device=q.device)[None, None], padded=True)
 

@@ -46,9 +46,9 @@ def test_partition_is_exact_at_every_step_in_every_layer(llama: PreTrainedModel,
             past = PROMPT + step
             assert [layer for layer, _ in calls] == [0, 1, 2]
             for _, selected in calls:
-                (hi,), (local,) = selected.candidates.hi, selected.local
-                assert selected.sinks + (hi - selected.candidates.lo) + local == past
-                assert (selected.candidates.lo, hi, local) == (SINKS, past - plan.local, plan.local)
+                (hi,), (local,) = selected.candidates.ends, selected.local
+                assert selected.sinks + (hi - selected.candidates.sinks) + local == past
+                assert (selected.candidates.sinks, hi, local) == (SINKS, past - plan.local, plan.local)
                 assert selected.indices is not None
                 for head in selected.indices[0]:
                     assert len(set(head.tolist())) == plan.k

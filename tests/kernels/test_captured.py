@@ -13,7 +13,8 @@ from pqcache import kernels
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.captured import CapturedSteps
-from pqcache.selective.method import Method, NotApplicable
+from pqcache.selective.method import Method
+from pqcache.selective.shape import NotApplicable
 from tests.invariants.conftest import _one_thread
 from tests.invariants.drive import tokens
 

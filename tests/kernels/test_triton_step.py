@@ -14,7 +14,7 @@ from pqcache.pq import PQCache
 from pqcache.selective import Budget
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.lanes import Lanes
 
 if sys.platform != "linux":

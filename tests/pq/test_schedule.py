@@ -63,7 +63,7 @@ def test_a_profile_is_kept_by_machine_and_geometry(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_every_geometry_is_a_model_the_interface_takes(name: str) -> None:
-    from pqcache.selective.method import ModelShape
+    from pqcache.selective.shape import ModelShape
     from pqcache.selective.support import check_architecture
 
     config = geometry(name)

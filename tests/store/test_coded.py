@@ -12,15 +12,15 @@ from pqcache.selective.attention import partial
 from pqcache.selective.layer import row_mask
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.buffer import take_tokens
-from pqcache.store.packed import Codec, CodedStore, CodedStream, ExactCodec, TokenCodec, pack_all_but
+from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, TokenCodec, pack_all_but
 
 H_KV, D = 2, 8
 
 
 class WholeCodec(TokenCodec):
-    """TokenCodec with the base class's `keep`, which codes again what stays."""
+    """TokenCodec with the base class's `retain`, which codes again what stays."""
 
-    keep = Codec.keep
+    retain = Codec.retain
 
 
 CODECS = {
@@ -37,10 +37,10 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def filled(codec: str, rows: list[int], residual: int, steps: int, seed: int) -> tuple[CodedStore, list[torch.Tensor]]:
+def filled(codec: str, rows: list[int], residual: int, steps: int, seed: int) -> tuple[PackedStore, list[torch.Tensor]]:
     """A store after a prompt of rows[r] tokens and `steps` single ones, K's tail one longer than V's; and row r's exact K."""
-    store = CodedStore(
-        CodedStream(CODECS[codec](), pack_all_but(residual + 1)), CodedStream(CODECS[codec](), pack_all_but(residual))
+    store = PackedStore(
+        PackedStream(CODECS[codec](), pack_all_but(residual + 1)), PackedStream(CODECS[codec](), pack_all_but(residual))
     )
     prompt = randn(len(rows), H_KV, max(rows), D, seed=seed)
     store.load(prompt, -prompt, rows)
@@ -126,7 +126,7 @@ def test_dropping_tokens_leaves_the_others_as_they_were(
     for r, (count, length) in enumerate(zip(counts, store.lengths, strict=True)):
         for head in range(H_KV):  # heads choose apart
             indices[r, head, :count] = torch.randperm(length, generator=generator)[:count].sort().values
-    store.keep(indices, counts)
+    store.retain(indices, counts)
     assert store.lengths == counts
     assert sum(t.numel() * t.element_size() for t in store.tensors()["device"]) <= held + 2 * 256 * H_KV * D * len(rows)
     for whole, now in zip(before, store.view(), strict=True):
@@ -155,7 +155,7 @@ def test_attention_by_tiles_equals_attention_over_everything_decoded(
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_packing_everything_ignores_the_schedule(everything: bool) -> None:
-    store = CodedStore(*(CodedStream(TokenCodec(4), pack_all_but(50)) for _ in "kv"))
+    store = PackedStore(*(PackedStream(TokenCodec(4), pack_all_but(50)) for _ in "kv"))
     x = randn(2, H_KV, 30, D, seed=0)
     store.load(x, x, [30, 20])
     store.pack(everything)
@@ -183,7 +183,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def largest(store: CodedStore, q: torch.Tensor, tile: int) -> int:
+def largest(store: PackedStore, q: torch.Tensor, tile: int) -> int:
     with Largest(store.tensors()["device"]) as seen:
         attend_coded(q, store, 0.5, tile)
     return seen.numel
@@ -193,7 +193,7 @@ def largest(store: CodedStore, q: torch.Tensor, tile: int) -> int:
 def test_decoding_scratch_does_not_grow_with_the_length(rows: int) -> None:
     sizes = []
     for length in (500, 4000):
-        store = CodedStore(*(CodedStream(TokenCodec(4), pack_all_but(3)) for _ in "kv"))
+        store = PackedStore(*(PackedStream(TokenCodec(4), pack_all_but(3)) for _ in "kv"))
         x = randn(rows, H_KV, length, D, seed=0)
         store.load(x, x, [length - 40 * r for r in range(rows)])
         store.pack()
