@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pqcache.diagnostics import measures as m
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher, row_mask
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, WatchedCall, Watcher, row_mask
 from pqcache.selective.retrieval import RetrievalLayer, Selected
 from pqcache.store.resident import ResidentStore
 
@@ -52,18 +52,19 @@ class Shadow:
     def __init__(self) -> None:
         self.copy: ResidentStore | None = None
 
-    def add(self, layer: SelectiveLayer, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
-        """One block, after the layer has taken it."""
-        if self.store_of(layer, ctx.step.total) is not None:
+    def add(self, call: WatchedCall) -> None:
+        """One block, after the layer has stored it."""
+        step = call.ctx.step
+        if self.store_of(call.layer, step.total) is not None:
             self.copy = None
             return
         if self.copy is None:
             self.copy = ResidentStore()
-            if not ctx.step.first:
+            if not step.first:
                 raise RuntimeError("a watcher has to see a request from its first token on")
-        elif self.copy.lengths != ctx.step.past:
+        elif self.copy.lengths != step.past:
             raise RuntimeError("a watcher has missed tokens of this request")
-        self.copy.append(k, v, ctx.step.counts)
+        self.copy.append(call.k, call.v, step.counts)
 
     def view(self, layer: SelectiveLayer, total: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, h_kv, m, d), m = max(total)."""
@@ -100,36 +101,24 @@ class Measures(Watcher):
         self.found: dict[int, list[dict[str, torch.Tensor]]] = {}  # layer -> per step, name -> (n, h)
         self.ranks: dict[int, list[torch.Tensor]] = {}  # layer -> per step (n, h, tracked)
 
-    def watch(
-        self,
-        layer: SelectiveLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        ctx: LayerContext,
-    ) -> None:
+    def watch(self, call: WatchedCall) -> None:
+        layer, ctx = call.layer, call.ctx
         at = layer.layer_idx
         if len(self.found.get(at, ())) >= self.max_steps:
             return
         shadow = self.shadows.setdefault(at, Shadow())
-        shadow.add(layer, k, v, ctx)
+        shadow.add(call)
         if ctx.step.decode:
-            self._measure(layer, q, shadow.view(layer, ctx.step.total), out, ctx)
+            self._measure(call, shadow.view(layer, ctx.step.total))
         kept = layer.held_positions()
         self.held[at] = None if kept is None else kept.clone()
         if len(self.found.get(at, ())) >= self.max_steps:
             shadow.copy = None
 
-    def _measure(
-        self,
-        layer: SelectiveLayer,
-        q: torch.Tensor,
-        kv: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        ctx: LayerContext,
-    ) -> None:
-        at, lengths, (k, v) = layer.layer_idx, ctx.step.total, kv
+    def _measure(self, call: WatchedCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Everything about one decode step of one layer; kv (n, h_kv, m, d): exact K and V of all tokens."""
+        layer, q, ctx, (k, v) = call.layer, call.q, call.ctx, kv
+        at, lengths = layer.layer_idx, ctx.step.total
         n, h, _, _ = q.shape
         h_kv, length = k.shape[1], max(lengths)
         if not self.prompt:
@@ -160,7 +149,7 @@ class Measures(Watcher):
         else:
             everything = torch.ones((n, h, length), dtype=torch.bool, device=q.device)
             full = m.output(logits, v, stored, everything).full
-        real = out[:, 0].float()
+        real = call.out[:, 0].float()
         here["output_error"] = (real - full).norm(dim=-1) / full.norm(dim=-1)
         self._follow(at, logits, order, prompt, here)
         self.found.setdefault(at, []).append(here)

@@ -35,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from pqcache.atomic import write_bytes
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher
+from pqcache.selective.layer import DenseLayer, WatchedCall, Watcher
 from pqcache.selective.retrieval import Selected
 from pqcache.selective.shape import ModelShape
 
@@ -65,17 +65,10 @@ class TraceRecorder(Watcher):
         self.dense: set[int] = set()
         self.last = 0  # decode steps seen
 
-    def watch(
-        self,
-        layer: SelectiveLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        ctx: LayerContext,
-    ) -> None:
+    def watch(self, call: WatchedCall) -> None:
+        layer, ctx = call.layer, call.ctx
         if not self.header:
-            self._begin(layer, q, ctx)
+            self._begin(call)
         if not ctx.step.decode:
             if self.last:
                 raise ValueError("a trace is of one prompt: it has no second turn")
@@ -99,9 +92,9 @@ class TraceRecorder(Watcher):
         self.widths.setdefault(at, []).append(width)
         self.last = len(self.steps[at])
 
-    def _begin(self, layer: SelectiveLayer, q: torch.Tensor, ctx: LayerContext) -> None:
-        cache = ctx.cache
-        if q.shape[0] != 1 or cache.token_ids is None or cache.prompt_lengths is None:
+    def _begin(self, call: WatchedCall) -> None:
+        cache = call.ctx.cache
+        if call.q.shape[0] != 1 or cache.token_ids is None or cache.prompt_lengths is None:
             raise ValueError("a trace is of one prompt whose token ids begin() was told")
         shape = cache.shape
         self.header = {

@@ -4,7 +4,7 @@ from pqcache.selective.attach import attach
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, Likelihood, decode_loop, generate, likelihood
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, Watcher
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method, NotBuilt
 from pqcache.selective.shape import ModelShape, NotApplicable
@@ -27,6 +27,7 @@ __all__ = [
     "SelectiveCache",
     "SelectiveLayer",
     "StagedLayer",
+    "WatchedCall",
     "Watcher",
     "attach",
     "decode_loop",

@@ -90,22 +90,23 @@ class Store(Protocol):
     def tensors(self) -> dict[str, list[torch.Tensor]]: ...
 
 
+@dataclass(frozen=True)
+class WatchedCall:
+    """One call of a layer's attention, and its result."""
+
+    layer: SelectiveLayer  # after the call; `layer.selected` is what a decode step chose
+    q: torch.Tensor  # (n, h, t, d)
+    k: torch.Tensor  # (n, h_kv, t, d) of the new block
+    v: torch.Tensor
+    out: torch.Tensor  # (n, t, h, d)
+    ctx: LayerContext  # `ctx.step` says which phase it was
+
+
 class Watcher:
     """Sees every attention of every layer and changes nothing: for diagnostics. Put it into `cache.watchers`."""
 
-    def watch(
-        self,
-        layer: SelectiveLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        ctx: LayerContext,
-    ) -> None:
-        """Called after each `attend`: q (n, h, t, d), k and v (n, h_kv, t, d) of the new block, out (n, t, h, d).
-
-        `ctx.step` says which phase it was; `layer.selected` is what a decode step chose.
-        """
+    def watch(self, call: WatchedCall) -> None:
+        """Called after each `attend`."""
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i became what row index[i] was."""
@@ -200,8 +201,7 @@ class SelectiveLayer(CacheLayerMixin):
             out = self.decode(q, k, v, ctx)
             for observer in ctx.cache.observers:
                 observer(self, q, self.selected)
-            for watcher in ctx.cache.watchers:
-                watcher.watch(self, q, k, v, out, ctx)
+            self._show(q, k, v, out, ctx)
             self.selected = None
             return out
         out = self.prefill(q, k, v, mask, ctx)
@@ -209,9 +209,15 @@ class SelectiveLayer(CacheLayerMixin):
             ctx.cache.note_resident()  # the peak: this layer's prompt still whole beside what earlier layers settled
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
-        for watcher in ctx.cache.watchers:
-            watcher.watch(self, q, k, v, out, ctx)
+        self._show(q, k, v, out, ctx)
         return out
+
+    def _show(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, ctx: LayerContext) -> None:
+        """Let the watchers see this call."""
+        if ctx.cache.watchers:
+            call = WatchedCall(self, q, k, v, out, ctx)
+            for watcher in ctx.cache.watchers:
+                watcher.watch(call)
 
     # -- the transformers side --------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, Watcher
+from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 
@@ -85,17 +85,10 @@ class _Tape(Watcher):
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def watch(
-        self,
-        layer: SelectiveLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        ctx: LayerContext,
-    ) -> None:
+    def watch(self, call: WatchedCall) -> None:
+        ctx = call.ctx
         shared = (ctx.module, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids, ctx.modules, ctx.rotary, ctx.scaling)
-        self.calls.append(Call(q, k, v, out, *shared))
+        self.calls.append(Call(call.q, call.k, call.v, call.out, *shared))
 
 
 class _Passing(DenseLayer):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from baselines.combined.kvcrush_mixed import KVCrushMixed, SplitStore
 from baselines.kvcrush import KVCrush
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget, SelectiveCache, WatchedCall, attach
 from tests.baselines.drive import held, run
 from tests.invariants.drive import Session, logits, tokens
 
@@ -68,14 +68,14 @@ def test_attention_equals_a_naive_computation(llama: PreTrainedModel, kind: dict
     steps = []
 
     class Spy:
-        def watch(self, seen: Any, q: Any, k: Any, v: Any, out: Any, ctx: Any) -> None:
-            if seen is layer and ctx.step.decode:
+        def watch(self, call: WatchedCall) -> None:
+            if call.layer is layer and call.ctx.step.decode:
                 keys, values = layer.store.view()
                 for row, length in enumerate(layer.store.lengths):
                     own = (x[row, :, :length].repeat_interleave(2, 0) for x in (keys, values))
                     key, value = own
-                    weights = (torch.einsum("hd,hmd->hm", q[row, :, 0], key) * ctx.scaling).softmax(-1)
-                    steps.append((out[row, 0], torch.einsum("hm,hmd->hd", weights, value)))
+                    weights = (torch.einsum("hd,hmd->hm", call.q[row, :, 0], key) * call.ctx.scaling).softmax(-1)
+                    steps.append((call.out[row, 0], torch.einsum("hm,hmd->hd", weights, value)))
 
         def map_rows(self, index: torch.Tensor) -> None: ...
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baselines.full import Full
-from pqcache.selective import SelectiveCache, attach
+from pqcache.selective import SelectiveCache, WatchedCall, attach
 from pqcache.selective.layer import Watcher
 from tests.invariants.cases import ARCHITECTURES
 
@@ -85,8 +85,8 @@ def test_whoever_asks_for_more_gets_all_rows(llama: PreTrainedModel, kwargs: dic
 
 def test_the_bare_decoder_and_watched_passes_compute_all_rows(llama: PreTrainedModel) -> None:
     class Look(Watcher):
-        def watch(self, layer, q, k, v, out, ctx) -> None:
-            seen.append(bool((out == 0).all(-1).any()))
+        def watch(self, call: WatchedCall) -> None:
+            seen.append(bool((call.out == 0).all(-1).any()))
 
     seen: list[bool] = []
     with attach(llama):
