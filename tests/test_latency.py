@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.h2o import H2O
-from baselines.zipcache.mikv import MiKV
+from baselines.zipcache import MiKV
 from pqcache.measure.machine import Ceilings, ceilings, slug
 from pqcache.measure.roofline import Bound, bound, prompt, random_model, weight_bytes
 from pqcache.pq import PQCache

@@ -23,8 +23,7 @@ from baselines.pyramidkv import PyramidKV
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.streaming import StreamingLLM
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
+from baselines.zipcache import MiKV, ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective.attention import partial
 from pqcache.selective.budget import Budget, Plan

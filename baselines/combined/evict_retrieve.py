@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedConfig
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.h2o import H2O
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle

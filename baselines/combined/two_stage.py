@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.sparq import SparQ

@@ -1,4 +1,4 @@
-"""K and V in blocks of consecutive tokens, fetched block by block; and the newest columns of a batch."""
+"""K and V in blocks of consecutive tokens, on the device or on the host with a block cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pqcache.store.buffer import STEP, Buffer, round_up
+from pqcache.store.buffer import STEP, Buffer
 
 HOST = torch.device("cpu")
-_SLACK = STEP // 2  # columns are moved to the front of their buffer at most once in this many tokens
 
 
 def block_step(block: int) -> int:
@@ -158,51 +157,3 @@ class HostBlockStore(BlockStore):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return {"device": [self.pool.data], "host": [self.blocks.data]}
-
-
-class Columns:
-    """The newest columns of several tensors (n, heads, columns, *rest), which slide together.
-
-    Columns count what a left-padded batch has seen, so all rows share them: row r's position p is column p + its padding.
-    """
-
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self.buffers = [Buffer.like(x) for x in like]
-        self.base = self.end = 0  # columns base .. end-1 are held
-
-    def append(self, tensors: Sequence[torch.Tensor], counts: Sequence[int], oldest: int) -> None:
-        """Add t columns, of row r the last counts[r]. Columns before `oldest` may be let go to make room."""
-        t = tensors[0].shape[2]
-        if self.end - self.base + t > self.buffers[0].capacity and oldest - self.base >= t:
-            for buffer in self.buffers:
-                buffer.data[:, :, : self.end - oldest] = buffer.data[
-                    :, :, oldest - self.base : self.end - self.base
-                ].clone()
-            self.base = oldest
-        at = self.end - self.base
-        for buffer, x in zip(self.buffers, tensors, strict=True):
-            buffer.write(x, [at + t - count for count in counts], counts)
-        self.end += t
-
-    def view(self, i: int, lo: int, hi: int, rows: slice = slice(None)) -> torch.Tensor:
-        """Columns lo .. hi-1 of tensor i, no copy."""
-        return self.buffers[i].data[rows, :, lo - self.base : hi - self.base]
-
-    def compact(self, oldest: int) -> None:
-        """Let go of the columns before `oldest`, and of the memory they took."""
-        capacity = round_up(self.end - oldest + _SLACK)
-        if capacity >= self.buffers[0].capacity:
-            return
-        for i, buffer in enumerate(self.buffers):
-            fresh = Buffer.like(buffer.data)
-            fresh.reserve(capacity)
-            fresh.data[:, :, : self.end - oldest] = self.view(i, oldest, self.end)
-            buffer.data = fresh.data
-        self.base = oldest
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        for buffer in self.buffers:
-            buffer.map_rows(index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [buffer.data for buffer in self.buffers]

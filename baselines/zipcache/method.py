@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from baselines.zipcache.saliency import PROBES, ProbeRule, SalientMethod, special_tokens
+from baselines.zipcache.probes import PROBES, ProbeRule, special_tokens
+from baselines.zipcache.salient import SalientMethod
 
 
 @dataclass(kw_only=True)

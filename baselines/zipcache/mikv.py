@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baselines.zipcache.saliency import ProbeRule, SalientMethod
+from baselines.zipcache.probes import ProbeRule
+from baselines.zipcache.salient import SalientMethod
 
 
 @dataclass(kw_only=True)

@@ -131,3 +131,10 @@ def unpack_codes(packed: torch.Tensor, bits: int, d: int) -> torch.Tensor:
             word |= packed[..., i::size].to(torch.int64) << (8 * i)
     codes = torch.stack([word >> (bits * i) & (2**bits - 1) for i in range(count)], -1)
     return codes.to(torch.uint8).flatten(-2)[..., :d]
+
+
+def popcount(x: torch.Tensor) -> torch.Tensor:
+    """Ones in each byte of x (uint8): uint8, same shape. Sums neighbouring bits, pairs and nibbles in parallel."""
+    x = x - ((x >> 1) & 0x55)
+    x = (x & 0x33) + ((x >> 2) & 0x33)
+    return (x + (x >> 4)) & 0x0F

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from baselines.clusterkv import ClusterKV
 from baselines.clusterkv.clusters import DISTANCES, cluster, nearest
-from baselines.clusterkv.method import ClusterKV
 from baselines.clusterkv.recent_store import RecentStore
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from tests.baselines.common import OneLayer, selections

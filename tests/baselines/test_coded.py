@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from baselines.combined.coded import CODECS, Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
-from baselines.zipcache.method import ZipCache
+from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.ledger import unique_bytes

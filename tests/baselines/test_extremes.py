@@ -13,8 +13,7 @@ from torch import nn
 from baselines.gear import GEAR
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
+from baselines.zipcache import MiKV, ZipCache
 from pqcache.selective import Budget
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
+from baselines.infllm import InfLLM
 from baselines.infllm.block_store import HostBlockStore
-from baselines.infllm.method import InfLLM, InfLLMLayer
+from baselines.infllm.layer import InfLLMLayer
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, rope
 from pqcache.selective.column_sums import add_column_sums
 from pqcache.selective.layer import DenseLayer, LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import NotBuilt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import attention_kernel
 from tests.baselines.common import selections
@@ -259,7 +259,7 @@ def test_a_window_that_holds_everything_is_dense(
     for a, b in zip(mine, naive, strict=True):  # with that window the reference is plain attention at true distances
         tolerance = 1e-4 if dtype == torch.float32 else 0.3
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    assert driver.layer.blocks.counts == [0] * len(lengths)
+    assert driver.layer.memory.blocks.counts == [0] * len(lengths)
 
 
 @settings(max_examples=12, deadline=None)
@@ -277,25 +277,25 @@ def test_with_all_blocks_retrieved_representatives_do_not_matter(
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), lengths=lengths_, hyper=hypers)
-def test_every_token_lies_in_one_place(seed: int, lengths: list[int], hyper: dict[str, Any]) -> None:
-    """Init tokens, blocks, and what `near` holds behind them: K and V of each position once, in its own form."""
+def test_every_token_is_stored_in_one_place(seed: int, lengths: list[int], hyper: dict[str, Any]) -> None:
+    """Sink tokens, blocks, and what `near` holds behind them: K and V of each position once, in its own form."""
     method = make(hyper)
     _, _, driver = run(method, seed, lengths, 1, torch.float32, naive_too=False)
-    layer: InfLLMLayer = driver.layer
+    memory = driver.layer.memory
     k, v = (drawn(seed + i, len(lengths), 2, max(lengths) + 25, D) * 2 for i in (1, 2))
     for row, length in enumerate(lengths):
         total, pad = length + 25, max(lengths) - length
-        start, left = layer._starts()[row], max(0, total - method.n_local)
-        assert layer.left[row] == left
-        assert layer.blocks.counts[row] == max(0, left - method.n_init) // method.block
+        start, left = memory.block_ends()[row], max(0, total - method.n_local)
+        assert memory.left[row] == left
+        assert memory.blocks.counts[row] == max(0, left - method.n_init) // method.block
         want = [x[row, :, pad:].float() for x in (k, v)]
         if method.true_positions:
             want[0] = turn(want[0].double(), torch.arange(total)).float()
         cut = min(start, left)
-        blocks = layer.blocks.whole(row)
-        for i, form in enumerate((layer.far, 2)):
-            held = layer.near.view(form, layer.near.end - total + cut, layer.near.end, slice(row, row + 1))[0]
-            parts = [layer.init[i][row, :, :cut], *([blocks[i]] if blocks.numel() else []), held]
+        blocks = memory.blocks.whole(row)
+        for i, form in enumerate((memory.far, 2)):
+            held = memory.near.view(form, memory.near.end - total + cut, memory.near.end, slice(row, row + 1))[0]
+            parts = [memory.sinks[i][row, :, :cut], *([blocks[i]] if blocks.numel() else []), held]
             torch.testing.assert_close(torch.cat(parts, 1), want[i], rtol=1e-4, atol=1e-4)
 
 
@@ -309,8 +309,8 @@ def test_one_token_per_block_is_the_exact_top(llama: PreTrainedModel, per_head: 
 
     def observe(layer: InfLLMLayer, q: torch.Tensor, selected: Any) -> None:
         nonlocal checked
-        past = layer.lengths[0] - 1
-        raw = layer.blocks.whole(0)[0].repeat_interleave(2, 0)[:, : selected.candidates.ends[0] - 4]
+        past = layer.memory.lengths[0] - 1
+        raw = layer.memory.blocks.whole(0)[0].repeat_interleave(2, 0)[:, : selected.candidates.ends[0] - 4]
         module, rotary = llama.model.layers[layer.layer_idx].self_attn, llama.model.rotary_emb
         plain = rope.unrotate(module, q, *rope.tables(rotary, q, torch.tensor([[past]])))
         far = rope.rotate(module, plain, *rope.tables(rotary, q, torch.tensor([[9]])))[0]
@@ -465,9 +465,10 @@ def test_bytes_of_one_mistral_layer() -> None:
     """Nothing is cached at first: 7 blocks of 512 KiB, the worst case of a step; the same query again moves nothing."""
     driver = mistral()
     layer = driver.layer
-    plan = layer.plans[0]
+    memory = layer.memory
+    plan = memory.plans[0]
     assert (plan.window, plan.topk, plan.exc) == (816, 7, 512)
-    assert layer.blocks.counts == [57]
+    assert memory.blocks.counts == [57]
     facts = driver.ledger.facts  # blocks; of the second step all 7 were there, 7 of 57 at random would have been 7 / 57
     assert (facts["cache_lookups"], facts["cache_hits"]) == (14, 7)
     assert facts["cache_chance_hits"] == pytest.approx(7 * 7 / 57)
@@ -478,10 +479,10 @@ def test_bytes_of_one_mistral_layer() -> None:
     assert driver.ledger.attended(all_layers=True) == 32 + 7 * 128 + 816 + 48 + 1.5
     tiers = layer.tensors()
     assert tiers["host"][0].numel() * 2 == 58 * 512 * 1024  # capacity in steps of two blocks
-    assert layer.reps.data.numel() * 2 == 58 * 32 * 128 * 2  # 456 KiB for the 57
-    assert layer.blocks.pool.data.numel() * 2 == 7 * 512 * 1024
+    assert memory.reps.data.numel() * 2 == 58 * 32 * 128 * 2  # 456 KiB for the 57
+    assert memory.blocks.pool.data.numel() * 2 == 7 * 512 * 1024
     # K twice and V of 1024 columns plus slack, in steps of 256; scores per query head in fp32
-    assert layer.near.tensors()[0].shape[2] == 1024
+    assert memory.near.tensors()[0].shape[2] == 1024
 
 
 def test_prefill_loads_land_in_the_prefill_table(llama: PreTrainedModel) -> None:
@@ -556,7 +557,8 @@ def test_budget_one_and_covering_budgets_are_dense(llama: PreTrainedModel) -> No
         ({"max_cached_blocks": 0}, "max_cached_blocks=0"),
         ({"recent_ratio": 1.5}, "recent_ratio=1.5"),
         ({"store": "hosts"}, "did you mean host"),
-        ({"policy": "fifo"}, "policy=fifo: allowed is lru"),
+        ({"store": "block_cache"}, "store=block_cache: allowed is resident, host"),
+        ({"policy": "lru-s"}, "policy=lru-s: allowed is lru"),
     ],
 )
 def test_refusals(hyper: dict, message: str) -> None:
@@ -564,9 +566,6 @@ def test_refusals(hyper: dict, message: str) -> None:
         InfLLM(**hyper)
 
 
-def test_what_cannot_apply_or_is_not_built() -> None:
+def test_what_cannot_apply() -> None:
     with pytest.raises(NotApplicable, match="needs more than 90 init tokens"):
         InfLLM(n_init=90, budget=Budget(tokens=80))
-    for hyper in ({"store": "block_cache"}, {"policy": "lru-s"}):
-        with pytest.raises(NotBuilt, match="not built yet"):
-            InfLLM(**hyper)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
-from baselines.zipcache.mixed_store import MixedCodec, Widths
+from baselines.zipcache import MiKV, ZipCache
+from baselines.zipcache.mixed_codec import MixedCodec
+from baselines.zipcache.widths import Widths
 from pqcache.selective import Budget
 from pqcache.selective.ledger import unique_bytes
 from tests.baselines.drive import run

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.combined.two_stage import FIRST, SECOND, TwoStage, TwoStageIndex
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ

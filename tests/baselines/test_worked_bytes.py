@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.infinigen import InfiniGen
 from baselines.quest import Quest
 from baselines.sparq import SparQ

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel
 
 from baselines.combined.coded import Coded
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
-from baselines.zipcache.mixed_store import MixedCodec
-from baselines.zipcache.saliency import ProbeRule, SalientStore, add_probe_sums
+from baselines.zipcache import MiKV, ZipCache
+from baselines.zipcache.mixed_codec import MixedCodec
+from baselines.zipcache.probes import ProbeRule, add_probe_sums
+from baselines.zipcache.salient_store import SalientStore
 from pqcache.embedded import model_dir
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from tests.baselines.drive import run

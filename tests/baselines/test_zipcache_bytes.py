@@ -10,9 +10,8 @@ from baselines.gear import GEAR
 from baselines.gear import accounted_ratio as gear_ratio
 from baselines.int8 import Int8
 from baselines.kivi import KIVI, accounted_ratio
+from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.accounting import mean_bits, published_ratio
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
 from pqcache.selective import Budget
 from pqcache.selective.ledger import unique_bytes
 from pqcache.selective.shape import ModelShape

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
-from baselines.zipcache.mixed_store import MixedCodec, Widths
+from baselines.zipcache import MiKV, ZipCache
+from baselines.zipcache.mixed_codec import MixedCodec
+from baselines.zipcache.widths import Widths
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger

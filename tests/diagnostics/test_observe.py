@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.combined.evict_retrieve import EvictRetrieve
 from baselines.combined.two_stage import TwoStage
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.infinigen import InfiniGen
-from baselines.infllm.method import InfLLM
+from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.oracle import Oracle
 from baselines.quest import Quest

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.combined.two_stage import TwoStage
 from baselines.infinigen import InfiniGen
-from baselines.infllm.method import InfLLM
+from baselines.infllm import InfLLM
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.replay import Replay

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.combined.coded import Coded
 from baselines.combined.evict_retrieve import EvictRetrieve
 from baselines.combined.kvcrush_mixed import KVCrushMixed
@@ -29,7 +29,7 @@ from baselines.gear import GEAR
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
 from baselines.infinigen import InfiniGen
-from baselines.infllm.method import InfLLM
+from baselines.infllm import InfLLM
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.kvcrush import KVCrush
@@ -39,8 +39,7 @@ from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
+from baselines.zipcache import MiKV, ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 

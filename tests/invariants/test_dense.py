@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle
 from baselines.quest import Quest

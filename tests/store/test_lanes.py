@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.clusterkv.method import ClusterKV
+from baselines.clusterkv import ClusterKV
 from baselines.combined.two_stage import TwoStage
 from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle

@@ -1,0 +1,252 @@
+"""Where InfLLM's tokens are: sink tokens, blocks with their representatives, and the newest tokens of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from baselines.infllm.block_store import BlockStore, HostBlockStore, block_step
+from baselines.infllm.columns import Columns
+from pqcache.selective import rope
+from pqcache.selective.budget import Plan
+from pqcache.selective.column_sums import accumulator_dtype
+from pqcache.selective.group import top_tokens
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.shape import ModelShape
+from pqcache.store.buffer import Buffer
+from pqcache.store.resident import ResidentStore
+
+if TYPE_CHECKING:
+    from baselines.infllm.method import InfLLM
+
+ROTATED, RAW, VALUE, MASS = range(4)  # the tensors of `near`: K as the model gives it, K before RoPE, V, scores
+
+
+@dataclass(frozen=True)
+class BlockPlan(Plan):
+    """A plan in InfLLM's own terms. `local` does not count the current token, which the window does."""
+
+    window: int  # n_local: a query attends exactly to itself and the window - 1 tokens before it
+    topk: int  # blocks retrieved
+    exc: int  # queries of the prompt that choose their blocks together
+
+    def left(self, length: int) -> int:
+        """How many of `length` tokens are outside the window of the last of them."""
+        return max(0, length - self.window)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What queries of consecutive rows attend to, apart from retrieved blocks. Masks are None where all entries count."""
+
+    rows: slice
+    window: tuple[int, int]  # columns of `near` that hold the windows of all rows and queries
+    remainder: tuple[int, int]  # columns between blocks and window; equal if there are none
+    sinks: int  # sink tokens outside the window
+    window_mask: torch.Tensor | None = None  # (n', 1, t, columns)
+    far_mask: torch.Tensor | None = None  # (n', 1 or h, t, sinks + retrieved tokens + remainder)
+
+    @property
+    def has_far(self) -> bool:
+        """Whether sinks or remainder hold a token outside the window."""
+        return self.sinks > 0 or self.remainder[0] < self.remainder[1]
+
+
+class BlockMemory:
+    """All tokens of one layer. Positions of a row: [sinks | blocks | remainder | window]; the first three are far.
+
+    `near` holds remainder and window of all rows. Sizes are per row, in Python integers.
+    """
+
+    def __init__(self, method: InfLLM, shape: ModelShape, k: torch.Tensor, moved: Callable[[str, int], None]) -> None:
+        """k (n, h_kv, t, d): rows, heads, dtype and device of the keys to come. moved: counts bytes sent to or from the host."""
+        n, h_kv, _, d = k.shape
+        self.method, self.shape = method, shape
+        self.far = ROTATED if method.true_positions else RAW  # the form in which far keys are kept
+        self.units = shape.h if method.per_head else 1  # what chooses blocks of its own
+        self.lengths = [0] * n  # tokens per row
+        self.left = [0] * n  # tokens that have left the window, for good
+        self.plans: list[BlockPlan] = []
+        self.near = Columns([k, k, k, k.new_zeros((n, shape.h, 0), dtype=accumulator_dtype(k))])
+        self.sinks = [k.new_zeros((n, h_kv, method.n_sink, d)) for _ in "kv"]
+        self.reps = Buffer(n, shape.h, (d,), k.dtype, k.device, step=block_step(method.block))  # (n, h, blocks, d)
+        self.blocks: BlockStore
+        if method.store == "host":
+            self.blocks = HostBlockStore(n, k, method.block, self.units, method.max_cached_blocks, moved)
+        else:
+            self.blocks = BlockStore(n, k, method.block)
+
+    # -- positions --------------------------------------------------------------------------------------------------
+
+    def block_ends(self) -> list[int]:
+        """Per row, the position behind the last block."""
+        return [self.method.n_sink + self.method.block * count for count in self.blocks.counts]
+
+    def oldest(self) -> int:
+        """The first column that `near` must still hold."""
+        first = [min(end, left) for end, left in zip(self.block_ends(), self.left, strict=True)]
+        return min(self.near.end - length + at for length, at in zip(self.lengths, first, strict=True))
+
+    def reach(self, rows: Sequence[int], at: Sequence[int], t: int, ids: torch.Tensor | None) -> Reach:
+        """What t queries of each of `rows` reach, row i's at positions at[i], at[i] + 1, ...; ids: the blocks they chose."""
+        span = slice(rows[0], rows[-1] + 1)
+        pads = [self.near.end - self.lengths[row] for row in rows]  # column = position + pad
+        block_ends = self.block_ends()
+        starts, left = [block_ends[row] for row in rows], [self.left[row] for row in rows]
+        windows = [self.plans[row].window for row in rows]
+        # the first position inside the window, of the first and of the last query
+        edges = [max(x, a - w + 1) for x, a, w in zip(left, at, windows, strict=True)]
+        last = [max(x, a + t - w) for x, a, w in zip(left, at, windows, strict=True)]
+        lo = min(p + e for p, e in zip(pads, edges, strict=True))
+        hi = max(p + a + t for p, a in zip(pads, at, strict=True))
+        behind = [(p + start, p + e) for p, start, e in zip(pads, starts, last, strict=True) if e > start]
+        first, end = (min(a for a, _ in behind), max(b for _, b in behind)) if behind else (lo, lo)
+        sinks = min(self.method.n_sink, max(last))
+        ragged = ids is not None and len({self.blocks.counts[row] for row in rows}) > 1
+        if t == 1 and not ragged and len(set(zip(pads, edges, starts, strict=True))) == 1:
+            return Reach(span, (lo, hi), (first, end), sinks)
+
+        device = self.reps.data.device
+        pad, start, edge = (torch.tensor(x, device=device)[:, None, None] for x in (pads, starts, left))
+        position = torch.tensor(at, device=device)[:, None] + torch.arange(t, device=device)
+        window = torch.tensor(windows, device=device)[:, None]
+        edge = torch.maximum(edge, (position + 1 - window)[..., None])  # (n', t, 1)
+        column = torch.arange(lo, hi, device=device) - pad
+        window_mask = ((column >= edge) & (column <= position[..., None]))[:, None]
+        column = torch.arange(first, end, device=device) - pad
+        parts = [
+            (torch.arange(sinks, device=device) < edge)[:, None],
+            ((column >= start) & (column < edge))[:, None],
+        ]
+        if ids is not None:
+            chosen = (ids >= 0).repeat_interleave(self.method.block, -1)[:, :, None].expand(-1, -1, t, -1)
+            parts = [x.expand(-1, self.units, -1, -1) for x in parts]
+            parts.insert(1, chosen)
+        return Reach(span, (lo, hi), (first, end), sinks, window_mask, torch.cat(parts, -1))
+
+    # -- storing ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, final: Sequence[int]) -> None:
+        """Make room for the blocks of rows that will hold final[r] tokens, by their plans."""
+        ends = [max(left, plan.left(s)) for left, plan, s in zip(self.left, self.plans, final, strict=True)]
+        blocks = max(0, max(ends) - self.method.n_sink) // self.method.block
+        self.blocks.reserve(blocks)
+        self.reps.reserve(blocks)
+
+    def append(self, k: torch.Tensor, raw: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """Store a pass's tokens: k, raw (k before RoPE), v (n, h_kv, t, d)."""
+        step, t = ctx.step, k.shape[2]
+        sums = k.new_zeros((k.shape[0], self.shape.h, t), dtype=accumulator_dtype(k))
+        self.near.append((k, raw, v, sums), step.counts, self.oldest())
+        if min(step.past) < self.method.n_sink:
+            for row, (past, count) in enumerate(zip(step.past, step.counts, strict=True)):
+                end = min(past + count, self.method.n_sink)
+                for x, sinks in zip((k if self.far == ROTATED else raw, v), self.sinks, strict=True):
+                    sinks[row, :, past:end] = x[row, :, t - count : t - count + max(0, end - past)].detach()
+        self.lengths = step.total
+
+    def advance(self, row: int, length: int) -> None:
+        """`length` tokens of a row are processed: those that have left the window for good may form blocks."""
+        method, block, first = self.method, self.method.block, self.blocks.counts[row]
+        self.left[row] = max(self.left[row], self.plans[row].left(length))
+        m = (self.left[row] - method.n_sink) // block - first
+        if m <= 0:
+            return
+        assert method.reps is not None
+        lo = self.near.end - self.lengths[row] + method.n_sink + block * first
+        raw, far, value, mass = (
+            self.near.view(i, lo, lo + m * block, slice(row, row + 1))[0] for i in (RAW, self.far, VALUE, MASS)
+        )
+        h, (h_kv, _, d) = self.shape.h, raw.shape
+        top = top_tokens(mass.unflatten(1, (m, block)), [method.reps] * h)
+        share = mass.new_zeros((h, m, block)).scatter_(2, top, 1 / method.reps)
+        keys = raw.to(share.dtype).unflatten(1, (m, block))
+        rep = share.view(h_kv, h // h_kv, m, 1, block) @ keys[:, None]
+        self.reps.reserve(first + m)
+        self.reps.data[row, :, first : first + m] = rep.view(h, m, d).to(self.reps.data.dtype)
+        self.blocks.put(row, far, value)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def choose_blocks(self, q: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
+        """Blocks for far queries q (n', h, d) of `rows`: (n', 1 or h, k) ascending, -1 = padding; None if there are none."""
+        counts = [self.blocks.counts[row] for row in rows]
+        k = [min(self.plans[row].topk, count) for row, count in zip(rows, counts, strict=True)]
+        if not max(k):
+            return None
+        column = torch.arange(max(counts), device=q.device)
+        valid = None
+        if len(set(counts)) > 1:
+            valid = (column[None] < torch.tensor(counts, device=q.device)[:, None])[:, None]
+        if k == counts:
+            ids = column.expand(len(rows), self.units, -1)
+            return ids if valid is None else torch.where(valid, ids, -1)
+        reps = self.reps.data[rows[0] : rows[-1] + 1, :, : max(counts)].to(q.dtype)
+        scores = (reps @ q[..., None])[..., 0]
+        if not self.method.per_head:
+            scores = scores.sum(1, keepdim=True)
+        return top_tokens(scores if valid is None else scores.masked_fill(~valid, -torch.inf), k)
+
+    def far_tokens(self, reach: Reach, fetched: tuple[torch.Tensor, torch.Tensor] | None) -> list[torch.Tensor]:
+        """K and V of [sinks | fetched blocks | remainder], K in the form of far keys: (n', h_kv or h, m, d)."""
+        out = []
+        for i, form in enumerate((self.far, VALUE)):
+            pieces = [
+                self.sinks[i][reach.rows, :, : reach.sinks],
+                self.near.view(form, *reach.remainder, reach.rows),
+            ]
+            if fetched is not None:
+                if self.units > 1:
+                    pieces = [piece.repeat_interleave(self.shape.group, 1) for piece in pieces]
+                pieces.insert(1, fetched[i])
+            out.append(torch.cat(pieces, 2))
+        return out
+
+    def exact_copy(self, ctx: LayerContext) -> ResidentStore:
+        """All tokens of all rows with K at their true rotation, for a new turn's exact attention."""
+        near, n, longest = self.near, len(self.lengths), max(self.lengths)
+        both = [x.new_zeros((n, x.shape[1], longest, x.shape[3])) for x in self.sinks]
+        for row, (length, end) in enumerate(zip(self.lengths, self.block_ends(), strict=True)):
+            cut, pad = min(end, self.left[row]), near.end - length
+            early = [x[row, :, :cut] for x in self.sinks]
+            if self.blocks.counts[row]:
+                early = [torch.cat(pair, 1) for pair in zip(early, self.blocks.whole(row), strict=True)]
+            if cut and self.far == RAW:
+                at = torch.arange(cut, device=early[0].device)[None]
+                if ctx.position_ids is not None:  # a caller may count padding columns as positions
+                    at = at + ctx.position_ids[-1 if len(ctx.position_ids) == 1 else row, -1] - ctx.step.total[row] + 1
+                wide = early[0][None].to(accumulator_dtype(early[0]))
+                early[0] = rope.rotate(ctx.module, wide, *pure_rotation(*rope.tables(ctx.rotary, wide, at)))[0]
+            for x, part, form in zip(both, early, (ROTATED, VALUE), strict=True):
+                x[row, :, :cut] = part
+                x[row, :, cut:length] = near.view(form, pad + cut, near.end, slice(row, row + 1))[0]
+        store = ResidentStore()
+        store.load(both[0], both[1], self.lengths)
+        return store
+
+    # -- rows and bytes ---------------------------------------------------------------------------------------------
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+        for part in (self.near, self.blocks, self.reps):
+            part.map_rows(index)
+        self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
+        rows = index.tolist()
+        self.lengths, self.left = [self.lengths[i] for i in rows], [self.left[i] for i in rows]
+        self.plans = [self.plans[i] for i in rows]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier -> every tensor kept between steps."""
+        tiers = self.blocks.tensors()
+        device = [*tiers.get("device", ()), *self.near.tensors(), *self.sinks, self.reps.data]
+        return {**tiers, "device": device}
+
+
+def pure_rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin with cos^2 + sin^2 = 1, in fp32 or wider: 16-bit tables deviate from 1, and some families scale theirs."""
+    cos, sin = (x.to(accumulator_dtype(x)) for x in (cos, sin))
+    norm = (cos**2 + sin**2).sqrt()
+    return cos / norm, sin / norm

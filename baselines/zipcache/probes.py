@@ -1,0 +1,93 @@
+"""Probes: the few queries whose attention says which tokens are salient (ZipCache, section 4.3)."""
+
+from __future__ import annotations
+
+import functools
+import string
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pqcache.selective.budget import floor_share
+
+PROBES = ("random_recent", "random", "recent", "special", "all")
+BLOCK = 128  # probes whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class ProbeRule:
+    """Which queries are probes. recent, random: shares of the tokens; the other strategies take the sum of the two."""
+
+    strategy: str = "random_recent"
+    recent: float = 0.05
+    random: float = 0.05
+    seed: int = 0
+    special_ids: tuple[int, ...] = ()
+
+    def positions(self, s: int, start: int = 0, token_ids: torch.Tensor | None = None) -> tuple[int, ...]:
+        """Probes among s consecutive tokens, the first of them the row's token `start`: ascending, in 0 .. s-1.
+
+        They depend on s and start alone (and, for special tokens, on token_ids (s,), without which they are random and
+        recent), so layers, neighbours and chunks do not change them.
+        """
+        if self.strategy == "special" and token_ids is not None:
+            wanted = torch.tensor(self.special_ids, device=token_ids.device)
+            found = torch.isin(token_ids, wanted).nonzero().flatten().tolist()
+            if found:
+                most = max(1, floor_share(s, self.recent + self.random))
+                order = torch.randperm(len(found), generator=self._generator(start)).tolist()[:most]
+                return tuple(sorted(found[i] for i in order))
+        return _positions(self.strategy, self.recent, self.random, self.seed, s, start)
+
+    def _generator(self, start: int) -> torch.Generator:
+        return _generator(self.seed, start)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids of the special tokens, and of those whose text is punctuation alone (Unicode's, and ASCII's with its symbols)."""
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    marks = [
+        i
+        for i, text in enumerate(texts)
+        if text.strip() and all(c in string.punctuation or unicodedata.category(c)[0] == "P" for c in text.strip())
+    ]
+    return tuple(sorted({*marks, *tokenizer.all_special_ids}))
+
+
+def _generator(seed: int, start: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 2_000_003 + start)
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(strategy: str, recent: float, random: float, seed: int, s: int, start: int) -> tuple[int, ...]:
+    if strategy == "all":
+        return tuple(range(s))
+    if strategy == "recent":
+        recent, random = recent + random, 0.0
+    elif strategy == "random":
+        recent, random = 0.0, recent + random
+    first = floor_share(s, 1 - recent)  # the recent ones are first .. s-1
+    count = min(first, floor_share(s, random))
+    if first == s:
+        count = max(1, count)
+    drawn = torch.randperm(first, generator=_generator(seed, start)).tolist()[:count] if count else []
+    return (*sorted(drawn), *range(first, s))
+
+
+@torch.no_grad()
+def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: Sequence[int], scaling: float) -> None:
+    """sums (h_kv, m) += the attention of probes q (h, p, d) to keys k (h_kv, m, d), summed over each group's query heads.
+
+    Probe i sees the first seen[i] keys; seen ascends. One block of probes of one KV head exists at a time.
+    """
+    h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
+    for start in range(0, len(seen), BLOCK):
+        block = seen[start : start + BLOCK]
+        hidden = torch.arange(block[-1], device=k.device)[None] >= torch.tensor(block, device=k.device)[:, None]
+        for head in range(h_kv):
+            queries = q[head * g : (head + 1) * g, start : start + BLOCK].to(sums.dtype) * scaling
+            logits = queries @ k[head, : block[-1]].to(sums.dtype).T  # (g, b, m)
+            sums[head, : block[-1]] += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1))

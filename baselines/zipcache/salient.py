@@ -1,0 +1,141 @@
+"""What ZipCache and MiKV share: salient tokens in more bits than the others, at one budget of bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from baselines.zipcache.accounting import mean_bits, published_ratio
+from baselines.zipcache.mixed_codec import MixedCodec
+from baselines.zipcache.probes import ProbeRule
+from baselines.zipcache.salient_store import SalientStore
+from baselines.zipcache.widths import Widths
+from pqcache.selective.quantization import QuantizationMethod
+from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.store.packed import ExactCodec, PackedStore, PackedStream, pack_all_but
+
+GRANULARITIES = {  # name -> how K and V are cut, see MixedCodec
+    "channel-cst": ("channel", "cst"),
+    "channel-token": ("channel", "token"),
+    "token": ("token", "token"),
+    "group": ("group", "group"),
+}
+RECOMPRESS = ("whole", "segment")
+
+
+@dataclass(kw_only=True)
+class SalientMethod(QuantizationMethod):
+    """Base of methods that keep salient tokens in `bits_high` bits and regular ones in `bits_low`, both packed.
+
+    The budget is the share of 16 bits that the codes of a token take on average, so it gives the share of salient tokens:
+    0.2 is 3.2 bits, at 4 and 2 bits 60 % salient ones. 1.0 keeps everything exact. saliency_ratio: that share, spelled out;
+    it must agree with the budget.
+    granularity: which numbers share a pair of fp16 parameters, keys before values: "channel-cst" (a channel over the tokens of
+    a width; a token, after its channels were divided by sqrt(max |v|)), "channel-token", "token", "group" (`group` channels
+    of a token).
+    gap: tokens generated before they are packed together; exact until then. recompress: "whole" codes old tokens again where
+    new ones widen a range, and keeps their bit widths; "segment" gives the tokens packed together ranges of their own.
+    scope: one ranking per KV head ("head") or per layer ("layer"). seed: of random probes.
+    """
+
+    ignores_budget: ClassVar[bool] = False
+    packs_prompt: ClassVar[bool] = True
+
+    bits_high: int = 4
+    bits_low: int = 2
+    saliency_ratio: float | None = None
+    granularity: str = "channel-cst"
+    group: int = 32
+    gap: int = 100
+    recompress: str = "whole"
+    scope: str = "head"
+    seed: int = 0
+
+    def validate(self) -> None:
+        self.require("bits_high", 2 <= self.bits_high <= 8, "an int in 2..8")
+        self.require("bits_low", 1 <= self.bits_low < self.bits_high, f"an int >= 1 below bits_high={self.bits_high}")
+        self.require_one_of("granularity", tuple(GRANULARITIES))
+        self.require("group", self.group >= 1, "an int >= 1")
+        self.require("gap", self.gap >= 1, "an int >= 1")
+        self.require_one_of("recompress", RECOMPRESS)
+        self.require_one_of("scope", ("head", "layer"))
+        self.require("seed", self.seed >= 0, "an int >= 0")
+
+    def check_budget(self) -> None:
+        least, most = self.bits_low / 16, self.bits_high / 16
+        ratio = self.budget.ratio
+        if ratio == 1.0:
+            return
+        if ratio is None or not least <= ratio <= most:
+            raise NotApplicable(
+                f"budget={self.budget}: {self.name} at {self.bits_high} and {self.bits_low} bits takes a share of 16-bit"
+                f" codes in {least:g}..{most:g}, or 1.0"
+            )
+        if self.saliency_ratio is not None:
+            bits = self.saliency_ratio * self.bits_high + (1 - self.saliency_ratio) * self.bits_low
+            self.require("saliency_ratio", 0 <= self.saliency_ratio <= 1, "a number in [0, 1], or null")
+            self.require(
+                "saliency_ratio",
+                abs(bits / 16 - ratio) < 1e-6,
+                f"{self.salient_share:g} at budget={self.budget}, or null; this ratio is budget={bits / 16:g}",
+            )
+
+    def check_model(self, config: Any) -> None:
+        d = ModelShape.of(config).d
+        self.require(
+            "group", self.granularity != "group" or d % self.group == 0, f"a divisor of the head dimension {d}"
+        )
+
+    @property
+    def salient_share(self) -> float:
+        """Share of tokens in bits_high bits."""
+        assert self.budget.ratio is not None
+        return round((16 * self.budget.ratio - self.bits_low) / (self.bits_high - self.bits_low), 9)
+
+    def rule(self) -> ProbeRule:
+        """Which queries are probes."""
+        raise NotImplementedError
+
+    def saliency_norm(self) -> str:
+        """What sums of attention are divided by, see SalientStore."""
+        return "probes"
+
+    def is_balanced(self) -> bool:
+        """Whether key channels are brought to the scale of the queries' before they are quantized."""
+        return False
+
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
+        """With the paper's 8 rows and 4096 channels, whatever the model has; see baselines/zipcache/accounting.py."""
+        if self.budget.is_everything:
+            return None
+        share = self.salient_share
+        counting = "mixed" if 0 < share < 1 and self.granularity.startswith("channel") else self.granularity
+        bits = mean_bits(share, self.bits_high, self.bits_low)
+        return published_ratio(counting, bits, tokens, group=self.group)
+
+    def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
+        if self.budget.is_everything:
+            return PackedStore(*(PackedStream(ExactCodec(), pack_all_but(0)) for _ in "kv"))
+        widths, (by_k, by_v) = Widths(), GRANULARITIES[self.granularity]
+
+        def stream(by: str, of_keys: bool) -> PackedStream:
+            bits, segment = (self.bits_high, self.bits_low), self.recompress == "segment"
+            codec = MixedCodec(bits, by, widths, owner=of_keys, segment=segment, group=self.group)
+            codec.balanced = of_keys and self.is_balanced()
+            return PackedStream(codec, lambda tail: tail if tail >= self.gap else 0)
+
+        return SalientStore(
+            stream(by_k, True),
+            stream(by_v, False),
+            widths,
+            ratio=self.salient_share,
+            rule=self.rule(),
+            norm=self.saliency_norm(),
+            scope=self.scope,
+            gap=self.gap,
+            balance=self.is_balanced(),
+        )
+
+    @classmethod
+    def noop(cls, **hyper: Any) -> Self:
+        return super().noop(**{**hyper, "saliency_ratio": None})
