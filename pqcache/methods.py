@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pqcache.selective import Method
 
-# name -> "module:class"; None: the name is taken, the method is not built yet
-METHODS: dict[str, str | None] = {
+# name -> "module:class"
+METHODS: dict[str, str] = {
     "full": "baselines.full:Full",
     "oracle": "baselines.oracle:Oracle",
     "pqcache": "pqcache.pq:PQCache",
@@ -40,15 +40,7 @@ METHODS: dict[str, str | None] = {
 }
 
 
-def is_built(name: str) -> bool:
-    """Whether a known method name has an implementation."""
-    return METHODS[name] is not None
-
-
 def method_class(name: str) -> type[Method]:
-    """The class of a built method."""
-    path = METHODS[name]
-    if path is None:
-        raise KeyError(name)
-    module, _, cls = path.partition(":")
+    """The class of a method by its name. Raises KeyError for an unknown name."""
+    module, _, cls = METHODS[name].partition(":")
     return getattr(importlib.import_module(module), cls)

@@ -62,7 +62,7 @@ class Line:
 def parse_row(text: str, budget: str) -> Line:
     """Raises ValueError, one line, for what does not exist."""
     name, _, rest = text.partition(":")
-    if METHODS.get(name) is None:
+    if name not in METHODS:
         raise ValueError(f"--rows={text}: unknown method; {suggestion(name, METHODS)}")
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):

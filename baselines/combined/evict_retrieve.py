@@ -26,7 +26,7 @@ from pqcache.pq import PQCache
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionMethod, Evictor, kept_of
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import Method, NotBuilt
+from pqcache.selective.method import Method
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.resident import ResidentStore
@@ -137,7 +137,7 @@ class EvictRetrieve(Method):
         self.require(key, not ours, f"what is the part's own, without {', '.join(ours)}")
         try:
             return cls(budget=budget, protocol=self.protocol, dense_layers=self.dense_layers, **options)
-        except (NotApplicable, NotBuilt):
+        except NotApplicable:
             raise
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}={getattr(self, key)}: {str(error).split('() ')[-1]}") from None

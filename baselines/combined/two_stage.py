@@ -21,7 +21,6 @@ from pqcache.pq import PQCache
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import NotBuilt
 from pqcache.selective.retrieval import Candidates, Index, RetrievalLayer, RetrievalMethod, Selection
 from pqcache.selective.shape import ModelShape, NotApplicable
 
@@ -202,7 +201,7 @@ class TwoStage(RetrievalMethod):
             shared["reduce"] = PER_KV_HEAD.get(self.first, "sum_softmax")
         try:
             part = cls(budget=self.budget, protocol=self.protocol, dense_layers=self.dense_layers, **shared, **options)
-        except (NotApplicable, NotBuilt):
+        except NotApplicable:
             raise
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}={options}: {str(error).split('() ')[-1]}") from None

@@ -6,7 +6,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, Likelihood, decode_loop, generate, likelihood
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import Method, NotBuilt
+from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.shared_prefill import OwnPrefill, Prefill, record
 
@@ -20,7 +20,6 @@ __all__ = [
     "Method",
     "ModelShape",
     "NotApplicable",
-    "NotBuilt",
     "OwnPrefill",
     "Plan",
     "Prefill",

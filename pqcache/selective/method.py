@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 PROTOCOLS = ("aligned", "paper")
 
 
-class NotBuilt(ValueError):
-    """A part that is named but not implemented yet."""
-
-
 @dataclass(kw_only=True)
 class Method:
     """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters.

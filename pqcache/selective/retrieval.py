@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
 from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.method import Method, NotBuilt
+from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
 from pqcache.store.cached import CachedStore, Served
@@ -430,7 +430,6 @@ class RetrievalMethod(Method):
     per step. cache_policy: lru, lfu, or none, which caches nothing (PQCache, section 3.4).
     """
 
-    stores: ClassVar[tuple[str, ...]] = STORES
     n_sink: int = 32
     recent_ratio: float = 0.5
     store: str = "resident"
@@ -448,8 +447,6 @@ class RetrievalMethod(Method):
         self.require("n_sink", self.n_sink >= 0, "an int >= 0")
         self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a float in [0, 1]")
         self.require_one_of("store", STORES)
-        if self.store not in self.stores:
-            raise NotBuilt(f"store={self.store}: not built yet; built are {', '.join(self.stores)}")
         self.require_one_of("reduce", REDUCTIONS)
         self.require("cache_block", self.cache_block >= 1, "an int >= 1")
         self.require("cache_tokens", self.cache_tokens >= self.cache_block, f"an int >= cache_block={self.cache_block}")

@@ -17,7 +17,6 @@ from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.check import RunOptions, option_fields
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.run import models
-from pqcache.selective import NotBuilt
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -32,8 +31,8 @@ ONE_LINE = {
     "budget=null": ["budget=null"],
     "method=pqcach": ["method=pqcach", "did you mean pqcache?"],
     "method=xyzzy": ["method=xyzzy", "known: full"],
-    "method=int8": ["method=int8", "not built yet"],
-    "method=int8 method.residual=3": ["method=int8", "not built yet"],
+    "method=infllm method.policy=lru-s": ["method.policy=lru-s", "allowed is lru"],
+    "method=infllm method.store=block_cache": ["method.store=block_cache", "allowed is resident, host"],
     "method=kvcrush method.base=snap": ["base=snap", "did you mean snapkv?"],
     "method=kvcrush method.base_options={n_snik:4}": ["base_options={'n_snik': 4}"],
     "method=kvcrush method.bit_quantile=half": ["bit_quantile=half", "budget"],
@@ -100,7 +99,6 @@ ONE_LINE = {
     "cell=a": ["cell=a", "cells"],
     "cells=3": ["cells=3", "experiment file"],
     "-m method=full,oracle budget=0.1,1.5": ["budget=1.5"],
-    "-m method=full,int8": ["method=int8", "not built yet"],
     "-m limit=2,4": ["limit", "one command"],
     "-m method=full,oracle out=a,b": ["out", "one command"],
 }
@@ -113,7 +111,6 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(models, "load_config", load)
-    monkeypatch.setitem(registry.METHODS, "int8", None)  # as if it were not built
 
 
 @pytest.mark.parametrize("line", ONE_LINE)
@@ -155,15 +152,6 @@ def test_a_wrong_method_does_not_hide_other_errors(capsys: pytest.CaptureFixture
     assert len(errors) == 2
     assert "did you mean oracle?" in errors[0]
     assert "seed=x" in errors[1]
-
-
-def test_a_store_that_is_not_built_yet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def check(self: object) -> None:
-        raise NotBuilt("store=block_cache: not built yet")
-
-    monkeypatch.setattr(registry.method_class("oracle"), "validate", check)
-    assert run.main(["method=oracle", "method.store=block_cache"]) == 2
-    assert "store=block_cache: not built yet" in capsys.readouterr().err
 
 
 def test_unknown_flag_ends_with_2() -> None:
@@ -226,8 +214,8 @@ def test_experiment_files_start_with_their_command_and_sweep() -> None:
         assert yaml.safe_load(path.read_text())["hydra"]["mode"] == "MULTIRUN"
         plan = make_plan(compose_all(command, REPO / "configs"))  # every cell is a valid one
         for cell in plan.cells:  # a sweep over budgets may ask quantizers of bits for one that they have no bits for
-            share_of_bits = cell.identity["method"]["name"] in ("zipcache", "mikv") and "budget" in str(cell.skip)
-            assert cell.skip is None or cell.skip[0] == "not built" or share_of_bits, path.stem
+            share_of_bits = cell.identity["method"]["name"] in ("zipcache", "mikv") and "budget" in (cell.skip or "")
+            assert cell.skip is None or share_of_bits, path.stem
         assert {name for names in plan.best_of.values() for name in names} <= {n for c in plan.cells for n in c.names}
 
 

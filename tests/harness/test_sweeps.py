@@ -16,7 +16,7 @@ from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models, runner
 from pqcache.selective import NotApplicable
-from tests.harness.cells import REPO, Command, rows, status
+from tests.harness.cells import REPO, Command, rows
 
 
 def test_sweep_ends_with_one_table_and_full_runs_once(
@@ -115,29 +115,6 @@ def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(REPO / "configs", folder)
     monkeypatch.setattr(run, "CONFIGS", folder)
     return folder / "experiment"
-
-
-def test_experiment_skips_what_is_not_built_yet(
-    command: Command,
-    experiments: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(registry.METHODS, "h2o", None)  # as if it were not built
-    (experiments / "table.yaml").write_text(
-        "# python run.py experiment=table\n"
-        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      method: full,h2o,oracle\n      budget: 0.2,0.1\n"
-    )
-    assert command("experiment=table", "limit=1") == 0
-    shown = capsys.readouterr().out
-    assert shown.count("skipped, not built: method=h2o: known, but not built yet") == 2
-    assert status(tmp_path / "out")["h2o"]["status"] == "not built"
-    assert list((tmp_path / "out").glob("*dense_layers*")) == []
-    assert list((tmp_path / "out").glob("*h2o*/row.json")) == []
-    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.1", "oracle 0.2"]
-    table = shown[shown.index("budget 0.2") :]
-    assert "n/a" in next(line for line in table.splitlines() if line.startswith("h2o"))
 
 
 def test_the_command_line_wins_over_the_experiment(command: Command, experiments: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     config.yaml     the resolved configuration, without out, wandb and limit
     samples.jsonl   one line per finished sample, appended at once
     row.json        the result (results.Row)
-    status.json     running | ok | failed (with traceback) | interrupted | not built | not applicable
+    status.json     running | ok | failed (with traceback) | interrupted | not applicable
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cell:
     changed: dict[str, Any]  # its non-default keys
     run: RunOptions
     method: Any  # a pqcache.selective.Method, or None where `skip` says why
-    skip: tuple[str, str] | None
+    skip: str | None  # why the method does not apply
     budgets: list[float | int] = field(default_factory=list)  # the budgets it stands for (several: it ignores them)
     names: list[str] = field(default_factory=list)  # the experiment's cells it stands for
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
@@ -100,11 +100,8 @@ def make_plan(request: Request) -> RunPlan:
             for line in refused.lines:
                 found.setdefault(line, []).append(composed.cell)
             continue
-        if checked.skip is not None:
-            kind, reason = checked.skip
-            tolerated = request.experiment is not None or (kind == "not applicable" and request.sweep)
-            if not tolerated:
-                found.setdefault(reason, []).append(composed.cell)
+        if checked.skip is not None and request.experiment is None and not request.sweep:
+            found.setdefault(checked.skip, []).append(composed.cell)
         errors += _add(cells, checked, composed)
     every = {composed.cell for composed in request.composed}
     errors += [line + _origin(named, every) for line, named in found.items()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pqcache.harness.config import smoke
-from pqcache.methods import is_built, method_class
+from pqcache.methods import method_class
 from pqcache.naming import suggestion
 
 _UNTRACEABLE = "is not determined by the tokens it selects; diagnostics=true measures it"
@@ -226,7 +226,7 @@ class Checked:
     identity: dict[str, Any]
     changed: dict[str, Any]
     method: Any = None  # a pqcache.selective.Method; None where `skip` says why there is none
-    skip: tuple[str, str] | None = None  # ("not built" | "not applicable", reason)
+    skip: str | None = None  # why the method does not apply
 
 
 def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> Checked:
@@ -235,6 +235,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
     group_defaults: what the chosen files of model, method and task say by themselves, to tell what was changed.
     """
     from pqcache.harness.tasks import check_task, task_options
+    from pqcache.selective import Method
 
     errors: list[str] = []
     names = {group: config[group]["name"] for group in ("model", "method", "task")}
@@ -250,17 +251,10 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
             errors.append(f"{group}.name={show(name)}: the name is chosen with {group}={show(name)}")
             names[group] = group_defaults[group]["name"]  # the rest can still be checked
 
-    built = is_built(names["method"])
-    method_fields: dict[str, tuple[Any, Any]] = {}
-    common: set[str] = set()
-    if built:
-        from pqcache.selective import Method
-
-        common = {f.name for f in fields(Method)}
-        method_fields = option_fields(method_class(names["method"]), skip=common)
+    common = {f.name for f in fields(Method)}
     allowed = {
         "model": option_fields(ModelOptions),
-        "method": method_fields,
+        "method": option_fields(method_class(names["method"]), skip=common),
         "task": option_fields(task_options(names["task"])),
     }
     top_fields = option_fields(RunOptions)
@@ -269,13 +263,7 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
 
     rest = {k: v for k, v in config.items() if k not in (*names, "cells", "cell", "best_of", "report")}
     top = check_options("", rest, top_fields, errors, elsewhere)
-    options = {
-        group: check_options(f"{group}.", given[group], allowed[group], errors, elsewhere)
-        for group in names
-        if group != "method" or built
-    }
-    if not built:
-        options["method"] = given["method"]
+    options = {group: check_options(f"{group}.", given[group], allowed[group], errors, elsewhere) for group in names}
     run = RunOptions(**top)
     _check_run(run, errors)
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under either protocol
@@ -294,25 +282,19 @@ def check(config: dict[str, Any], group_defaults: dict[str, dict[str, Any]]) -> 
         except ValueError as error:
             errors.append(" ".join(str(error).split()))
 
-    skip: tuple[str, str] | None = None
-    method: Any = None
     hyper, hyper_defaults = dict(options["method"]), dict(base["method"])
-    if not built:
-        skip = ("not built", f"method={names['method']}: known, but not built yet")
-    if built:
-        typed = {k: v for k, v in options["method"].items() if not any(e.startswith(f"method.{k}=") for e in errors)}
-        method, method_skip = _make_method(names["method"], typed, budget, run, errors)
-        skip = skip or method_skip
-        if method is not None:
-            if run.diagnostics == "trace" and not method.traceable:
-                skip = skip or ("not applicable", f"diagnostics=trace: {names['method']} {_UNTRACEABLE}")
-            hyper = method.hyper_parameters()
-            hyper_defaults = _method_defaults(names["method"], base["method"], run)
+    typed = {k: v for k, v in options["method"].items() if not any(e.startswith(f"method.{k}=") for e in errors)}
+    method, skip = _make_method(names["method"], typed, budget, run, errors)
+    if method is not None:
+        if run.diagnostics == "trace" and not method.traceable:
+            skip = skip or f"diagnostics=trace: {names['method']} {_UNTRACEABLE}"
+        hyper = method.hyper_parameters()
+        hyper_defaults = _method_defaults(names["method"], base["method"], run)
     if errors:
         raise Refused(errors)
     assert budget is not None
 
-    ignores = built and method_class(names["method"]).ignores_budget
+    ignores = method_class(names["method"]).ignores_budget
     dense_default: int | None = None
     dense = run.dense_layers
     if method is not None:
@@ -458,9 +440,9 @@ def _check_random(options: dict[str, Any], name: str, task: str, run: RunOptions
 
 def _make_method(
     name: str, hyper: dict[str, Any], budget: Any, run: RunOptions, errors: list[str]
-) -> tuple[Any, tuple[str, str] | None]:
-    """The Method object, or why there is none; a bad hyper-parameter becomes a line in `errors`."""
-    from pqcache.selective import Budget, NotApplicable, NotBuilt
+) -> tuple[Any, str | None]:
+    """The Method object, or why it does not apply; a bad hyper-parameter becomes a line in `errors`."""
+    from pqcache.selective import Budget, NotApplicable
 
     common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}  # what is wrong with these has its line already
     for key in ("dense_layers", "protocol"):
@@ -470,9 +452,7 @@ def _make_method(
         method = method_class(name)(**hyper, **common)
         method.check_budget()
     except NotApplicable as error:
-        return None, ("not applicable", _own_line(name, hyper, error))
-    except NotBuilt as error:
-        return None, ("not built", _own_line(name, hyper, error))
+        return None, _own_line(name, hyper, error)
     except ValueError:
         errors += [_own_line(name, hyper, line) for line in value_errors(method_class(name), hyper, {}, **common)]
         return None, None

@@ -68,7 +68,7 @@ class Entry:
     published: float | None
     published_to_full: float | None
     samples: int | None
-    status: str  # ok | missing | not applicable | not built | failed
+    status: str  # ok | missing | not applicable | failed
     folder: str
 
 
@@ -106,13 +106,13 @@ def status(cell: Cell) -> tuple[str, str]:
     if (cell.folder / "row.json").exists():
         return "ok", ""
     if cell.skip is not None:
-        return cell.skip
+        return "not applicable", cell.skip
     try:
         told = json.loads((cell.folder / "status.json").read_text())
     except (OSError, ValueError):
         return "missing", ""
     state = str(told.get("status"))
-    if state in ("not applicable", "not built", "failed"):
+    if state in ("not applicable", "failed"):
         return state, str(told.get("reason") or "")
     return "missing", ""
 

@@ -1,6 +1,6 @@
 """Run a plan's cells: load each model and task once, record every sample, write the rows, print what was measured.
 
-Exit codes: 0 all is well (cells of methods that are not built yet are skipped), 1 a cell failed, 2 refused, 130 Ctrl-C.
+Exit codes: 0 all is well (cells of methods that do not apply are skipped), 1 a cell failed, 2 refused, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Session:
 class Outcome:
     """How a cell ended."""
 
-    status: str  # ok | failed | not built | not applicable
+    status: str  # ok | failed | not applicable
     row: Row | None = None  # figures of this run, also where an older row with more samples is kept
     kept: bool = False  # row.json holds more samples than this run and was left alone
     reason: str = ""
@@ -234,7 +234,7 @@ def _check_models(plan: RunPlan, session: Session) -> None:
         except ValueError as error:
             line = " ".join(f"{cell.identity['model']['name']}, {cell.identity['method']['name']}: {error}".split())
             if isinstance(error, NotApplicable) and plan.sweep:
-                cell.skip = cell.skip or ("not applicable", line)
+                cell.skip = cell.skip or line
             else:
                 errors.append(line)
     if errors:
@@ -266,9 +266,8 @@ def _run_or_record(session: Session, cell: Cell) -> Outcome:
     try:
         folder = open_folder(cell)
         if cell.skip is not None:
-            status, reason = cell.skip
-            write_status(folder, status, reason=reason)
-            return Outcome(status, reason=reason)
+            write_status(folder, "not applicable", reason=cell.skip)
+            return Outcome("not applicable", reason=cell.skip)
         with SampleLog(folder / "samples.jsonl") as log:
             try:
                 write_status(folder, "running")
