@@ -1,1 +1,1 @@
-"""What a machine can do and what a decode step must move."""
+"""Bandwidths of this machine, sizes of known models, and the bound of a decode step that follows from both."""

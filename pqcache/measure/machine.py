@@ -1,4 +1,4 @@
-"""What this machine is called, and what it can move: the ceilings that measured times are held against."""
+"""What this machine is called, and the bandwidths it reaches itself, with which measured times are compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pqcache.selective.ledger import synchronize
 
 
 def device_caption(device: str | torch.device) -> str:
-    """The machine in words, for captions: what computed, and how much of it."""
+    """The machine in words, for captions: the device, its memory or threads, the CUDA version."""
     device = torch.device(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -28,6 +28,7 @@ def device_caption(device: str | torch.device) -> str:
 
 
 def cpu_name() -> str:
+    """The processor's model name where the system gives it, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -43,12 +44,12 @@ def slug(text: str) -> str:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Median of `rounds` timed calls after one that warms up."""
+    """Median seconds of `rounds` calls after one that warms up."""
     return statistics.median(timed_calls(call, device, rounds))
 
 
 def fastest_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """The fastest of `rounds` timed calls after one that warms up: what the machine needs when nothing else runs."""
+    """Fewest seconds of `rounds` calls after one that warms up: the time when no other job runs."""
     return min(timed_calls(call, device, rounds))
 
 
@@ -67,30 +68,47 @@ def timed_calls(call: Callable[[], object], device: torch.device, rounds: int) -
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second that this machine reached itself."""
+    """Bytes per second that this machine reached itself.
 
-    memory: float  # read from the device's memory: the best of a matrix-vector product and of a copy (read + written)
-    link: float  # host to device, pinned; on a CPU a copy from host memory to host memory
+    memory: reading the device's memory, the better of a matrix-vector product and of a copy (read + written).
+    link: from pinned host memory to the device; on a CPU a copy from host memory to host memory.
+    """
+
+    memory: float
+    link: float
 
     def to_dict(self) -> dict[str, float]:
         return {f"{key}_gb_per_s": value / 1e9 for key, value in asdict(self).items()}
 
 
+def copy_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> float:
+    """Bytes per second, read and written together, of a plain copy within the device's memory."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / median_seconds(lambda: target.copy_(source), device, rounds)
+
+
+def link_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> float:
+    """Bytes per second of a copy from pinned host memory to a CUDA device."""
+    source = torch.ones(nbytes, dtype=torch.uint8).pin_memory()
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, rounds)
+
+
 @torch.no_grad()
-def ceilings(
-    device: torch.device, dtype: torch.dtype = torch.float32, nbytes: int = 1 << 28, rounds: int = 5
-) -> Ceilings:
-    """Measure them: 256 MiB at a time, far more than caches hold."""
+def read_speed(device: torch.device, dtype: torch.dtype, nbytes: int = 1 << 28, rounds: int = 7) -> float:
+    """Bytes per second at which a matrix-vector product reads its matrix."""
     side = 1 << 13
     matrix = torch.ones((max(1, nbytes // side // dtype.itemsize), side), dtype=dtype, device=device)
     vector = torch.ones(side, dtype=dtype, device=device)
-    read = matrix.numel() * matrix.element_size() / median_seconds(lambda: matrix @ vector, device, rounds)
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * nbytes / median_seconds(lambda: target.copy_(source), device, rounds)
-    if device.type == "cuda":
-        source = torch.ones(nbytes, dtype=torch.uint8).pin_memory()
-        link = nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, rounds)
-    else:
-        link = copied / 2  # every byte that crosses is read once and written once
-    return Ceilings(max(read, copied), link)
+    return matrix.numel() * matrix.element_size() / median_seconds(lambda: matrix @ vector, device, rounds)
+
+
+def ceilings(
+    device: torch.device, dtype: torch.dtype = torch.float32, nbytes: int = 1 << 28, rounds: int = 5
+) -> Ceilings:
+    """Measure the ceilings, 256 MiB at a time: far more than caches hold."""
+    copied = copy_speed(device, nbytes, rounds)
+    memory = max(read_speed(device, dtype, nbytes, rounds), copied)
+    # On a CPU every byte that crosses is read once and written once.
+    return Ceilings(memory, link_speed(device, nbytes, rounds) if device.type == "cuda" else copied / 2)

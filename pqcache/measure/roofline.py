@@ -1,4 +1,4 @@
-"""How fast a model decodes under a method, and how fast it could: greedy runs beside a bound from measured bandwidths.
+"""The least time of a decode step: the bytes it must move over the bandwidths that this machine reaches.
 
 model = random_model("mistral-7b-instruct-v0.2", layers=2)
 run = generate(model, PQCache(store="host"), prompt(model, 8192), max_new_tokens=32)
@@ -17,11 +17,15 @@ from pqcache.measure.machine import Ceilings
 from pqcache.selective.decode import GenerationResult
 from pqcache.selective.shape import ModelShape
 
-DROPPED_STEPS = 2  # first decode steps, which pay for warming up
+# First decode steps of a run, which pay for warming up and are left out of times.
+DROPPED_STEPS = 2
 
 
 def random_config(name: str, layers: int | None = None) -> PreTrainedConfig:
-    """A geometry (see pqcache.measure.geometries) with so many layers, for prompts of any length."""
+    """The configuration of a geometry (see `pqcache.measure.geometries`), for prompts of any length.
+
+    layers: how many of its layers; None for all. Raises ValueError for an unknown geometry.
+    """
     config = geometry(name).get_text_config(decoder=True)
     if layers is not None:
         config.num_hidden_layers = layers
@@ -38,7 +42,7 @@ def random_model(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> PreTrainedModel:
-    """Random weights in a model's geometry: times and bytes are its own, answers mean nothing."""
+    """Random weights in a geometry: times and bytes are those of the real model, answers mean nothing."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(random_config(name, layers), dtype=dtype)
@@ -46,14 +50,17 @@ def random_model(
 
 
 def prompt(model: PreTrainedModel, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids (1, length), the first few of the vocabulary, which may be special, left out."""
+    """Random token ids (1, length). The first entries of the vocabulary, which may be special, are left out."""
     generator = torch.Generator().manual_seed(seed)
-    most = model.config.get_text_config(decoder=True).vocab_size
-    return torch.randint(min(16, most - 1), most, (1, length), generator=generator)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(min(16, vocabulary - 1), vocabulary, (1, length), generator=generator)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a decode step reads: all of them, but of an input embedding that is not the output's only a row."""
+    """Bytes of weights that a decode step reads.
+
+    All of them, but for an input embedding of its own: a step reads one row of it.
+    """
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is embedding.weight:
@@ -63,10 +70,12 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that one decode step takes at least, by what it must move.
+    """Least seconds of one decode step, by what it moves.
 
-    weights: read once from the device's memory. link: what the step had to fetch from the host (selection and demanded K and V;
-    cache refills and write-backs run beside it). cache: K and V attended, read once from the device's memory.
+    weights: read once from the device's memory.
+    link: fetched from the host for this step, selection metadata and demanded K and V. Refills of the block cache and
+        write-backs run beside the step and do not count.
+    cache: attended K and V, read once from the device's memory.
     """
 
     weights: float
@@ -75,7 +84,7 @@ class Bound:
 
     @property
     def total(self) -> float:
-        """The roofline: weights and link. Reading the attended K and V is left out, as a method may avoid it."""
+        """The roofline: weights and link. Reading the attended K and V is left out, since a method may avoid it."""
         return self.weights + self.link
 
     def to_dict(self) -> dict[str, float]:
@@ -83,7 +92,7 @@ class Bound:
 
 
 def bound(model: PreTrainedModel, run: GenerationResult, limits: Ceilings) -> Bound:
-    """The bound of one run's decode steps."""
+    """The bound of one run's mean decode step."""
     shape = ModelShape.of(model.config.get_text_config(decoder=True))
     token = 2 * shape.h_kv * shape.d * model.dtype.itemsize * shape.n_layers
     missed = run.bytes_per_step["selection"] + run.bytes_per_step["demand_fetch"]

@@ -6,7 +6,7 @@ hands over each row's log-sum-exp, and the probabilities are remade tile by tile
 are computed one by one: their lengths differ, and a row's sums are then the same bits whatever stands beside it.
 
 The layers take the one-pass form: transformers' sdpa keeps its log-sum-exp to itself. The other form is for a kernel that
-returns it, as flash-attn's can. `scripts/bench_column_sums.py` measures both.
+returns it, as flash-attn's can. `scripts/bench_methods.py column_sums` measures both.
 """
 
 from __future__ import annotations

@@ -285,20 +285,3 @@ def test_what_a_model_holds(llama: PreTrainedModel, base: str, page: int) -> Non
     if page == 1:
         alone = run(llama, method.evictor, 164, steps=5)
         assert any(held(a) != held(b) for a, b in zip(alone.layers, cache.layers, strict=True))
-
-
-def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts import bench_kvcrush
-
-    tiny = "--prompt 300 --heads 4 --kv-heads 2 --dim 8 --budget 100 --rounds 1"
-    for base in ("snapkv", "h2o"):
-        monkeypatch.setattr("sys.argv", ["bench_kvcrush.py", "--base", base, *tiny.split()])
-        bench_kvcrush.main()
-        lines = capsys.readouterr().out.splitlines()
-        assert [line[:24].strip() for line in lines[3:]] == [
-            "full",
-            base,
-            f"kvcrush over {base}",
-            f"k-means over {base}",
-        ]
-        assert all(line.endswith("%") for line in lines[5:])

@@ -292,7 +292,7 @@ from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.kvcrush import KVCrush
 from pqcache.selective import Budget, SelectiveCache, attach
-from scripts.bench_column_sums import resident
+from scripts.bench.memory import process_bytes
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=8,
                      num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
@@ -305,11 +305,11 @@ with torch.no_grad(), attach(model):
         cache = None
         gc.collect()  # cache and layers name each other
         trim(0)
-        before = resident()
+        before = process_bytes()
         cache = SelectiveCache(model, method)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         trim(0)
-        print(method.name, resident() - before, sum(cache.resident_bytes().values()))
+        print(method.name, process_bytes() - before, sum(cache.resident_bytes().values()))
 """
 
 

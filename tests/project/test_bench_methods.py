@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pqcache import methods as registry
+from pqcache.methods import METHODS
+from scripts import bench_methods
+
+TINY = ["--model", "tiny", "--rounds", "1", "--prefill-rounds", "1", "--steps", "1"]
+# One of each way in which a layer is filled: dense, an index, tokens dropped, codes, blocks.
+FAMILIES = ["full", "pqcache", "streaming", "int8", "infllm"]
 
 
-@pytest.fixture(scope="module")
-def bench(repo: Path):
-    spec = importlib.util.spec_from_file_location("bench_methods", repo / "scripts" / "bench_methods.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def run(out: Path, *argv: str) -> dict[str, Any]:
+    """The figures that the command writes."""
+    bench_methods.main([*TINY, *argv, "--json", str(out)])
+    return json.loads(out.read_text())
 
 
-def test_its_methods_are_those_of_the_command(bench) -> None:
-    assert {name: registry.method_class(name) for name in bench.METHODS} == bench.METHODS
-    assert set(registry.METHODS) - set(bench.METHODS) == {"replay"}
-
-
-def test_it_measures_every_method(bench, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
-    short = ["--model", "tiny", "--rounds", "1", "--prefill-rounds", "1", "--steps", "1", "--json", str(out)]
-    bench.main(["--lengths", "400", "--prefill-length", "100", *short])
-    figures, shown = json.loads(out.read_text()), capsys.readouterr().out
-    assert "GB/s" in shown and "decode at 400 tokens" in shown and "true prefill of 100 tokens" in shown
-    assert set(figures["decode"]) == {"400"}
+def test_it_measures_decode_and_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--lengths", "400", "--prefill-length", "100", "--methods", *FAMILIES]
+    figures, shown = run(tmp_path / "figures.json", *argv), capsys.readouterr().out
     rows = figures["decode"]["400"]
-    assert set(rows) == set(figures["prefill"]) == set(bench.METHODS)
+    assert set(figures["decode"]) == {"400"}
+    assert set(rows) == set(figures["prefill"]) == set(FAMILIES)
+    assert all(shown.count(f"\n{name} ") == 2 for name in FAMILIES)
     assert rows["full"]["own_ratio"] == rows["full"]["step_ratio"] == 1.0
-    assert rows["full"]["attended_tokens"] == 402  # mean of 401 .. 403: two steps are dropped from the times only
-    assert rows["infinigen"]["attended_tokens"] == 81
+    # The mean of 401 .. 403: two steps are dropped from the times only.
+    assert rows["full"]["attended_tokens"] == 402
     assert rows["streaming"]["resident_bytes"]["device"] < rows["full"]["resident_bytes"]["device"]
-    for row in rows.values():
-        assert row["own_ms"] > 0 and row["step_ms"] > 0
-    bench.main(
-        ["--lengths", "150", "400", "--prefill-length", "0", "--methods", "infinigen", "--stores", "host", *short]
-    )
-    figures = json.loads(out.read_text())
+    assert all(row["own_ms"] > 0 and row["step_ms"] > 0 for row in rows.values())
+
+
+def test_a_host_store_is_a_row_of_its_own(tmp_path: Path) -> None:
+    argv = ["--lengths", "150", "400", "--prefill-length", "0", "--methods", "infinigen", "--stores", "host"]
+    figures = run(tmp_path / "figures.json", *argv)
     assert "prefill" not in figures
     assert set(figures["decode"]["400"]) == {"full", "infinigen (host)"}
-    moved = figures["decode"]["400"]["infinigen (host)"]["bytes_per_step"]
-    assert moved["demand_fetch"] == 2 * 80 * 2 * 32 * 4  # 80 tokens of two KV heads, K and V, fp32
+    row = figures["decode"]["400"]["infinigen (host)"]
+    assert row["attended_tokens"] == 81
+    # 80 tokens of two KV heads of 32, K and V, fp32
+    assert row["bytes_per_step"]["demand_fetch"] == 2 * 80 * 2 * 32 * 4
 
 
-def test_bad_options_are_one_line(bench, capsys: pytest.CaptureFixture) -> None:
-    for argv, said in (
+@pytest.mark.rest
+def test_every_method_but_replay_is_measured(tmp_path: Path) -> None:
+    figures = run(tmp_path / "figures.json", "--lengths", "400", "--prefill-length", "100")
+    assert set(figures["decode"]["400"]) == set(figures["prefill"]) == set(METHODS) - {"replay"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
         (["--budget", "2"], "budget=2"),
         (["--steps", "0"], "--steps=0"),
+        (["--lengths", "100", "0"], "--lengths=0"),
         (["--methods", "qest"], "qest"),
-    ):
-        with pytest.raises(SystemExit) as refused:
-            bench.main(argv)
-        assert refused.value.code == 2
-        assert said in capsys.readouterr().err.splitlines()[-1]
+        (["kvcrush", "--base", "streaming"], "streaming"),
+        (["column_sums", "--rounds", "0"], "--rounds=0"),
+        (["interface", "--steps", "2"], "--steps=2"),
+    ],
+)
+def test_bad_options_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        bench_methods.main(argv)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("base", ["snapkv", "h2o"])
+def test_kvcrush_has_a_row_per_grouping(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "--prompt 300 --heads 4 --kv-heads 2 --dim 8 --budget 100 --rounds 1"
+    bench_methods.main(["kvcrush", "--base", base, *tiny.split()])
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert [row[:24].strip() for row in rows] == ["full", base, f"kvcrush over {base}", f"k-means over {base}"]
+    assert [row.endswith("%") for row in rows] == [False, False, True, True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
+def test_column_sums_of_both_forms_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_methods.main("column_sums --prompt 300 --heads 4 --kv-heads 2 --dim 8 --rounds 1".split())
+    difference, largest = capsys.readouterr().out.splitlines()[-1].split(": ")[1].split(" (largest sum ")
+    assert float(difference) < 1e-5 < float(largest.rstrip(")"))
+
+
+def test_interface_compares_with_the_stock_cache(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    bench_methods.main(["interface", "--prompt", "64", "--steps", "3", "--rounds", "1", "--json", str(out)])
+    figures = json.loads(out.read_text())
+    assert figures["stock DynamicCache + sdpa"]["ratio"] == 1.0
+    assert len(figures) == 3 and all(row["tpot_ms"] > 0 for row in figures.values())

@@ -153,7 +153,7 @@ def test_one_block_of_one_group_is_the_largest_tensor(monkeypatch) -> None:
 
 _LONG = """
 import torch
-from scripts.bench_column_sums import held_more
+from scripts.bench.memory import peak_bytes
 from pqcache.selective.column_sums import add_column_sums
 torch.set_num_threads(1)
 s, w, d = 32768, 256, 128
@@ -161,7 +161,7 @@ q, k = torch.randn(1, 8, w, d), torch.randn(1, 2, s, d, dtype=torch.bfloat16)
 sums, lse = torch.zeros(1, 8, s), torch.full((1, 8, w), 10.0)
 for known in (None, lse):
     add_column_sums(sums, q[:, :, :1], k, [64], [1], 0.1, lse=known if known is None else lse[:, :, :1])
-    print(held_more(lambda: add_column_sums(sums, q, k, [s], [w], 0.1, block=64, lse=known), q.device))
+    print(peak_bytes(lambda: add_column_sums(sums, q, k, [s], [w], 0.1, block=64, lse=known), q.device))
 """
 
 
@@ -182,7 +182,8 @@ def test_process_memory_at_32k_is_one_block_of_one_group() -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
 def test_a_whole_layer_at_32k() -> None:
     """All 32768 queries of one layer: still one block of one group; s x s would be 32 GiB."""
-    command = [sys.executable, "scripts/bench_column_sums.py", "--prompt", "32768", "--heads", "8", "--kv-heads", "2"]
+    command = [sys.executable, "scripts/bench_methods.py", "column_sums"]
+    command += ["--prompt", "32768", "--heads", "8", "--kv-heads", "2"]
     out = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=True, cwd=REPO).stdout
     extra = [float(line.split()[-2]) for line in out.splitlines() if line.endswith("MiB")]
     block = 4 * 128 * 32768 * 4 / 2**20

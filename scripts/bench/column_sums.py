@@ -1,0 +1,96 @@
+"""Column sums of a prompt's attention: time and peak memory of the two forms, for one layer.
+
+    python scripts/bench_methods.py column_sums                                # Mistral-7B's geometry, 8192 tokens
+    python scripts/bench_methods.py column_sums --prompt 32768 --heads 8 --kv-heads 2 --rounds 1
+    python scripts/bench_methods.py column_sums --prompt 32768 --device cuda --dtype bfloat16
+
+One pass needs q and k only. Two passes read each row's log-sum-exp, here from torch's own kernel, whose time (it computes the
+whole attention) is the third row: a layer that gets the log-sum-exp with its attention pays nothing more. Rounds are
+interleaved, medians printed. Memory is what the process (or the device) held beyond its state before the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from pqcache.measure.machine import device_caption
+from pqcache.selective.column_sums import BLOCK, LSE_TILE, accumulator_dtype, add_column_sums
+from scripts.bench.memory import peak_bytes
+from scripts.bench.options import add_machine_options, add_shape_options, prepare, refuse_below
+
+
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
+    """(n, h, t) of causal attention, from the kernel that scaled_dot_product_attention itself would run."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True, scale=scaling)[1]
+    lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, True, False, scale=scaling)[1]
+    return lse[..., : q.shape[2]]
+
+
+def measured(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Seconds and peak bytes of one call."""
+    start = time.perf_counter()
+    memory = peak_bytes(call, device)
+    return time.perf_counter() - start, memory
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, tuple[float, int]]:
+    """Median seconds and peak bytes of each call, in interleaved rounds; one that warms up would hide memory."""
+    results: dict[str, list[tuple[float, int]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            results[name].append(measured(call, device))
+    return {
+        name: (statistics.median(taken for taken, _ in each), max(memory for _, memory in each))
+        for name, each in results.items()
+    }
+
+
+@torch.no_grad()
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench_methods.py column_sums", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--block", type=int, default=BLOCK, help="queries at a time")
+    parser.add_argument("--rounds", type=int, default=3)
+    add_shape_options(parser)
+    add_machine_options(parser, threads=1, json=False)
+    args = parser.parse_args(argv)
+    refuse_below(parser, args, rounds=1, prompt=1, block=1)
+    device, dtype = prepare(args)
+
+    s, scaling = args.prompt, args.dim**-0.5
+    generator = torch.Generator().manual_seed(0)
+    q, k = (
+        torch.randn(1, heads, s, args.dim, generator=generator).to(device, dtype)
+        for heads in (args.heads, args.kv_heads)
+    )
+    lse = log_sum_exp(q, k, scaling)
+    sums = {passes: torch.zeros(1, args.heads, s, dtype=accumulator_dtype(q), device=device) for passes in (1, 2)}
+
+    def add(passes: int) -> None:
+        sums[passes].zero_()
+        add_column_sums(sums[passes], q, k, [s], [s], scaling, args.block, lse=lse if passes == 2 else None)
+
+    calls: dict[str, Callable[[], object]] = {
+        "one pass": lambda: add(1),
+        "two passes": lambda: add(2),
+        "the attention itself": lambda: log_sum_exp(q, k, scaling),
+    }
+    results = measure(calls, args.rounds, device)
+    heads, group = f"{args.heads} / {args.kv_heads} heads", args.heads // args.kv_heads
+    print(f"s = {s}, {heads}, d = {args.dim}, {args.dtype}, {args.rounds} rounds, {device_caption(device)}")
+    one, two = group * args.block * s * 4 / 2**20, group * args.block * LSE_TILE * 4 / 2**20
+    print(f"a block of one group: {one:.1f} MiB (one pass), {two:.2f} MiB (two passes);", end=" ")
+    print(f"s x s: {group * s * s * 4 / 2**30:.1f} GiB a group")
+    print(f"{'':24}{'seconds':>9}{'ratio':>8}{'peak memory':>16}")
+    for name, (median, memory) in results.items():
+        print(f"{name:24}{median:9.3f}{median / results['one pass'][0]:8.2f}{memory / 2**20:12.1f} MiB")
+    difference = float((sums[1] - sums[2]).abs().max())
+    print(f"largest difference of the two forms: {difference:.1e} (largest sum {float(sums[1].max()):.1f})")

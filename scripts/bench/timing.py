@@ -1,0 +1,92 @@
+"""Interleaved rounds and their medians, as every benchmark here takes them.
+
+    results = interleaved({"ours": ours, "theirs": theirs}, rounds=5)
+    median_ratio(results["ours"], results["theirs"])
+
+Within a round every row runs once, so that a busy machine slows all rows alike. The first round warms up and is dropped.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from pqcache.selective.ledger import synchronize
+
+# Decode steps dropped at the start of a round, as everywhere in this project: they pay for warming up.
+DROPPED_STEPS = 2
+
+T = TypeVar("T")
+
+
+def seconds(call: Callable[[], Any], device: torch.device | None = None) -> float:
+    """Seconds of one call, from an idle device to an idle device."""
+    device = device or torch.device("cpu")
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int, title: str = "") -> dict[str, list[T]]:
+    """What each call returned in each of `rounds` rounds, after one that warms up.
+
+    title: what the progress line on stderr calls this measurement; without it nothing is shown.
+    """
+    results: dict[str, list[T]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            progress(f"{title}: round {turn}/{rounds} {name:30}" if title else "")
+            result = call()
+            if turn:
+                results[name].append(result)
+    progress(" " * 79 if title else "")
+    return results
+
+
+def timed_rounds(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each call in each of `rounds` interleaved rounds."""
+
+    def timed(call: Callable[[], Any]) -> Callable[[], float]:
+        return lambda: seconds(call, device)
+
+    return interleaved({name: timed(call) for name, call in calls.items()}, rounds)
+
+
+def progress(text: str) -> None:
+    """Write `text` over the current line of stderr."""
+    if text:
+        print(f"\r{text}", end="" if text.strip() else "\r", file=sys.stderr, flush=True)
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """ours / theirs of each round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over the rounds of ours / theirs."""
+    return statistics.median(ratios(ours, theirs))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Smallest and largest value."""
+    return f"{min(values):.3f} .. {max(values):.3f}"
+
+
+def gaps(marks: Sequence[float]) -> list[float]:
+    """Differences of neighbouring marks: the seconds of each step."""
+    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def step_seconds(marks: Sequence[float]) -> float:
+    """Median seconds of a decode step, from the marks of the first token and of each step after it."""
+    return statistics.median(gaps(marks)[DROPPED_STEPS:])
