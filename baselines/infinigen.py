@@ -19,9 +19,10 @@ from pqcache.selective.attach import attach, attention_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import DenseLayer, LayerContext, dense_prefill
 from pqcache.selective.method import Method
-from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.rope import project_query, rotate
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import sliding_window
@@ -152,6 +153,8 @@ def _save(found: dict[str, torch.Tensor], path: Path) -> None:
 class SpeculativeIndex(Index):
     """Partial keys k A[:, columns] of one layer's tokens. The layer before chooses; `select` hands that choice out."""
 
+    per_row = ("partial",)
+
     def __init__(self, method: InfiniGen) -> None:
         self.method, self.reduce = method, method.reduce
         self.basis: torch.Tensor | None = None  # (h_kv, d, r), a constant of the model: it has no rows
@@ -224,10 +227,6 @@ class SpeculativeIndex(Index):
         if choice is None:
             raise RuntimeError("InfiniGen chooses while the layer before runs, and nothing was chosen")
         return choice
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.partial is not None:
-            self.partial.map_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         held = [] if self.partial is None else [self.partial.data]

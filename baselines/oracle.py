@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from pqcache.selective.index import SCOPES, Index
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import SCOPES, Index, RetrievalMethod
+from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 
 

@@ -9,8 +9,9 @@ import torch
 
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 
@@ -28,6 +29,8 @@ def page_bound(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
 
 class PageIndex(Index):
     """Channel-wise minimum and maximum of the keys of every page of one layer. Page p holds positions p*page .. p*page+page-1."""
+
+    per_row = ("low", "high")
 
     def __init__(self, method: Quest) -> None:
         self.page, self.reduce = method.page, method.reduce
@@ -82,14 +85,6 @@ class PageIndex(Index):
             (chosen >= 0) & (positions >= cand.sinks) & (positions < torch.tensor(ends, device=device)[:, None, None])
         )
         return Selection(torch.where(inside, positions, -1), padded=True)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        for buffer in (self.low, self.high):
-            if buffer is not None:
-                buffer.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [buffer.data for buffer in (self.low, self.high) if buffer is not None]}
 
 
 @dataclass(kw_only=True)

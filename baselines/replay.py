@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig
 
 from pqcache.diagnostics.trace import SUFFIX, Choice, Trace, prompt_hash
 from pqcache.selective.budget import Plan
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import Candidates, Index, RetrievalLayer, RetrievalMethod, Selection
+from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape
 
 
@@ -26,9 +27,6 @@ class RecordedIndex(Index):
         assert self.choice is not None and self.choice.indices is not None
         indices = self.choice.indices.to(q.device)
         return Selection(indices, padded=bool((self.choice.indices < 0).any()))
-
-    def most_local(self, plan: Plan) -> int:
-        return plan.local
 
 
 class ReplayLayer(RetrievalLayer):

@@ -9,8 +9,9 @@ import torch
 
 from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.group import top_tokens
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext, row_mask
-from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST
@@ -41,6 +42,7 @@ def partial_logits(q: torch.Tensor, components: torch.Tensor, rows: torch.Tensor
 class ComponentIndex(Index):
     """A second copy of one layer's keys, component by component, and the mean value so far."""
 
+    per_row = ("components", "written", "mean")
     scope = "all"  # the softmax runs over every past token, the current one included
 
     def __init__(self, method: SparQ) -> None:
@@ -128,14 +130,6 @@ class ComponentIndex(Index):
         share = probs.masked_fill(~attended, 0).sum(-1)
         whole = torch.tensor([k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)], device=q.device)
         return Selection(chosen.indices, chosen.padded, torch.where(whole[:, None], 1.0, share), self.mean)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.components is None:
-            return
-        self.components.map_rows(index)
-        self.written = [self.written[i] for i in index.tolist()]
-        if self.mean is not None:
-            self.mean = self.mean.index_select(0, index.to(self.mean.device))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         copy = [] if self.components is None else [self.components.data]

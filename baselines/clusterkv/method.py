@@ -14,8 +14,9 @@ from baselines.clusterkv.recent_store import RecentStore
 from pqcache.pq.kmeans import initial_positions
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, RetrievalStore, Selection
+from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
 from pqcache.selective.shape import ModelShape
 
 
@@ -28,6 +29,8 @@ class ClusterPlan(Plan):
 
 class ClusterIndex(Index):
     """Clusters of one layer's keys after the sinks. `order` lists positions cluster by cluster, ascending inside each."""
+
+    per_row = ("centroids", "sizes", "order", "counts", "ends")
 
     def __init__(self, method: ClusterKV) -> None:
         self.method = method
@@ -101,7 +104,7 @@ class ClusterIndex(Index):
         assert isinstance(plan, ClusterPlan)
         return max(0, past - max(plan.s, self.method.n_sink)) % self.method.window
 
-    def most_local(self, plan: Plan) -> int:
+    def max_local(self, plan: Plan) -> int:
         return self.method.window  # that many keys are read when they are clustered
 
     def weights(self, q: torch.Tensor, h_kv: int, scaling: float) -> torch.Tensor:
@@ -180,18 +183,11 @@ class ClusterIndex(Index):
         self.chosen = [*self.chosen, now][-self.method.cache_steps :]
 
     def map_rows(self, index: torch.Tensor) -> None:
-        if self.centroids is None or self.sizes is None or self.order is None:
-            return
-        at = index.to(self.centroids.device)
-        self.centroids, self.sizes, self.order = (
-            x.index_select(0, at) for x in (self.centroids, self.sizes, self.order)
-        )
-        self.chosen = [x.index_select(0, at) for x in self.chosen]
-        rows = index.tolist()
-        self.counts, self.ends = [self.counts[i] for i in rows], [self.ends[i] for i in rows]
+        super().map_rows(index)
+        self.chosen = [x.index_select(0, index.to(x.device)) for x in self.chosen]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [x for x in (self.centroids, self.sizes, self.order, *self.chosen) if x is not None]}
+        return {"device": [*super().tensors()["device"], *self.chosen]}
 
 
 @dataclass(kw_only=True)

@@ -28,6 +28,7 @@ from pqcache.pq import PQCache
 from pqcache.selective.attention import partial
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
+from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext, SelectiveLayer, exact_copy
 from pqcache.selective.method import Method
 from pqcache.selective.quantization import QuantizationMethod, attend_coded
@@ -82,13 +83,18 @@ class CodedRetrievalLayer(RetrievalLayer):
         return out
 
     def attend_chosen(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, ctx: LayerContext
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        ctx: LayerContext,
+        log_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As the base class, but the store's probes learn how much was attended in all."""
-        n, h, _, _ = q.shape
-        if valid is not None:
-            valid = valid.repeat_interleave(1 if valid.shape[1] == 1 else h // valid.shape[1], 1)[:, :, None]
-        part = partial(q, keys, values, ctx.scaling, valid)
+        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
+        bias = None if log_weight is None else log_weight[:, :, None]
+        part = partial(q, keys, values, ctx.scaling, mask, bias=bias)
         self.coded.observe_step(q, part.lse, ctx)
         return part.out.transpose(1, 2).to(q.dtype)
 

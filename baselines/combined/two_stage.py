@@ -20,8 +20,9 @@ from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import Candidates, Index, RetrievalLayer, RetrievalMethod, Selection
+from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 
 SECOND: dict[str, type[RetrievalMethod]] = {"pqcache": PQCache, "sparq": SparQ, "oracle": Oracle}
@@ -99,9 +100,9 @@ class TwoStageIndex(Index):
     def local(self, plan: Plan, past: int) -> int:
         return self.second.local(plan, past)
 
-    def most_local(self, plan: Plan) -> int:
+    def max_local(self, plan: Plan) -> int:
         assert isinstance(plan, TwoStagePlan)
-        return max(self.first.most_local(plan.first), self.second.most_local(plan))
+        return max(self.first.max_local(plan.first), self.second.max_local(plan))
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         wanted = [

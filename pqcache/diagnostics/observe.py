@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from pqcache.diagnostics import measures as m
+from pqcache.selective.index import Selected
 from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, WatchedCall, Watcher, row_mask
-from pqcache.selective.retrieval import RetrievalLayer, Selected
+from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.resident import ResidentStore
 
 # array -> what it says, per layer, row, query head and step; NaN where it is not defined

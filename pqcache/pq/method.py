@@ -16,9 +16,10 @@ from pqcache.pq import codebook
 from pqcache.pq.far import FarCodes
 from pqcache.pq.fit import Fitted, fit
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selection
+from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST, HostStore

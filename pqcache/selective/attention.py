@@ -62,11 +62,13 @@ def partial(
     scaling: float,
     mask: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     probs: bool = False,
 ) -> Part:
     """Attention of q (n, h, q, d) over one segment k, v (n, h_kv, m, d), to be joined by `merge`.
 
-    mask: (n, 1 or h, q, m) bool, True = may attend. A query that sees nothing here gets lse = -inf and out = 0.
+    mask: (n, 1 or h, q, m) bool, True = may attend. bias (n, 1 or h, q, m): added to the scaled logits. A query that sees
+    nothing here gets lse = -inf and out = 0.
     Computed in fp32, in float64 for a float64 model.
     """
     n, h, t, d = q.shape
@@ -74,6 +76,8 @@ def partial(
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).view(n, h_kv, h // h_kv * t, d)
     logits = (grouped @ k.to(dtype).transpose(-1, -2)).view(n, h, t, -1) * scaling
+    if bias is not None:
+        logits = logits + bias
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(logits, -1)

@@ -9,6 +9,11 @@ import torch
 REDUCTIONS = ("none", "sum_softmax", "max_softmax", "sum_logit", "max_logit", "mean_logit")
 
 
+def per_head(x: torch.Tensor, h: int) -> torch.Tensor:
+    """x (n, H, ...) with one entry per query head: (n, h, ...). H = 1 (all alike), h_kv (a group alike) or h."""
+    return x if x.shape[1] == h else x.repeat_interleave(h // x.shape[1], dim=1)
+
+
 def group_reduce(
     logits: torch.Tensor, h_kv: int, mode: str, valid: torch.Tensor | None = None, span: tuple[int, int] | None = None
 ) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Family: keep every token, pick the ones a query attends to.
 
-A method writes an `Index` with build, append and score (or its own `select`); the layer keeps sinks and local window, masks,
-gathers, attends and counts. Positions are those of the row: its first real token is 0.
+A method writes an `Index` (index.py) with build, append and score, and a RetrievalMethod with make_index. The layer stores K
+and V, keeps sinks and local window, masks, gathers, attends and counts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 
-from pqcache.device.step import Coded, DeviceStep, serves
-from pqcache.selective.attention import attend_one
+from pqcache.device.step import DeviceStep, serves
+from pqcache.selective.attention import attend_one, partial
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.group import REDUCTIONS, group_reduce, top_tokens
+from pqcache.selective.group import REDUCTIONS, per_head
+from pqcache.selective.index import Candidates, Index, Selected, Selection
 from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method
@@ -27,7 +29,6 @@ from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
 
 STORES = ("resident", "host", "block_cache")
-SCOPES = ("candidates", "all")
 
 
 class RetrievalStore(Store, Protocol):
@@ -39,133 +40,6 @@ class RetrievalStore(Store, Protocol):
     def keys(self, lo: int, hi: int) -> torch.Tensor: ...  # to be scored: (n, h_kv, hi - lo, d)
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor: ...
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None: ...  # `read` of these very indices will follow
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The tokens a step may choose from: positions sinks .. ends[r]-1 of row r, of which it takes k[r]."""
-
-    sinks: int
-    ends: list[int]
-    k: list[int]
-    lengths: list[int]  # tokens stored, the current one included
-
-    def valid(self, device: torch.device) -> torch.Tensor | None:
-        """(n, 1, max(ends) - sinks) bool; None if all rows have the same candidates."""
-        if len(set(self.ends)) == 1:
-            return None
-        column = torch.arange(self.sinks, max(self.ends), device=device)
-        return (column[None] < torch.tensor(self.ends, device=device)[:, None])[:, None]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What an index chose: indices (n, H, k) of positions, -1 = padding. H = 1 for all heads, h_kv, or h.
-
-    share (n, h) and mean (n, h_kv, d): the output becomes share * out + (1 - share) * mean, for methods that estimate what
-    they left out.
-    """
-
-    indices: torch.Tensor
-    padded: bool = False  # some entries are -1
-    share: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Selected:
-    """One step's choice in one layer, as observers get it."""
-
-    sinks: int
-    indices: torch.Tensor | None  # (n, H, k), None: every candidate
-    candidates: Candidates
-    local: list[int]  # tokens of the local window per row, the current one not counted
-
-
-class Index:
-    """What ranks the candidates of one layer. A method writes build, append, score."""
-
-    reduce: str = "sum_softmax"
-    scope: str = "candidates"  # what the softmax of the reduction is taken over
-
-    layer: RetrievalLayer  # the layer it serves; its store has K and V (set before anything else is called)
-
-    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
-        """Index a prompt: k, v (n, h_kv, >= max(lengths), d). Returns per row whether there is an index (else: dense).
-
-        Called again after each later turn, with everything.
-        """
-        return [True] * len(lengths)
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        """Index one token per row, already stored: k, v (n, h_kv, 1, d), at position lengths[r] - 1."""
-
-    def on_previous_input(self, ctx: LayerContext) -> None:
-        """The layer before is about to run, with this context: speculate, prefetch."""
-
-    def on_layer_input(self, ctx: LayerContext) -> None:
-        """This layer is about to run: the first layer's place for what others do in `on_previous_input`."""
-
-    def end_step(self) -> None:
-        """This decode step has read what it wanted: let go of what only it needed."""
-
-    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        """Scaled logits of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32."""
-        raise NotImplementedError
-
-    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        """Scaled logits of q (n, h, 1, d) for positions indices (n, H, m) after the sinks, -1 read as anything: (n, h, m) fp32.
-
-        H = 1, h_kv or h. An index that is to rank a shortlist writes its own, which looks at nothing else.
-        """
-        assert self.layer.store is not None
-        lo = self.layer.method.n_sink
-        logits = self.score(q, lo, self.layer.store.length, ctx)
-        per_head = indices.repeat_interleave(q.shape[1] // indices.shape[1], dim=1)
-        return logits.gather(2, (per_head - lo).clamp_min(0))
-
-    def local(self, plan: Plan, past: int) -> int:
-        """Tokens of the local window after `past` tokens; an index that lags behind (clusters) keeps more."""
-        return plan.local
-
-    def most_local(self, plan: Plan) -> int:
-        """The most `local` may return, for stores that hold the window on the device."""
-        return plan.local
-
-    def wait(self) -> None:
-        """Let what `build` started beside the model end, and take its result over."""
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was."""
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier -> tensors kept between steps."""
-        return {}
-
-    def coded(self) -> Coded | None:
-        """Centroids and codes, if `select` is their top-k by group-summed softmax over the candidates: kernels then do it."""
-        return None
-
-    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        """The best candidates per KV head: top-k of the group-reduced scores."""
-        lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.sinks, max(cand.ends))
-        return self.choose(self.score(q, lo, hi, ctx), cand, h_kv)
-
-    def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
-        """Top-k of what `score` returned: of every past token if scope is "all", else of the candidates."""
-        valid = cand.valid(logits.device)
-        if self.scope == "all":
-            everything = row_mask(cand.lengths, max(cand.lengths), logits.device)
-            weights = group_reduce(logits, h_kv, self.reduce, everything, (cand.sinks, max(cand.ends)))
-            if valid is not None:
-                weights = weights.masked_fill(~valid, -torch.inf)
-        else:
-            weights = group_reduce(logits, h_kv, self.reduce, valid)
-        indices = top_tokens(weights, cand.k)
-        padded = len(set(cand.k)) > 1
-        return Selection(
-            torch.where(indices < 0, indices, indices + cand.sinks) if padded else indices + cand.sinks, padded
-        )
 
 
 class RetrievalLayer(StagedLayer):
@@ -188,7 +62,7 @@ class RetrievalLayer(StagedLayer):
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self._leave_device()
         self.plans = self.make_plans(lengths, ctx)
-        window = 1 + max(self.index.most_local(plan) for plan in self.plans)
+        window = 1 + max(self.index.max_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
         if isinstance(self.store, HostStore):
             self.store.lanes = ctx.cache.lanes
@@ -216,10 +90,23 @@ class RetrievalLayer(StagedLayer):
         return self.method.make_store(window, ctx.cache.ledger.move)
 
     def attend_chosen(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None, ctx: LayerContext
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        ctx: LayerContext,
+        log_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of q (n, h, 1, d) over the tokens read, keys and values (n, h_kv or h, m, d): (n, 1, h, d)."""
-        return attend_one(q, keys, values, ctx.scaling, valid)
+        """Attention of q (n, h, 1, d) over the tokens read, keys and values (n, h_kv or h, m, d): (n, 1, h, d).
+
+        valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
+        """
+        if log_weight is None:
+            return attend_one(q, keys, values, ctx.scaling, valid)
+        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
+        part = partial(q, keys, values, ctx.scaling, mask, bias=log_weight[:, :, None])
+        return part.out.transpose(1, 2).to(q.dtype)
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
@@ -241,14 +128,14 @@ class RetrievalLayer(StagedLayer):
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
         """This step's candidates and local windows; the current token is already stored, or (`ahead`) not yet."""
         assert self.store is not None
-        lo, lengths = self.method.n_sink, [length + ahead for length in self.store.lengths]
+        sinks, lengths = self.method.n_sink, [length + ahead for length in self.store.lengths]
         local = [self.index.local(plan, length - 1) for plan, length in zip(self.plans, lengths, strict=True)]
-        hi = [max(lo, length - 1 - window) for length, window in zip(lengths, local, strict=True)]
+        ends = [max(sinks, length - 1 - window) for length, window in zip(lengths, local, strict=True)]
         k = [
-            top - lo if dense else min(plan.k, top - lo)
-            for top, plan, dense in zip(hi, self.plans, self.dense, strict=True)
+            end - sinks if dense else min(plan.k, end - sinks)
+            for end, plan, dense in zip(ends, self.plans, self.dense, strict=True)
         ]
-        return Candidates(lo, hi, k, lengths), local
+        return Candidates(sinks, ends, k, lengths), local
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None
@@ -259,40 +146,63 @@ class RetrievalLayer(StagedLayer):
         if not all(self.dense):
             self.index.append(k, v, self.store.lengths, ctx)
         cand, local = self.candidates()
-        lengths, lo = self.store.lengths, cand.sinks
-        everything = all(a == b - lo for a, b in zip(cand.k, cand.ends, strict=True))
         selection = None
-        if everything and self.store.whole:
-            keys, values = self.store.view()
-            attended = keys.shape[2]
-            valid = row_mask(lengths, attended, q.device)
-            out = attend_one(q, keys, values, ctx.scaling, valid)
+        if cand.everything and self.store.whole:
+            out, tokens = self._attend_all(q, ctx)
         else:
-            if max(cand.k) > 0:
-                selection = (
-                    self._all(cand, q.device) if everything else self.index.select(q, cand, self.shape.h_kv, ctx)
-                )
-            recent = min(max(local) + 1, max(lengths))
-            sinks = min(lo, max(lengths))
-            indices = None if selection is None else selection.indices
-            valid = self._valid(sinks, selection, recent, cand, local, q.device)
-            attended = sinks + recent + (0 if indices is None else indices.shape[2])
-            out = self._attend(q, sinks, indices, recent, valid, ctx)
-            if selection is not None and isinstance(self.store, CachedStore):
-                self._note_hits(self.store.served, cand, ctx)
+            selection = self._select(q, cand, ctx)
+            out, tokens = self._attend(q, selection, cand, local, ctx)
         self.index.end_step()
-        if selection is not None and selection.share is not None and selection.mean is not None:
-            share = selection.share[:, None, :, None].to(out.dtype)
-            mean = selection.mean.repeat_interleave(self.shape.group, dim=1)[:, None].to(out.dtype)
-            out = share * out + (1 - share) * mean
-        tokens = attended if valid is None else valid.sum(-1, dtype=torch.float32).mean()
+        self._note(selection, tokens, cand, local, ctx)
+        return out
+
+    def _select(self, q: torch.Tensor, cand: Candidates, ctx: LayerContext) -> Selection | None:
+        """The tokens between sinks and local window that this step attends; None if there are none."""
+        if max(cand.k) == 0:
+            return None
+        if cand.everything:
+            return cand.select_all(q.device)
+        return self.index.select(q, cand, self.shape.h_kv, ctx)
+
+    def _attend_all(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, Tokens]:
+        """Attention over everything stored, in place: (n, 1, h, d), and the mean number of tokens."""
+        assert self.store is not None
+        keys, values = self.store.view()
+        valid = row_mask(self.store.lengths, keys.shape[2], q.device)
+        return attend_one(q, keys, values, ctx.scaling, valid), _mean_tokens(keys.shape[2], valid)
+
+    def _attend(
+        self, q: torch.Tensor, selection: Selection | None, cand: Candidates, local: list[int], ctx: LayerContext
+    ) -> tuple[torch.Tensor, Tokens]:
+        """Attention over [sinks | selected | local window and current token]: (n, 1, h, d), and the mean number of tokens."""
+        store = self.store
+        assert store is not None
+        sinks, newest = min(cand.sinks, max(cand.lengths)), min(max(local) + 1, max(cand.lengths))
+        indices = None if selection is None else selection.indices
+        valid = _valid(sinks, selection, newest, cand, local, q.device)
+        weight = None if selection is None else _weights(selection, sinks, newest, q.shape[1])
+        plain = valid is None and weight is None
+        if plain and indices is not None and isinstance(store, ResidentStore) and store.native(q, indices):
+            out = store.attend(q, sinks, indices, newest, ctx.scaling)
+        else:
+            keys, values = store.read(sinks, indices, newest, self.shape.group)
+            out = self.attend_chosen(q, keys, values, valid, ctx, weight)
+        if selection is not None:
+            if isinstance(store, CachedStore):
+                self._note_hits(store.served, cand, ctx)
+            out = _with_estimate(out, selection)
+        return out, _mean_tokens(sinks + newest + (0 if indices is None else indices.shape[2]), valid)
+
+    def _note(
+        self, selection: Selection | None, tokens: Tokens, cand: Candidates, local: list[int], ctx: LayerContext
+    ) -> None:
+        """Tell ledger and observers what this step attended."""
         union = None
         if selection is not None and self.shape.h_kv < selection.indices.shape[1]:
-            union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(lengths))
+            union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(cand.lengths))
         ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
         if ctx.cache.observers or ctx.cache.watchers:
-            self.selected = Selected(lo, None if selection is None else selection.indices, cand, local)
-        return out
+            self.selected = Selected(cand.sinks, None if selection is None else selection.indices, cand, local)
 
     def _on_device(self, q: torch.Tensor, ctx: LayerContext) -> bool:
         """Whether `device_step` does this step; it is made if it can. Families that change parts of a step do all of theirs."""
@@ -334,23 +244,6 @@ class RetrievalLayer(StagedLayer):
         assert self.device_step is not None
         ledger.attend(self.layer_idx, self.device_step.note(), selecting=True)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        sinks: int,
-        indices: torch.Tensor | None,
-        recent: int,
-        valid: torch.Tensor | None,
-        ctx: LayerContext,
-    ) -> torch.Tensor:
-        """Attention over [sinks | indices | recent], where they lie if a kernel serves, else over a copy: (n, 1, h, d)."""
-        store = self.store
-        assert store is not None
-        if valid is None and indices is not None and isinstance(store, ResidentStore) and store.native(q, indices):
-            return store.attend(q, sinks, indices, recent, ctx.scaling)
-        keys, values = store.read(sinks, indices, recent, self.shape.group)
-        return self.attend_chosen(q, keys, values, valid, ctx)
-
     @staticmethod
     def _note_hits(served: Served | None, cand: Candidates, ctx: LayerContext) -> None:
         """Tell the ledger what the cache served, and what as many tokens chosen at random would have."""
@@ -365,39 +258,6 @@ class RetrievalLayer(StagedLayer):
         marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
         marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # -1, padding, falls on column 0
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
-
-    @staticmethod
-    def _all(cand: Candidates, device: torch.device) -> Selection:
-        column = torch.arange(cand.sinks, max(cand.ends), device=device)
-        inside = column[None] < torch.tensor(cand.ends, device=device)[:, None]
-        return Selection(torch.where(inside, column[None], -1)[:, None], padded=len(set(cand.ends)) > 1)
-
-    def _valid(
-        self,
-        sinks: int,
-        selection: Selection | None,
-        recent: int,
-        cand: Candidates,
-        local: list[int],
-        device: torch.device,
-    ) -> torch.Tensor | None:
-        """(n, H, m) bool over [sinks | selected | recent]; None if every entry is a token of its own."""
-        lengths = cand.lengths
-        ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
-        indices = None if selection is None else selection.indices
-        settled = lengths[0] >= cand.sinks + local[0] + 1 and recent == local[0] + 1  # else sinks and window overlap
-        if not ragged and settled and (selection is None or not selection.padded):
-            return None
-        ends = torch.tensor(lengths, device=device)[:, None]
-        windows = torch.tensor(local, device=device)[:, None]
-        n, heads = len(lengths), 1 if indices is None else indices.shape[1]
-        first = torch.arange(sinks, device=device)[None] < ends
-        position = ends - recent + torch.arange(recent, device=device)[None]
-        last = (position >= cand.sinks) & (position >= ends - 1 - windows)
-        parts = [first[:, None].expand(n, heads, -1), last[:, None].expand(n, heads, -1)]
-        if indices is not None:
-            parts.insert(1, indices >= 0)
-        return torch.cat(parts, dim=2)
 
     def map_rows(self, index: torch.Tensor) -> None:
         self._leave_device()
@@ -417,6 +277,51 @@ class RetrievalLayer(StagedLayer):
             for tier, tensors in part.items():
                 tiers.setdefault(tier, []).extend(tensors)
         return tiers
+
+
+Tokens = float | torch.Tensor  # a mean over rows and heads; a tensor where only the device knows it
+
+
+def _mean_tokens(read: int, valid: torch.Tensor | None) -> Tokens:
+    """Tokens attended per query head, where `read` entries were read of which `valid` (n, H, m) are tokens of their own."""
+    return read if valid is None else valid.sum(-1, dtype=torch.float32).mean()
+
+
+def _valid(
+    sinks: int, selection: Selection | None, newest: int, cand: Candidates, local: list[int], device: torch.device
+) -> torch.Tensor | None:
+    """(n, H, m) bool over [first sinks | selected | `newest` last tokens]; None if every entry is a token of its own."""
+    lengths = cand.lengths
+    ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
+    apart = lengths[0] >= cand.sinks + local[0] + 1 and newest == local[0] + 1  # else sinks and window overlap
+    if not ragged and apart and (selection is None or not selection.padded):
+        return None
+    ends = torch.tensor(lengths, device=device)[:, None]
+    windows = torch.tensor(local, device=device)[:, None]
+    n, heads = len(lengths), 1 if selection is None else selection.indices.shape[1]
+    first = torch.arange(sinks, device=device)[None] < ends
+    position = ends - newest + torch.arange(newest, device=device)[None]
+    last = (position >= cand.sinks) & (position >= ends - 1 - windows)
+    parts = [first[:, None].expand(n, heads, -1), last[:, None].expand(n, heads, -1)]
+    if selection is not None:
+        parts.insert(1, selection.indices >= 0)
+    return torch.cat(parts, dim=2)
+
+
+def _weights(selection: Selection, sinks: int, newest: int, h: int) -> torch.Tensor | None:
+    """The selection's log-weights over [sinks | selected | newest], 0 outside the selection: (n, h, m). None if it has none."""
+    if selection.log_weight is None:
+        return None
+    return F.pad(per_head(selection.log_weight, h), (sinks, newest))
+
+
+def _with_estimate(out: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The output (n, 1, h, d) with the tokens left out, as far as the selection estimates them."""
+    if selection.share is None or selection.mean is None:
+        return out
+    share = selection.share[:, None, :, None].to(out.dtype)
+    mean = per_head(selection.mean, out.shape[2])[:, None].to(out.dtype)
+    return share * out + (1 - share) * mean
 
 
 @dataclass(kw_only=True)

@@ -14,8 +14,8 @@ from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective.index import Selected
 from pqcache.selective.ledger import unique_bytes
-from pqcache.selective.retrieval import Selected
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
 from tests.invariants.drive import Session, logits, tokens
@@ -86,8 +86,8 @@ def test_attention_over_chosen_codes_equals_a_naive_computation(llama: PreTraine
         layer: Any = cache.layers[0]
         inner = layer.attend_chosen
 
-        def spy(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: Any, ctx: Any) -> torch.Tensor:
-            out = inner(q, keys, values, valid, ctx)
+        def spy(q: torch.Tensor, *read: Any) -> torch.Tensor:
+            out, ctx = inner(q, *read), read[3]
             outs.append((q[0, :, 0], out[0, 0], [x[0].clone() for x in layer.coded.view()], ctx.scaling))
             return out
 

@@ -16,7 +16,7 @@ from baselines.oracle import Oracle
 from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
-from pqcache.selective.retrieval import Index
+from pqcache.selective.index import Index
 from tests.baselines.common import OneLayer, random_layer, selections
 from tests.invariants.drive import logits, tokens
 

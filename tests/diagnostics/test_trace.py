@@ -23,7 +23,8 @@ from baselines.sparq import SparQ
 from pqcache.diagnostics import Trace, TraceRecorder, prompt_hash
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, generate
-from pqcache.selective.retrieval import Candidates, Index, RetrievalMethod, Selected, Selection
+from pqcache.selective.index import Candidates, Index, Selected, Selection
+from pqcache.selective.retrieval import RetrievalMethod
 from tests.invariants.conftest import build
 from tests.invariants.drive import tokens
 

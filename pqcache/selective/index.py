@@ -1,0 +1,161 @@
+"""Index: what ranks the tokens of one layer for a query. A retrieval method writes one, with build, append and score.
+
+    class ExactIndex(Index):                                      # the oracle: nothing to build, it scores the keys themselves
+        def score(self, q, lo, hi, ctx):
+            keys = self.layer.store.keys(lo, hi)                  # (n, h_kv, hi - lo, d)
+            ...                                                   # (n, h, hi - lo)
+
+Shapes: n rows of the batch, h query heads, h_kv KV heads, d head dimension. A position counts a row's own tokens: its first
+real token is 0, padding has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.index_options import IndexOptions
+from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.store.buffer import Buffer
+
+SCOPES = ("candidates", "all")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens a step may choose from: positions sinks .. ends[r]-1 of row r, of which it takes k[r]."""
+
+    sinks: int
+    ends: list[int]
+    k: list[int]
+    lengths: list[int]  # tokens stored, the current one included
+
+    @property
+    def everything(self) -> bool:
+        """Whether every row takes all of its candidates."""
+        return all(k == end - self.sinks for k, end in zip(self.k, self.ends, strict=True))
+
+    def valid(self, device: torch.device) -> torch.Tensor | None:
+        """(n, 1, max(ends) - sinks) bool; None if all rows have the same candidates."""
+        if len(set(self.ends)) == 1:
+            return None
+        column = torch.arange(self.sinks, max(self.ends), device=device)
+        return (column[None] < torch.tensor(self.ends, device=device)[:, None])[:, None]
+
+    def select_all(self, device: torch.device) -> Selection:
+        """Every candidate of every row, the same for all heads."""
+        column = torch.arange(self.sinks, max(self.ends), device=device)
+        inside = column[None] < torch.tensor(self.ends, device=device)[:, None]
+        return Selection(torch.where(inside, column[None], -1)[:, None], padded=len(set(self.ends)) > 1)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an index chose: positions indices (n, H, k), -1 = padding. H is 1 (all heads alike), h_kv, or h.
+
+    log_weight (n, H or h, k) fp32 is added to the scaled logits of the selected tokens before the softmax; sinks and local
+    window have 0. A token sampled with probability p gets -log p, so that the sampled softmax estimates the whole one
+    (importance sampling, MagicPIG, arXiv 2410.16179). Where a row takes all of its candidates the weight should be 0.
+
+    share (n, h) and mean (n, h or h_kv, d) estimate the tokens left out: the output becomes share * out + (1 - share) * mean.
+
+    With weights or an estimate the selected tokens alone do not determine the output: `Method.traceable` is then False.
+    """
+
+    indices: torch.Tensor
+    padded: bool = False  # some entries are -1
+    share: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    log_weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One step's choice in one layer, as observers get it."""
+
+    sinks: int
+    indices: torch.Tensor | None  # (n, H, k), None: every candidate
+    candidates: Candidates
+    local: list[int]  # tokens of the local window per row, the current one not counted
+
+
+class Index(IndexOptions):
+    """Ranks the candidates of one layer. A method writes build, append, score; optional pieces are in index_options.py.
+
+    `self.layer`, set before anything is called, is the RetrievalLayer it serves: layer.store has K and V, layer.shape the
+    geometry. State with an entry per row of the batch is named in `per_row`: reordering rows and counting bytes then work.
+    """
+
+    reduce: str = "sum_softmax"  # how the query heads of a group agree, see selective.group
+    scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
+    # attributes with one entry per row: a tensor or Buffer (n, ...), or a list of n; None before there is one
+    per_row: ClassVar[tuple[str, ...]] = ()
+
+    # -- what a method writes ---------------------------------------------------------------------------------------
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        """Index a prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1.
+
+        Returns which rows have an index; the others attend to everything. Called again after each later turn, with all tokens.
+        """
+        return [True] * len(lengths)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """Index one token per row: k, v (n, h_kv, 1, d), at position lengths[r] - 1, already stored."""
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        """Scaled logits (q . k times ctx.scaling) of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32.
+
+        Rows may be shorter than hi: what stands beyond their end is ignored.
+        """
+        raise NotImplementedError
+
+    # -- what is done with the scores -------------------------------------------------------------------------------
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """The best candidates per KV head: top-k of the group-reduced scores."""
+        lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.sinks, max(cand.ends))
+        return self.choose(self.score(q, lo, hi, ctx), cand, h_kv)
+
+    def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
+        """Top-k of what `score` returned: of every past token if scope is "all", else of the candidates."""
+        valid = cand.valid(logits.device)
+        if self.scope == "all":
+            stored = row_mask(cand.lengths, max(cand.lengths), logits.device)
+            weights = group_reduce(logits, h_kv, self.reduce, stored, (cand.sinks, max(cand.ends)))
+            if valid is not None:
+                weights = weights.masked_fill(~valid, -torch.inf)
+        else:
+            weights = group_reduce(logits, h_kv, self.reduce, valid)
+        indices = top_tokens(weights, cand.k)
+        padded = len(set(cand.k)) > 1
+        return Selection(
+            torch.where(indices < 0, indices, indices + cand.sinks) if padded else indices + cand.sinks, padded
+        )
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+        for name in self.per_row:
+            setattr(self, name, _mapped(getattr(self, name), index))
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier ("device" or "host") -> tensors kept between steps."""
+        state = [getattr(self, name) for name in self.per_row]
+        tensors = [x.data if isinstance(x, Buffer) else x for x in state]
+        return {"device": [x for x in tensors if isinstance(x, torch.Tensor)]}
+
+
+def _mapped(state: Any, index: torch.Tensor) -> Any:
+    """State with one entry per row, reordered."""
+    if isinstance(state, torch.Tensor):
+        return state.index_select(0, index.to(state.device))
+    if isinstance(state, Buffer):
+        state.map_rows(index)
+    elif state:
+        return [state[i] for i in index.tolist()]
+    return state

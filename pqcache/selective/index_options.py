@@ -1,0 +1,76 @@
+"""What an index may do besides ranking tokens. Most indexes need none of it: every default here does nothing.
+
+an index that ...                           overrides                                        as in
+works one layer ahead (choose, send)        on_previous_input, on_layer_input, end_step      baselines/infinigen.py, pq/far.py
+does not cover the newest tokens yet        local, max_local                                 baselines/clusterkv/
+ranks a shortlist without all scores        score_at                                         baselines/combined/two_stage.py
+is built beside the model                   wait                                             pq/method.py
+has product-quantized keys on the device    coded                                            pq/method.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pqcache.device.step import Coded
+    from pqcache.selective.budget import Plan
+    from pqcache.selective.layer import LayerContext
+    from pqcache.selective.retrieval import RetrievalLayer
+
+
+class IndexOptions:
+    """Base of `Index`: the optional pieces and their defaults."""
+
+    layer: RetrievalLayer
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        """See Index.score."""
+        raise NotImplementedError
+
+    # -- one layer ahead --------------------------------------------------------------------------------------------
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """The layer before is about to run, and this is its context: speculate, prefetch."""
+
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        """This layer is about to run. The first layer, which has none before it, starts here."""
+
+    def end_step(self) -> None:
+        """This decode step has read what it needed: release what only this step used."""
+
+    # -- a window of its own ----------------------------------------------------------------------------------------
+
+    def local(self, plan: Plan, past: int) -> int:
+        """Tokens of the local window after `past` tokens. An index that lags behind adds those it does not cover yet."""
+        return plan.local
+
+    def max_local(self, plan: Plan) -> int:
+        """The largest value that `local` may return: stores keep so many tokens on the device."""
+        return plan.local
+
+    # -- ranking a shortlist ----------------------------------------------------------------------------------------
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """Scaled logits of q (n, h, 1, d) for positions indices (n, H, m) after the sinks: (n, h, m) fp32.
+
+        H is 1, h_kv or h. An index of -1 is padding and may give anything finite. Default: scores everything, then gathers.
+        """
+        assert self.layer.store is not None
+        lo = self.layer.method.n_sink
+        logits = self.score(q, lo, self.layer.store.length, ctx)
+        per_head = indices.repeat_interleave(q.shape[1] // indices.shape[1], dim=1)
+        return logits.gather(2, (per_head - lo).clamp_min(0))
+
+    # -- work beside the model --------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait for what `build` started beside the model, and take over its result."""
+
+    # -- a decode step by kernels -----------------------------------------------------------------------------------
+
+    def coded(self) -> Coded | None:
+        """Centroids and codes, if `select` is their top-k by group-summed softmax over the candidates: kernels then do it."""
+        return None

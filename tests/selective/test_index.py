@@ -1,0 +1,173 @@
+"""What an index may say of its choice: log-weights per token, an estimate of the tokens left out; and its state per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from pqcache.selective import Budget, LayerContext, ModelShape
+from pqcache.selective.index import Candidates, Index, Selection
+from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.store.buffer import Buffer
+from tests.baselines.common import OneLayer
+
+N_SINK, SHAPE = 4, ModelShape(n_layers=1, h=4, h_kv=2, d=8)
+STORES = ("resident", "host", "block_cache")
+
+
+class Drawn(Index):
+    """Draws positions at random, at most k per row and head, with log-weights and an estimate of the rest."""
+
+    def __init__(self, method: Sampler) -> None:
+        self.method, self.draw = method, torch.Generator().manual_seed(method.seed)
+        self.chosen: Selection | None = None
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        n, h, _, d = q.shape
+        heads, k = {"one": 1, "kv": h_kv, "query": h}[self.method.heads], max(cand.k)
+        indices = torch.full((n, heads, k), -1)
+        for row, (end, count) in enumerate(zip(cand.ends, cand.k, strict=True)):
+            for head in range(heads):
+                some = torch.randperm(end - cand.sinks, generator=self.draw)[:count] + cand.sinks
+                indices[row, head, : count - self.method.gaps] = some[: count - self.method.gaps].sort().values
+        rand = lambda *sizes: torch.rand(*sizes, generator=self.draw)  # noqa: E731
+        self.chosen = Selection(
+            indices,
+            padded=True,
+            log_weight=3 * rand(n, heads, k) if self.method.weights == "random" else None,
+            share=rand(n, h) if self.method.mean_heads else None,
+            mean=rand(n, self.method.mean_heads, d) if self.method.mean_heads else None,
+        )
+        if self.method.weights == "zero":
+            self.chosen = replace(self.chosen, log_weight=torch.zeros(n, heads, k))
+        return self.chosen
+
+
+@dataclass(kw_only=True)
+class Sampler(RetrievalMethod):
+    name: ClassVar[str] = "sampler"
+
+    n_sink: int = N_SINK
+    seed: int = 0
+    heads: str = "kv"
+    weights: str = "random"
+    gaps: int = 0
+    mean_heads: int = 0
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> Drawn:
+        return Drawn(self)
+
+
+def one_step(method: RetrievalMethod, lengths: list[int], seed: int = 0) -> tuple[OneLayer, tuple, torch.Tensor]:
+    """A layer with rows of these lengths, its q, all K and V after one step, and the step's output."""
+    draw = torch.Generator().manual_seed(seed)
+    n, s = len(lengths), max(lengths)
+    k, v = (torch.randn(n, SHAPE.h_kv, s, SHAPE.d, generator=draw) for _ in "kv")
+    q = torch.randn(n, SHAPE.h, 1, SHAPE.d, generator=draw)
+    new = [torch.randn(n, SHAPE.h_kv, 1, SHAPE.d, generator=draw) for _ in "kv"]
+    layer = OneLayer(method, k, v, SHAPE.h, lengths)
+    out = layer.step(q, *new)
+    rows = [[torch.cat([x[r, :, :length], y[r]], 1) for r, length in enumerate(lengths)] for x, y in zip((k, v), new)]
+    return layer, (q, *rows), out
+
+
+def reference(layer: OneLayer, q: torch.Tensor, keys: list, values: list) -> torch.Tensor:
+    """softmax(logits + log_weight) over the attended tokens in float64, then the estimate: (n, 1, h, d)."""
+    index = layer.layer.index
+    assert isinstance(index, Drawn) and index.chosen is not None
+    chosen, (cand, local) = index.chosen, layer.layer.candidates()
+    out = torch.zeros(len(keys), 1, SHAPE.h, SHAPE.d, dtype=torch.float64)
+    for row, (k, v) in enumerate(zip(keys, values, strict=True)):
+        length = k.shape[1]
+        for head in range(SHAPE.h):
+            mine = head * chosen.indices.shape[1] // SHAPE.h
+            weight = dict.fromkeys((*range(cand.sinks), *range(length - 1 - local[row], length)), 0.0)
+            for slot, position in enumerate(chosen.indices[row, mine].tolist()):
+                if position >= 0:
+                    weight[position] = 0.0 if chosen.log_weight is None else float(chosen.log_weight[row, mine, slot])
+            at, kv = torch.tensor(list(weight)), head // SHAPE.group
+            logits = k[kv, at].double() @ q[row, head, 0].double() * SHAPE.d**-0.5
+            probs = (logits + torch.tensor(list(weight.values()), dtype=torch.float64)).softmax(0)
+            out[row, 0, head] = probs @ v[kv, at].double()
+            if chosen.share is not None and chosen.mean is not None:
+                share, mean = float(chosen.share[row, head]), chosen.mean[row, head * chosen.mean.shape[1] // SHAPE.h]
+                out[row, 0, head] = share * out[row, 0, head] + (1 - share) * mean.double()
+    return out
+
+
+@pytest.mark.parametrize("heads", ["one", "kv", "query"])
+@pytest.mark.parametrize("store", STORES)
+def test_log_weights_enter_the_softmax(store: str, heads: str) -> None:
+    for lengths, gaps in (([60], 0), ([60], 2), ([60, 41], 1)):
+        method = Sampler(budget=Budget(ratio=0.4), store=store, heads=heads, gaps=gaps)
+        layer, given, out = one_step(method, lengths)
+        torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_log_weight_zero_is_no_weight(store: str) -> None:
+    outs = []
+    for weights in ("zero", "none"):
+        method = Sampler(budget=Budget(ratio=0.4), store=store, weights=weights)
+        outs.append(one_step(method, [60, 41])[2])
+    torch.testing.assert_close(*outs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mean_heads", [SHAPE.h_kv, SHAPE.h])
+def test_the_remainder_may_be_estimated_per_kv_head_or_per_query_head(mean_heads: int) -> None:
+    method = Sampler(budget=Budget(ratio=0.4), mean_heads=mean_heads)
+    layer, given, out = one_step(method, [60, 41])
+    torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)
+
+
+class EverySecond(Index):
+    """Every second candidate, standing for two."""
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        indices = torch.arange(cand.sinks, cand.ends[0], 2).expand(q.shape[0], h_kv, -1)
+        return Selection(indices, log_weight=torch.full(indices.shape, 2.0).log())
+
+
+class Halver(Sampler):
+    def make_index(self, layer_idx: int, shape: ModelShape) -> EverySecond:  # type: ignore[override]
+        return EverySecond()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_one_of_two_equal_tokens_at_double_weight_is_both(store: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    # 4 sinks, 56 candidates in equal pairs, a window of 4
+    k, v = (torch.randn(1, SHAPE.h_kv, 32, SHAPE.d, generator=draw).repeat_interleave(2, 2) for _ in "kv")
+    q = torch.randn(1, SHAPE.h, 1, SHAPE.d, generator=draw)
+    new = [torch.randn(1, SHAPE.h_kv, 1, SHAPE.d, generator=draw) for _ in "kv"]
+    ratio = 32.2 / 60
+    out, full = (
+        OneLayer(cls(budget=budget, store=store, recent_ratio=4 / 32), k, v, SHAPE.h).step(q, *new)
+        for cls, budget in ((Halver, Budget(ratio=ratio)), (Sampler, Budget(ratio=1.0)))
+    )
+    torch.testing.assert_close(out, full, rtol=1e-5, atol=1e-5)
+
+
+class Kept(Index):
+    """State of every kind that `per_row` may name."""
+
+    per_row = ("tensor", "buffer", "counts", "later")
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = torch.arange(6.0).view(3, 2)
+        self.buffer = Buffer(3, 1, (), torch.float32, torch.device("cpu"))
+        self.buffer.write(torch.arange(3.0)[:, None, None], [0, 0, 0], [1, 1, 1])
+        self.counts = [5, 6, 7]
+        self.later: torch.Tensor | None = None
+
+
+def test_state_named_per_row_follows_the_rows_and_is_counted() -> None:
+    index = Kept()
+    index.map_rows(torch.tensor([2, 0, 0, 1]))
+    assert index.tensor is not None and index.tensor[:, 0].tolist() == [4, 0, 0, 2]
+    assert index.buffer.data[:, 0, 0].tolist() == [2, 0, 0, 1]
+    assert index.counts == [7, 5, 5, 6] and index.later is None
+    assert index.tensors() == {"device": [index.tensor, index.buffer.data]}
