@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pqcache.atomic import replacing
 from pqcache.selective.attach import attach, attention_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.calibration import Calibration
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import DenseLayer, LayerContext, dense_prefill
@@ -25,7 +22,6 @@ from pqcache.selective.method import Method
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.rope import project_query, rotate
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.selective.support import sliding_window
 from pqcache.store.buffer import Buffer
 
 if TYPE_CHECKING:
@@ -104,15 +100,6 @@ class _Probe(Method):
         return _ProbeLayer(layer_idx, shape)
 
 
-def random_text(model: PreTrainedModel, t: int) -> torch.Tensor:
-    """(1, t) token ids for a calibration without a text: BOS, then random ones."""
-    config = model.config.get_text_config(decoder=True)
-    ids = torch.randint(config.vocab_size, (1, t), generator=torch.Generator().manual_seed(0))
-    if isinstance(config.bos_token_id, int):
-        ids[0, 0] = config.bos_token_id
-    return ids
-
-
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> dict[str, torch.Tensor]:
     """`skew` of every layer on token ids (1, t), stacked: basis (L, h_kv, d, d), q_sum and k_sum (L, h_kv, d); and
@@ -124,30 +111,6 @@ def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> dict[str, 
     layers = [layer for layer in cache.layers if isinstance(layer, _ProbeLayer)]
     found = {name: torch.stack([layer.found[name] for layer in layers]) for name in ("basis", "q_sum", "k_sum")}
     return {**found, "similarity": torch.tensor([layer.similarity for layer in layers])}
-
-
-def fingerprint(model: PreTrainedModel, ids: torch.Tensor, how: str) -> str:
-    """What a calibration depends on: configuration, samples of every weight, the text, the way it is done."""
-    digest = hashlib.sha256(json.dumps([_FORMAT, how, model.config.to_dict()], sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 64)].double().cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + some.numpy().tobytes())
-    digest.update(ids.cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]
-
-
-def _load(path: Path) -> dict[str, torch.Tensor] | None:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # missing, or cut short: made anew
-        return None
-
-
-def _save(found: dict[str, torch.Tensor], path: Path) -> None:
-    """Whole or not at all: several processes may calibrate the same model."""
-    with replacing(path) as partial:
-        torch.save(found, partial)
 
 
 class SpeculativeIndex(Index):
@@ -290,16 +253,8 @@ class InfiniGen(RetrievalMethod):
         modules = attention_modules(model)
         if self.budget.is_everything or (text is None and all(module in self.bases for module in modules)):
             return
-        config = model.config.get_text_config(decoder=True)
-        limits = (self.calibration_tokens, getattr(config, "max_position_embeddings", None), sliding_window(config))
-        t = min(limit for limit in limits if limit is not None)
-        ids = random_text(model, t) if text is None else text[:1, :t]
-        path = None if cache_dir is None else cache_dir / "infinigen" / f"{fingerprint(model, ids, self.skew)}.pt"
-        found = None if path is None else _load(path)
-        if found is None:
-            found = calibrate(model, ids, self.skew)
-            if path is not None:
-                _save(found, path)
+        calibration = Calibration("infinigen", self.calibration_tokens, (_FORMAT, self.skew))
+        found = calibration.get(model, text, cache_dir, lambda model, ids: calibrate(model, ids, self.skew))
         self.similarity = float(found["similarity"][1:].mean()) if len(modules) > 1 else 1.0
         for i, module in enumerate(modules):
             layer = {name: found[name][i] for name in ("basis", "q_sum", "k_sum")}

@@ -1,0 +1,60 @@
+"""Calibration results are computed once per model, text and settings, and found again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from pqcache.selective.calibration import Calibration
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Counting:
+    """A computation that says how often it ran."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.runs += 1
+        return {"ids": ids.clone(), "sum": model.model.embed_tokens.weight.sum().detach()}
+
+
+def test_computed_once_and_found_again(model: PreTrainedModel, tmp_path: Path) -> None:
+    compute, text = Counting(), torch.arange(40)[None]
+    first, again = (Calibration("m", 8).get(model, text, tmp_path, compute) for _ in range(2))
+    assert compute.runs == 1 and torch.equal(first["ids"], again["ids"]) and first["ids"].tolist() == [list(range(8))]
+    (file,) = (tmp_path / "m").iterdir()
+    file.write_bytes(file.read_bytes()[:50])
+    Calibration("m", 8).get(model, text, tmp_path, compute)
+    assert compute.runs == 2  # the file was cut short
+    Calibration("m", 8).get(model, text, None, compute)
+    assert compute.runs == 3 and list((tmp_path / "m").iterdir()) == [file]
+
+
+def test_other_weights_text_or_settings_are_computed_anew(model: PreTrainedModel, tmp_path: Path) -> None:
+    compute, text = Counting(), torch.arange(40)[None]
+    Calibration("m", 8).get(model, text, tmp_path, compute)
+    Calibration("m", 8, (2,)).get(model, text, tmp_path, compute)
+    Calibration("m", 8).get(model, text + 1, tmp_path, compute)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    Calibration("m", 8).get(model, text, tmp_path, compute)
+    assert compute.runs == 4 and len(list((tmp_path / "m").iterdir())) == 4
+
+
+def test_without_a_text_ids_are_drawn_from_the_seed_up_to_what_the_model_attends(model: PreTrainedModel) -> None:
+    ids = [Calibration("m", 100, seed=seed).token_ids(model, None) for seed in (0, 0, 1)]
+    assert ids[0].shape == (1, 32) and torch.equal(ids[0], ids[1]) and not torch.equal(ids[0], ids[2])
