@@ -34,7 +34,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, PreTrainedModel
 
 from baselines.full import Full
-from pqcache import kernels
+from pqcache.device.switch import triton_installed
 from pqcache.pq import PQCache, codebook
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.attention import attend_one
@@ -94,7 +94,7 @@ class Machine:
 
     def describe(self) -> dict[str, Any]:
         facts = {"device": self.name, "torch": torch.__version__, "transformers": transformers.__version__}
-        if kernels.triton_installed():
+        if triton_installed():
             import triton
 
             facts["triton"] = triton.__version__
@@ -516,7 +516,7 @@ def main(argv: list[str] | None = None) -> int:
     figures: dict[str, Any] = {"caption": caption, "machine": facts, "tiny": args.tiny, "lengths": {}}
     wrong: list[str] = []
     if not args.no_checks:
-        if kernels.triton_installed():
+        if triton_installed():
             print("kernels, against fp32 torch on fresh random data")
             dtype = torch.float16 if machine.cuda else torch.float32
             figures["kernels"] = check_kernels(machine, 400 if args.tiny else 131_072, dtype)

@@ -1,1 +1,4 @@
-"""Decode steps by Triton kernels."""
+"""The decode step by Triton kernels, on a CUDA device.
+
+The way in is `seam.substitute_for`. `switch` says whether these kernels serve, modules named triton_* have them.
+"""

@@ -1,103 +1,73 @@
-"""One layer's decode step as a chain of Triton kernels: no copy of what is chosen (or one, straight from pinned memory), no wait.
+"""One layer's decode step as a chain of Triton kernels, without a wait.
 
-What changes from step to step is one number per row, the cursor, which the last kernel of the chain moves on. Kernels read it on
-the device, so the chain can also be recorded once as a CUDA graph and replayed (`pqcache.selective.captured`).
+Chosen tokens are read where they are stored; rows in pinned memory are copied once. One number per row changes from step to
+step, the cursor, which the last kernel of the chain moves on. Kernels read it on the device, so that the chain can also be
+recorded once as a CUDA graph and replayed (`pqcache.selective.captured`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from pqcache import kernels
-from pqcache.device.block_tables import BlocksOnDevice, to_device
-from pqcache.store.block_cache import BlockCacheStore
-from pqcache.store.buffer import Buffer
-from pqcache.store.host import HostStore
-from pqcache.store.resident import ResidentStore
+from pqcache.device.block_tables import BlocksOnDevice
+from pqcache.device.switch import on_device
+from pqcache.device.transfer import send
 
 if TYPE_CHECKING:
-    from pqcache.selective.budget import Plan
     from pqcache.selective.ledger import Ledger
+    from pqcache.selective.substitute import StepParts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Coded(NamedTuple):
-    """What an index that ranks by product-quantized scores gives away; both follow the index, nothing is copied."""
-
-    centroids: torch.Tensor  # (n, h_kv, m, C, d / m)
-    codes: Buffer  # (n, h_kv * m, capacity): entry i is the token at position n_sink + i
-
-
-def serves(q: torch.Tensor, store: object) -> bool:
-    """Whether the kernels serve queries of this kind over this store."""
-    if q.dtype not in DTYPES or not kernels.on_device(q):
-        return False
-    if isinstance(store, HostStore) and type(store) in (HostStore, BlockCacheStore):  # another cache asks the host
-        return not q.is_cuda or all(host.pinned for host in store.host)
-    return type(store) is ResidentStore
-
-
-def send(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A small table on the device; nobody waits for it."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
+def serves(q: torch.Tensor) -> bool:
+    """Whether the kernels serve queries of this kind."""
+    return q.dtype in DTYPES and on_device(q)
 
 
 class DeviceStep:
-    """Takes a layer's store over until `leave`: the store's window becomes a ring, its lengths are kept up to date.
+    """Does decode steps on a store that is lent to it until `leave`; the store's lengths are kept up to date.
 
-    coded: the index to select by; None: every token is attended (over a ResidentStore). ledger: gets what a block cache's
-    tables, which lie on the device as well until `leave`, have counted there.
+    See selective/substitute.py for what a layer asks of it. ledger: gets what a block cache on loan counts on the device.
     """
 
-    def __init__(
-        self,
-        store: ResidentStore | HostStore,
-        device: torch.device,
-        plans: Sequence[Plan] = (),
-        coded: Coded | None = None,
-        n_sink: int = 0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        self.store, self.coded, self.n_sink = store, coded, n_sink
+    def __init__(self, parts: StepParts, device: torch.device, ledger: Ledger | None = None) -> None:
+        self.store, self.codes, self.n_sink = parts.store, parts.codes, parts.n_sink
         self.device = device
-        self.chosen = [plan.k for plan in plans]
-        self.local = [plan.local for plan in plans]
-        rows = [[n_sink, k, local, 0] for k, local in zip(self.chosen, self.local, strict=True)]
-        self.cursor = send(store.lengths, torch.int32, device)
-        self.plan = send(rows or [[0, 0, 0, 1]] * len(store.lengths), torch.int32, device)
+        self.chosen = [plan.k for plan in parts.plans]
+        self.local = [plan.local for plan in parts.plans]
+        # columns of a plan: sinks, chosen tokens, local window, whether everything is attended instead
+        plans = [[self.n_sink, k, local, 0] for k, local in zip(self.chosen, self.local, strict=True)]
+        self.cursor = send(self.store.lengths, torch.int32, device)
+        self.plan = send(plans or [[0, 0, 0, 1]] * len(self.store.lengths), torch.int32, device)
         self.amount: torch.Tensor | None = None
-        if coded is not None:
+        if self.codes is not None:
             from pqcache.device import triton_codes
 
-            h_kv, m, c = coded.centroids.shape[1:4]
-            self.amount = triton_codes.histogram(coded.codes.data, self.cursor, self.plan, n_sink, h_kv, m, c)
-        if isinstance(store, HostStore):
-            store.wait()  # kernels read the host rows themselves, and know of no copy under way
-            store.window_to_ring()
+            h_kv, m, c = self.codes.centroids.shape[1:4]
+            codes = self.codes.codes.data
+            self.amount = triton_codes.histogram(codes, self.cursor, self.plan, self.n_sink, h_kv, m, c)
+        self.lent = self.store.lend()
         self.blocks: BlocksOnDevice | None = None
-        if isinstance(store, BlockCacheStore):
+        if self.lent.blocks is not None:
             assert ledger is not None
-            self.blocks = BlocksOnDevice(store, device, ledger)
+            self.blocks = BlocksOnDevice(self.lent, device, ledger)
+
+    def serves(self, q: torch.Tensor) -> bool:
+        return serves(q)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens per row in all: buffers that grow later would leave a recorded step behind."""
-        store = self.store
-        if isinstance(store, HostStore):
-            if tokens - self.n_sink > store.host[0].capacity:
-                self.finish()  # the host is about to copy what kernels write
-            for buffer in store.host:
-                buffer.reserve(tokens - self.n_sink)
-            if self.blocks is not None:
-                self.blocks.reserve()
-        else:
-            store.reserve(tokens)
-        if self.coded is not None:
-            self.coded.codes.reserve(tokens - self.n_sink)
+        if tokens > self.store.room:
+            self.finish()  # the host is about to copy what kernels write
+        self.store.reserve(tokens)
+        if self.blocks is not None:
+            self.blocks.reserve()
+        if self.codes is not None:
+            self.codes.codes.reserve(tokens - self.n_sink)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
@@ -105,30 +75,27 @@ class DeviceStep:
         """Store the token k, v (n, h_kv, 1, d), choose for q (n, h, 1, d), attend.
 
         Returns the output (n, 1, h, d) and the chosen positions (n, h_kv, max(k)) int32, of which row r's first k[r] count.
-        `note` has to be told, once per run.
+        `note` must follow, once per run.
         """
         from pqcache.device import triton_attend, triton_codes
 
-        store, coded = self.store, self.coded
-        self.reserve(store.length + 1)
-        if isinstance(store, HostStore):
-            near, far = (store.recent[0].data, store.recent[1].data), (store.host[0].data, store.host[1].data)
-            sinks, one = (store.sinks[0], store.sinks[1]), False
-        else:
-            assert store.k is not None and store.v is not None
-            near, far, one = (store.k.data, store.v.data), None, True
-            sinks = near
+        self.reserve(self.store.length + 1)
+        lent = self.lent
+        near = lent.near[0].data, lent.near[1].data
+        far = None if lent.far is None else (lent.far[0].data, lent.far[1].data)
+        sinks = near if lent.sinks is None else lent.sinks
+        one = far is None  # one buffer for sinks, chosen tokens and local window
         ring = near[0].shape[2]
-        if coded is None:
+        if self.codes is None:
             triton_codes.enter(k, v, near, ring, self.cursor, self.plan, far=far, n_sink=self.n_sink)
             out = triton_attend.attend(
                 q, sinks, None, near, None, self.cursor, self.plan, ring=ring, tokens=ring, scaling=scaling, one=one,
                 advance=True,
             )  # fmt: skip
             return out, None
-        codes = coded.codes.data
+        codes = self.codes.codes.data
         tables = triton_codes.enter(
-            k, v, near, ring, self.cursor, self.plan, far=far, n_sink=self.n_sink, q=q, centroids=coded.centroids,
+            k, v, near, ring, self.cursor, self.plan, far=far, n_sink=self.n_sink, q=q, centroids=self.codes.centroids,
             codes=codes, amount=self.amount, scaling=scaling,
         )  # fmt: skip
         indices = triton_codes.select(
@@ -149,20 +116,15 @@ class DeviceStep:
 
     def note(self) -> float:
         """One more step has run: lengths and bytes moved. Returns the tokens it attended per query head, mean over rows."""
-        store = self.store
-        store.lengths = [length + 1 for length in store.lengths]
-        n = len(store.lengths)
-        if isinstance(store, HostStore):
-            token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in store.sinks)  # K and V of all heads
-            store.moved("write_back", n * token)
-            if self.blocks is None:  # else only the device knows which of them crossed
-                store.moved("fetch", sum(self.chosen) * token)
-        if self.coded is None:
-            return sum(store.lengths) / n
+        # with a block cache only the device knows how many tokens crossed: `BlocksOnDevice.report` counts them
+        self.store.note_token(0 if self.blocks is not None else sum(self.chosen))
+        n = len(self.store.lengths)
+        if self.codes is None:
+            return sum(self.store.lengths) / n
         return self.n_sink + sum(a + b + 1 for a, b in zip(self.chosen, self.local, strict=True)) / n
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """The chosen positions as other steps name them: int64, -1 = padding."""
+        """Chosen positions as a layer names them: int64, -1 = padding."""
         count = self.plan[:, 1, None, None]
         return torch.where(torch.arange(indices.shape[2], device=indices.device) < count, indices, -1).long()
 
@@ -174,16 +136,15 @@ class DeviceStep:
     def finish(self) -> None:
         """Wait until the host may read, copy or release what kernels read and write there."""
         self.join()
-        if isinstance(self.store, HostStore) and self.device.type == "cuda":
+        if self.lent.far is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def leave(self) -> None:
-        """Give the store back as it was lent."""
+        """Give the store back."""
         self.finish()
-        if isinstance(self.store, HostStore):
-            self.store.window_from_ring()
         if self.blocks is not None:
             self.blocks.leave()
+        self.store.take_back(self.lent)
 
     def __del__(self) -> None:
         """A cache dropped with steps under way: pinned memory is handed out again at once, unlike the device's own."""

@@ -1,8 +1,7 @@
-"""Native kernels, compiled on first use; the plain-torch code that calls them is their reference and fallback.
+"""CPU kernels, compiled by numba on first use; the plain-torch code that calls them is their reference and fallback.
 
-On the CPU numba compiles them (`native`), on a CUDA device Triton does (`on_device`; the modules named triton_*). A caller asks
-with its tensors and goes its plain-torch way if the answer is False: the compiler is not installed, a tensor lives elsewhere, or
-`plain_torch()` is in force. Results agree up to the order of additions, ties go to the lower index everywhere.
+A caller asks `native` with its tensors and takes its plain-torch path if the answer is False. Results agree up to the order of
+additions. Ties go to the lower index everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cache
 
 import torch
 
-_state = {"native": True, "interpret": False}
+_on = {"compiled": True, "numba": True}  # any compiled kernel, a GPU's included; these here
 
 
 @cache
@@ -23,46 +22,30 @@ def installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-@cache
-def triton_installed() -> bool:
-    """Whether Triton can be imported; it is not before a kernel runs."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def _plain(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Nothing to differentiate."""
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+def allowed(*tensors: torch.Tensor) -> bool:
+    """Whether compiled kernels, a GPU's included, may serve at all: not switched off, no gradient to record."""
+    return _on["compiled"] and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def native(*tensors: torch.Tensor) -> bool:
-    """Whether the CPU kernels serve these tensors: on the CPU, nothing to differentiate."""
-    if not (_state["native"] and installed()) or _state["interpret"]:
-        return False
-    return all(t.device.type == "cpu" for t in tensors) and _plain(tensors)
-
-
-def on_device(*tensors: torch.Tensor) -> bool:
-    """Whether the Triton kernels serve these tensors: on a CUDA device, nothing to differentiate."""
-    if not (_state["native"] and triton_installed()):
-        return False
-    return (_state["interpret"] or all(t.is_cuda for t in tensors)) and _plain(tensors)
+    """Whether the CPU kernels serve these tensors."""
+    return _on["numba"] and installed() and all(t.device.type == "cpu" for t in tensors) and allowed(*tensors)
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Switch all these kernels off inside the block: for comparisons, and to rule them out."""
-    before, _state["native"] = _state["native"], False
+def _off(which: str) -> Iterator[None]:
+    before, _on[which] = _on[which], False
     try:
         yield
     finally:
-        _state["native"] = before
+        _on[which] = before
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Triton's kernels serve CPU tensors too, instead of numba's: for tests, TRITON_INTERPRET=1 set before triton is imported."""
-    before, _state["interpret"] = _state["interpret"], True
-    try:
-        yield
-    finally:
-        _state["interpret"] = before
+def plain_torch() -> contextlib.AbstractContextManager[None]:
+    """Switch all compiled kernels off inside the block, a GPU's included: for comparisons, and to rule them out."""
+    return _off("compiled")
+
+
+def without_numba() -> contextlib.AbstractContextManager[None]:
+    """Switch the CPU kernels off inside the block."""
+    return _off("numba")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pqcache import kernels
+from pqcache.device.switch import on_device
 
 _FEW = 64  # fewer points per group are not worth laying out the centroids for the compiled kernel
 _MOST = 256  # centroids that fit on a GPU's multiprocessor, beside sums of as many
@@ -53,9 +54,7 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _on_device(x: torch.Tensor, centroids: torch.Tensor) -> bool:
     """Whether the Triton kernel serves; its module is not to be imported to find out."""
-    return (
-        x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MOST and kernels.on_device(x, centroids)
-    )
+    return x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MOST and on_device(x, centroids)
 
 
 def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache import kernels
-from pqcache.device.step import Coded
 from pqcache.pq import codebook
 from pqcache.pq.far import FarCodes
 from pqcache.pq.fit import Fitted, fit
@@ -21,8 +20,9 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
+from pqcache.selective.substitute import PQCodes
 from pqcache.store.buffer import Buffer
-from pqcache.store.host import HOST, HostStore
+from pqcache.store.host import HOST
 from pqcache.store.lanes import NOTHING, Work
 
 CODES_STORES = ("resident", "host")
@@ -90,10 +90,11 @@ class PQIndex(Index):
         where = k.device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
         old, most, code_dtype = self.centroids, max(counts), self.codes.data.dtype
         keys, written, sources = k[:, :, method.n_sink : method.n_sink + most], NOTHING, [k, old]
-        store = self.layer.store
+        assert self.layer.store is not None
         if where.type != k.device.type:
-            if where.type == "cpu" and isinstance(store, HostStore):
-                keys, written, sources = store.host[0].data[:, :, :most], store.written, [old]
+            on_host = self.layer.store.host_keys(most) if where.type == "cpu" else None
+            if on_host is not None:
+                (keys, written), sources = on_host, [old]
             else:
                 ledger.move("index_input", keys.numel() * keys.element_size())
         if where.type != home.type:
@@ -179,13 +180,13 @@ class PQIndex(Index):
         n, h_kv, m = centroids.shape[:3]
         return codebook.score(q, codes[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1), centroids) * ctx.scaling
 
-    def coded(self) -> Coded | None:
+    def pq_codes(self) -> PQCodes | None:
         self._take_over()
         if self.far is not None:
             return None
         if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
             return None
-        return Coded(self.centroids, self.codes)
+        return PQCodes(self.centroids, self.codes)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""

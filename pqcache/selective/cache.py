@@ -278,6 +278,8 @@ class SelectiveCache(Cache):
         for layer in self.layers:
             for tier, tensors in layer.tensors().items():
                 tiers.setdefault(tier, []).extend(tensors)
+            if layer.substitute is not None:
+                tiers.setdefault("device", []).extend(layer.substitute.tensors())
         return {tier: unique_bytes(tensors) for tier, tensors in tiers.items()}
 
     def content_bytes(self) -> int:

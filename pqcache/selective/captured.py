@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from pqcache import kernels
-from pqcache.device.step import send
+from pqcache.device.switch import on_device
+from pqcache.device.transfer import send
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.shape import NotApplicable
 
@@ -29,7 +29,7 @@ class CapturedSteps:
     """
 
     def __init__(self, model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor, tokens: int) -> None:
-        if not kernels.on_device(token):
+        if not on_device(token):
             raise NotApplicable(f"recording decode steps needs a CUDA device and Triton, not {token.device}")
         if cache.observers or cache.watchers:
             raise NotApplicable("decode steps cannot be recorded while observers or watchers look on")
@@ -81,7 +81,7 @@ class CapturedSteps:
         cache = self.cache
         if self.left == 0:
             raise ValueError("all recorded steps are used: there is no room for another token")
-        kept = all(layer.device_step is step for layer, step in zip(cache.layers, self.steps, strict=True))
+        kept = all(layer.substitute is step for layer, step in zip(cache.layers, self.steps, strict=True))
         if cache.columns != self.columns or not kept:
             raise RuntimeError("the cache has seen something else since its steps were recorded")
         self.left -= 1

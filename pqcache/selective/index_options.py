@@ -5,7 +5,7 @@ works one layer ahead (choose, send)        on_previous_input, on_layer_input, e
 does not cover the newest tokens yet        local, max_local                                 baselines/clusterkv/
 ranks a shortlist without all scores        score_at                                         baselines/combined/two_stage.py
 is built beside the model                   wait                                             pq/method.py
-has product-quantized keys on the device    coded                                            pq/method.py
+has product-quantized keys on the device    pq_codes                                         pq/method.py
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pqcache.device.step import Coded
     from pqcache.selective.budget import Plan
     from pqcache.selective.layer import LayerContext
     from pqcache.selective.retrieval import RetrievalLayer
+    from pqcache.selective.substitute import PQCodes
 
 
 class IndexOptions:
@@ -71,6 +71,6 @@ class IndexOptions:
 
     # -- a decode step by kernels -----------------------------------------------------------------------------------
 
-    def coded(self) -> Coded | None:
+    def pq_codes(self) -> PQCodes | None:
         """Centroids and codes, if `select` is their top-k by group-summed softmax over the candidates: kernels then do it."""
         return None

@@ -7,18 +7,18 @@ calls `attend` with the queries. Everything happens in `attend`; `update` only r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
-from pqcache.device.step import DeviceStep, serves
 from pqcache.selective.attention import attend_one, causal_mask
 from pqcache.selective.shape import NotApplicable
+from pqcache.selective.substitute import StepParts, Substitute, substitute_for
 from pqcache.selective.support import standard_probabilities, weighted_values
+from pqcache.store.base import Store
 from pqcache.store.resident import ResidentStore
 
 if TYPE_CHECKING:
@@ -71,25 +71,6 @@ class LayerContext:
     )
 
 
-class Store(Protocol):
-    """Where a layer's K and V live. Index = position in the row; see store/resident.py for the reference.
-
-    Retrieval also asks for `read`, eviction for `retain` and `drop`.
-    """
-
-    @property
-    def whole(self) -> bool: ...  # whether `view` costs nothing
-    @property
-    def lengths(self) -> list[int]: ...
-    @property
-    def length(self) -> int: ...
-    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: Any = None) -> None: ...
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> None: ...  # one token per row
-    def view(self) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def map_rows(self, index: torch.Tensor) -> None: ...
-    def tensors(self) -> dict[str, list[torch.Tensor]]: ...
-
-
 @dataclass(frozen=True)
 class WatchedCall:
     """One call of a layer's attention, and its result."""
@@ -118,7 +99,8 @@ class SelectiveLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
     attends_all = False  # decode attends every token seen, exactly or not: dense layers, quantization
-    device_step: DeviceStep | None = None  # does decode steps by kernels, in layers that can; has the store meanwhile
+    offers_steps = False  # a substitute may do any decode step; else only those that are to be recorded
+    substitute: Substitute | None = None  # does this layer's decode steps, and has its store meanwhile
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
@@ -163,6 +145,8 @@ class SelectiveLayer(CacheLayerMixin):
 
     def wait(self) -> None:
         """Let everything that runs beside the model (copies, index builds: `cache.lanes`) end."""
+        if self.substitute is not None:
+            self.substitute.finish()
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was, in every state tensor (beam search, repeat, select)."""
@@ -172,16 +156,13 @@ class SelectiveLayer(CacheLayerMixin):
         """Tier -> every tensor this layer keeps between steps."""
         raise NotImplementedError
 
-    def prepare_capture(self, tokens: int) -> DeviceStep:
-        """Make room for `tokens` tokens per row, so that a decode step can be recorded as a CUDA graph and replayed.
+    def step_parts(self) -> StepParts | None:
+        """What a decode step depends on. None: nothing may do it in this layer's place."""
+        return None
 
-        Returns what does the step: a recording ends with it. Raises NotApplicable where a step depends on more than the
-        device's own counters.
-        """
-        raise NotApplicable(f"{type(self).__name__}: its decode step cannot be recorded as a CUDA graph")
-
-    def note_step(self, ledger: Ledger) -> None:
-        """A recorded decode step of this layer was replayed: what `decode` would have noted."""
+    def selection_of(self, indices: torch.Tensor) -> Any:
+        """What observers get of a step in which a substitute chose these positions (n, h_kv, k), -1 = padding."""
+        raise NotImplementedError
 
     def held_positions(self) -> torch.Tensor | None:
         """Positions in the row of the tokens still held: (n, h_kv, m), -1 = padding; None: all. For diagnostics."""
@@ -198,12 +179,13 @@ class SelectiveLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Route one call of the attention function to its phase."""
         if ctx.step.decode:
-            out = self.decode(q, k, v, ctx)
+            out = self._decode(q, k, v, ctx)
             for observer in ctx.cache.observers:
                 observer(self, q, self.selected)
             self._show(q, k, v, out, ctx)
             self.selected = None
             return out
+        self.take_back()
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
             ctx.cache.note_resident()  # the peak: this layer's prompt still whole beside what earlier layers settled
@@ -218,6 +200,47 @@ class SelectiveLayer(CacheLayerMixin):
             call = WatchedCall(self, q, k, v, out, ctx)
             for watcher in ctx.cache.watchers:
                 watcher.watch(call)
+
+    # -- steps that a substitute does -------------------------------------------------------------------------------
+
+    def _decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """One step, by a substitute if there is one that serves: see `decode`."""
+        if self.substitute is None and self.offers_steps:
+            self.substitute = substitute_for(q, self.step_parts, ctx.cache.ledger)
+        elif self.substitute is not None and not self.substitute.serves(q):
+            self.take_back()
+        if self.substitute is None:
+            return self.decode(q, k, v, ctx)
+        out, indices = self.substitute.run(q, k, v, ctx.scaling)
+        if not ctx.cache.recording:
+            self.note_step(ctx.cache.ledger)
+        if indices is not None and (ctx.cache.observers or ctx.cache.watchers):
+            self.selected = self.selection_of(self.substitute.positions(indices))
+        return out
+
+    def note_step(self, ledger: Ledger) -> None:
+        """A substitute's step has run, or its recording was replayed: the host's share of it."""
+        assert self.substitute is not None
+        ledger.attend(self.layer_idx, self.substitute.note(), selecting=not self.attends_all)
+
+    def take_back(self) -> None:
+        """End the substitute's use of the store: before anything else reads or changes what the layer holds."""
+        if self.substitute is not None:
+            self.substitute.leave()
+            self.substitute = None
+
+    def prepare_capture(self, tokens: int) -> Substitute:
+        """Make room for `tokens` tokens per row, so that a decode step can be recorded as a CUDA graph and replayed.
+
+        Returns what does the step: a recording ends with it. Raises NotApplicable where a step depends on more than the
+        device's own counters.
+        """
+        if self.substitute is None:
+            raise NotApplicable(
+                f"layer {self.layer_idx} ({type(self).__name__}): its decode step cannot be recorded as a CUDA graph"
+            )
+        self.substitute.reserve(tokens)
+        return self.substitute
 
     # -- the transformers side --------------------------------------------------------------------------------------
 
@@ -247,17 +270,22 @@ class SelectiveLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.columns = 0
         self.is_initialized = False
+        if self.substitute is not None:
+            self.substitute.finish()
+            self.substitute = None
         self.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): allowed is 0 or a negative number of tokens to remove")
         if tokens_to_remove and self.columns:
+            self.take_back()
             self.truncate(-tokens_to_remove)
             self.columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.columns:
+            self.take_back()
             self.map_rows(beam_idx)
 
     def offload(self) -> None:
@@ -308,55 +336,35 @@ class DenseLayer(SelectiveLayer):
 
     def clear(self) -> None:
         self.store = self.make_store()
-        self.device_step = None  # made when steps are to be recorded
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
-        self.device_step = None
         self.store.append(k, v, ctx.step.counts)
         return dense_prefill(q, k, v, mask, self.store, ctx)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        if self.device_step is not None and serves(q, self.store):
-            out = self.device_step.run(q, k, v, ctx.scaling)[0]
-            if not ctx.cache.recording:
-                self.note_step(ctx.cache.ledger)
-            return out
-        self.device_step = None
         self.store.append(k, v)
         keys, values = self.store.view()
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
         return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
 
-    def prepare_capture(self, tokens: int) -> DeviceStep:
-        if self.device_step is None:
-            keys = self.store.view()[0]
-            if not serves(keys, self.store):
-                raise NotApplicable(
-                    f"layer {self.layer_idx}: no kernel that a CUDA graph could hold serves its attention"
-                )
-            self.device_step = DeviceStep(self.store, keys.device)
-        self.device_step.reserve(tokens)
-        return self.device_step
+    def step_parts(self) -> StepParts:
+        return StepParts(self.store)
 
-    def note_step(self, ledger: Ledger) -> None:
-        assert self.device_step is not None
-        ledger.attend(self.layer_idx, self.device_step.note(), selecting=False)
+    def prepare_capture(self, tokens: int) -> Substitute:
+        if self.substitute is None:
+            self.substitute = substitute_for(self.store.view()[0], self.step_parts)
+        return super().prepare_capture(tokens)
 
     def map_rows(self, index: torch.Tensor) -> None:
-        self.device_step = None
         self.store.map_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = dict(self.store.tensors())
-        if self.device_step is not None:
-            tiers["device"] = [*tiers.get("device", []), *self.device_step.tensors()]
-        return tiers
+        return self.store.tensors()
 
     def truncate(self, tokens: int) -> None:
-        self.device_step = None
         self.store.truncate(tokens)
 
 

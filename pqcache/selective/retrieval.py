@@ -9,41 +9,31 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
-from pqcache.device.step import DeviceStep, serves
 from pqcache.selective.attention import attend_one, partial
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
-from pqcache.selective.layer import LayerContext, StagedLayer, Store, exact_copy, row_mask
-from pqcache.selective.ledger import Ledger
+from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy, row_mask
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.substitute import StepParts
+from pqcache.store.base import RetrievalStore, Served
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
-from pqcache.store.cached import CachedStore, Served
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
 
 STORES = ("resident", "host", "block_cache")
 
 
-class RetrievalStore(Store, Protocol):
-    """A store that can hand out chosen tokens."""
-
-    def read(
-        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def keys(self, lo: int, hi: int) -> torch.Tensor: ...  # to be scored: (n, h_kv, hi - lo, d)
-    def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor: ...
-    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None: ...  # `read` of these very indices will follow
-
-
 class RetrievalLayer(StagedLayer):
     """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
+
+    offers_steps = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:
         self.method = method
@@ -51,21 +41,16 @@ class RetrievalLayer(StagedLayer):
 
     def clear(self) -> None:
         super().clear()
-        if self.device_step is not None:
-            self.device_step.finish()
-            self.device_step = None
         self.store: RetrievalStore | None = None
         self.index = self.new_index()
         self.plans: list[Plan] = []  # per row, frozen when the prompt ends
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self._leave_device()
         self.plans = self.make_plans(lengths, ctx)
         window = 1 + max(self.index.max_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(window, ctx)
-        if isinstance(self.store, HostStore):
-            self.store.lanes = ctx.cache.lanes
+        self.store.use_lanes(ctx.cache.lanes)
         if self.store.whole and self.staged is not None:
             self.store = self.staged
         else:
@@ -110,7 +95,7 @@ class RetrievalLayer(StagedLayer):
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
-        return self.store if isinstance(self.store, ResidentStore) else exact_copy(self.store)
+        return cast(ResidentStore, self.store) if self.store.whole else exact_copy(self.store)
 
     def on_layer_input(self, ctx: LayerContext) -> None:
         self.index.on_layer_input(ctx)
@@ -119,10 +104,9 @@ class RetrievalLayer(StagedLayer):
         self.index.on_previous_input(ctx)
 
     def wait(self) -> None:
+        super().wait()
         self.index.wait()
-        if self.device_step is not None:
-            self.device_step.finish()
-        if isinstance(self.store, HostStore):
+        if self.store is not None:
             self.store.wait()
 
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
@@ -139,9 +123,6 @@ class RetrievalLayer(StagedLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None
-        if self._on_device(q, ctx):
-            return self._decode_on_device(q, k, v, ctx)
-        self._leave_device()
         self.store.append(k, v)
         if not all(self.dense):
             self.index.append(k, v, self.store.lengths, ctx)
@@ -181,14 +162,14 @@ class RetrievalLayer(StagedLayer):
         indices = None if selection is None else selection.indices
         valid = _valid(sinks, selection, newest, cand, local, q.device)
         weight = None if selection is None else _weights(selection, sinks, newest, q.shape[1])
-        plain = valid is None and weight is None
-        if plain and indices is not None and isinstance(store, ResidentStore) and store.native(q, indices):
-            out = store.attend(q, sinks, indices, newest, ctx.scaling)
-        else:
+        out = None
+        if valid is None and weight is None and indices is not None:
+            out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
+        if out is None:
             keys, values = store.read(sinks, indices, newest, self.shape.group)
             out = self.attend_chosen(q, keys, values, valid, ctx, weight)
         if selection is not None:
-            if isinstance(store, CachedStore):
+            if store.served is not None:
                 self._note_hits(store.served, cand, ctx)
             out = _with_estimate(out, selection)
         return out, _mean_tokens(sinks + newest + (0 if indices is None else indices.shape[2]), valid)
@@ -204,50 +185,24 @@ class RetrievalLayer(StagedLayer):
         if ctx.cache.observers or ctx.cache.watchers:
             self.selected = Selected(cand.sinks, None if selection is None else selection.indices, cand, local)
 
-    def _on_device(self, q: torch.Tensor, ctx: LayerContext) -> bool:
-        """Whether `device_step` does this step; it is made if it can. Families that change parts of a step do all of theirs."""
-        if type(self) is not RetrievalLayer or not serves(q, self.store):
-            return False
-        if self.device_step is None:
-            coded, lo = self.index.coded(), self.method.n_sink
-            if coded is None or any(self.dense) or min(plan.k for plan in self.plans) < 1:
-                return False
-            store = cast(ResidentStore | HostStore, self.store)
-            if any(length < lo + plan.local for length, plan in zip(store.lengths, self.plans, strict=True)):
-                return False  # sinks and window overlap
-            self.device_step = DeviceStep(store, q.device, self.plans, coded, lo, ctx.cache.ledger)
-        return True
+    def step_parts(self) -> StepParts | None:
+        if type(self) is not RetrievalLayer:  # a subclass changes parts of a step, and so does all of it itself
+            return None
+        assert self.store is not None
+        codes, n_sink = self.index.pq_codes(), self.method.n_sink
+        if codes is None or any(self.dense) or min(plan.k for plan in self.plans) < 1:
+            return None
+        if any(length < n_sink + plan.local for length, plan in zip(self.store.lengths, self.plans, strict=True)):
+            return None  # sinks and local window overlap
+        return StepParts(self.store, codes, self.plans, n_sink)
 
-    def _leave_device(self) -> None:
-        if self.device_step is not None:
-            self.device_step.leave()
-            self.device_step = None
-
-    def _decode_on_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        assert self.device_step is not None
-        out, indices = self.device_step.run(q, k, v, ctx.scaling)
-        if not ctx.cache.recording:
-            self.note_step(ctx.cache.ledger)
-        if ctx.cache.observers or ctx.cache.watchers:
-            assert indices is not None
-            cand, local = self.candidates()
-            self.selected = Selected(cand.sinks, self.device_step.positions(indices), cand, local)
-        return out
-
-    def prepare_capture(self, tokens: int) -> DeviceStep:
-        if self.device_step is None:
-            raise NotApplicable(f"layer {self.layer_idx}: its last decode step was none that a CUDA graph can hold")
-        self.device_step.reserve(tokens)
-        return self.device_step
-
-    def note_step(self, ledger: Ledger) -> None:
-        assert self.device_step is not None
-        ledger.attend(self.layer_idx, self.device_step.note(), selecting=True)
+    def selection_of(self, indices: torch.Tensor) -> Selected:
+        cand, local = self.candidates()
+        return Selected(cand.sinks, indices, cand, local)
 
     @staticmethod
-    def _note_hits(served: Served | None, cand: Candidates, ctx: LayerContext) -> None:
+    def _note_hits(served: Served, cand: Candidates, ctx: LayerContext) -> None:
         """Tell the ledger what the cache served, and what as many tokens chosen at random would have."""
-        assert served is not None
         rows = zip(served.lookups, served.held, cand.ends, strict=True)
         by_chance = sum(lookups * min(1.0, held / max(1, hi - cand.sinks)) for lookups, held, hi in rows)
         ctx.cache.ledger.look_up(sum(served.lookups), sum(served.hits), by_chance)
@@ -260,7 +215,6 @@ class RetrievalLayer(StagedLayer):
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
 
     def map_rows(self, index: torch.Tensor) -> None:
-        self._leave_device()
         super().map_rows(index)
         if self.store is not None and self.store is not self.staged:  # else it has just been mapped
             self.store.map_rows(index)
@@ -271,8 +225,6 @@ class RetrievalLayer(StagedLayer):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         tiers: dict[str, list[torch.Tensor]] = {}
-        if self.device_step is not None:
-            tiers["device"] = self.device_step.tensors()
         for part in (super().tensors(), {} if self.store is None else self.store.tensors(), self.index.tensors()):
             for tier, tensors in part.items():
                 tiers.setdefault(tier, []).extend(tensors)

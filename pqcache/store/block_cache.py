@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from pqcache.store.base import Lent, LentBlocks
 from pqcache.store.buffer import Buffer
 from pqcache.store.cached import CachedStore
 from pqcache.store.host import HostStore
@@ -26,8 +27,8 @@ class BlockCacheStore(CachedStore):
     lru: the block touched least recently goes. lfu: the block touched in the fewest steps goes, of several the one that has
     been at that number longest; a block that comes in counts 1, and what went is forgotten. A block may be driven out by one that
     comes in later in the same step; only blocks that stay are copied (`refill`), on a lane of their own after the step has read,
-    and waited for when the next step reads. The tables are a step ahead of the slots until then. `BlocksOnDevice` borrows them
-    for steps that are kernels altogether; kernels/triton_blocks.py has the same rules.
+    and waited for when the next step reads. The tables are a step ahead of the slots until then. They can be lent to kernels,
+    which follow the same rules (device/triton_blocks.py).
 
     Deviations from the released code: blocks of a step that are there are touched before others come in, so none is driven
     out and copied again in one step; the last, growing block is left out instead of being served stale.
@@ -68,13 +69,17 @@ class BlockCacheStore(CachedStore):
         self.uses, self.stamp = torch.zeros_like(self.content), torch.zeros_like(self.content)
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        longer = -(-max(1, self.length - self.n_sink) // self.block) - self.slot.shape[1]
+        longer = self._columns() - self.slot.shape[1]
         if longer > 0:
             self.slot = F.pad(self.slot, (0, longer), value=-1)
         row = (index - self.n_sink).clamp_min(0)
         slot = self.slot.gather(1, (row // self.block).flatten(1)).view_as(row)
         entry = torch.where((index >= 0) & (slot >= 0), slot * self.block + row % self.block, -1)
         return entry, (self.content >= 0).sum(1, dtype=torch.float32) * self.block
+
+    def _columns(self) -> int:
+        """Blocks of the longest row, the last, growing one included."""
+        return -(-max(1, self.length - self.n_sink) // self.block)
 
     def wait(self) -> None:
         super().wait()
@@ -85,6 +90,7 @@ class BlockCacheStore(CachedStore):
         return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
+        """Count the tokens read of each complete block, and let the policy see the blocks with the highest counts."""
         n, blocks = self.slot.shape
         block = torch.where(index >= 0, (index - self.n_sink) // self.block, blocks).flatten(1)
         counts = torch.zeros((n, blocks + 1), dtype=torch.long).scatter_add_(1, block, torch.ones_like(block))[:, :-1]
@@ -93,15 +99,16 @@ class BlockCacheStore(CachedStore):
         counts, block = counts.sort(dim=1, descending=True, stable=True)
         self._copy(*self.admit(block[:, : self.topk], counts[:, : self.topk] > 0))
 
-    def admit(self, blocks: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Let the policy see blocks (n, m) of one step, where wanted (n, m), in this order. Returns what came in to stay.
+    def admit(self, blocks: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Let the policy see blocks (n, m) of one step, those flagged in read (n, m), in this order.
 
-        As three lists: row, block, slot. Blocks come in one after the other, each driving out the first in the policy's order if
-        there is no free slot. In closed form: with lfu, as soon as no older block of one use is left, each newcomer drives out
-        the first newcomer; so the last ones stay, as many as there were free slots and blocks of one use (one, if none).
+        Returns what came in to stay, as three lists: row, block, slot. Blocks come in one after the other, each driving out the
+        first in the policy's order if there is no free slot. In closed form: with lfu, as soon as no older block of one use is
+        left, each newcomer drives out the first newcomer; so the last ones stay, as many as there were free slots and blocks of
+        one use (one, if none).
         """
         slot = self.slot.gather(1, blocks)
-        there, new = wanted & (slot >= 0), wanted & (slot < 0)
+        there, new = read & (slot >= 0), read & (slot < 0)
         stamp = self.clock + torch.where(there, there.cumsum(1), there.sum(1, keepdim=True) + new.cumsum(1))
         self.clock += blocks.shape[1]
         row, column = there.nonzero(as_tuple=True)
@@ -145,6 +152,26 @@ class BlockCacheStore(CachedStore):
                     cache[r, s * size : (s + 1) * size].copy_(source, non_blocking=True)
 
         self.refilled = self.lanes.copy(TO_DEVICE, copy, *(cache.data for cache in self.cache))
+
+    def can_lend(self, device: torch.device) -> bool:
+        return HostStore.can_lend(self, device)
+
+    def lend(self) -> Lent:
+        lent = super().lend()
+        cache_k, cache_v = self.cache
+        lent.blocks = LentBlocks(
+            (cache_k, cache_v), self.slot, self.content, self.uses, self.stamp, self.clock,
+            block=self.block, topk=self.topk, policy=self.policy, n_sink=self.n_sink, lanes=self.lanes,
+        )  # fmt: skip
+        return lent
+
+    def take_back(self, lent: Lent) -> None:
+        """The tables as this store itself would have them after the borrower's steps."""
+        super().take_back(lent)
+        blocks = lent.blocks
+        assert blocks is not None
+        self.slot = blocks.slot[:, : max(self.slot.shape[1], self._columns())]
+        self.content, self.uses, self.stamp, self.clock = blocks.content, blocks.uses, blocks.stamp, blocks.clock
 
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:

@@ -1,35 +1,29 @@
-"""A host store of which a part lies on the device as well: what is found there does not cross again."""
+"""A host store with a cache on the device: a token that is found there does not cross again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from pqcache.store.base import Served
 from pqcache.store.buffer import flat_index, take_tokens
 from pqcache.store.host import HOST, HostStore
-
-
-@dataclass(frozen=True)
-class Served:
-    """What one fetch found in the cache. Lists have one entry per row; tokens count once per head of the selection."""
-
-    lookups: list[int]  # tokens asked for
-    hits: list[int]  # of them, served by the cache
-    held: list[float]  # tokens of one head that the cache held (mean over the heads)
 
 
 class CachedStore(HostStore):
     """Base of host stores with a cache on the device. A cache writes find, cached, admit_fetched.
 
-    All tables lie on the host: a fetch waits for the device once, for the indices (`BlocksOnDevice` lends them to a device that
-    need not be waited for). Outputs are those of a HostStore, bit by bit.
+    All tables are on the host: a fetch waits for the device once, for the indices. Outputs are those of a HostStore, bit by bit.
     """
 
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
         super().__init__(n_sink, window, moved)
         self.served: Served | None = None  # of the last fetch
+
+    def can_lend(self, device: torch.device) -> bool:
+        """Its tables are on the host, where kernels cannot look; a cache that lends them too says so itself."""
+        return False
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Entry of the cache with position index (n, H, k), -1 = not there; tokens per head it holds (n,)."""
@@ -40,7 +34,10 @@ class CachedStore(HostStore):
         raise NotImplementedError
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
-        """Positions index (n, H, k) on the host were read: K and V of them (n, H, k, d). The cache changes now, not before."""
+        """Positions index (n, H, k), a tensor on the host, were read; fetched: their K and V (n, H, k, d).
+
+        The cache changes now, not before.
+        """
         raise NotImplementedError
 
     def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

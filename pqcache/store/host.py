@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pqcache.store.base import Lent, RetrievalStore
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
 from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
 
@@ -16,7 +17,7 @@ _SLACK = STEP // 2  # the window is moved to the front of its buffer at most onc
 _GROWTH = 16  # a full host buffer grows by this part of itself: pinned memory is slow to get, and all of it is copied
 
 
-class HostStore:
+class HostStore(RetrievalStore):
     """Sinks (n, h_kv, n_sink, d) and a sliding window on the device; every other token in pinned host buffers.
 
     Host row i is the token at position n_sink + i, from the moment it is seen: window tokens lie on both sides, so a token
@@ -28,24 +29,21 @@ class HostStore:
     Whoever reads host rows calls `fence` first.
     """
 
-    whole = False  # `view` streams everything to the device
-    lanes: Lanes = Lanes()  # the layer sets its cache's
-
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
         self.n_sink = n_sink
         self.window = window  # tokens always on the device besides the sinks: local window + the current token
-        self.moved = moved  # told (kind, bytes) for every copy between tiers; the ledger's `move`
+        self.moved = moved  # called with (kind, bytes) for every copy between tiers; the ledger's `move`
+        self.lanes = Lanes()
         self.lengths: list[int] = []
         self.sinks: list[torch.Tensor] = []  # K, V
-        self.recent: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
-        self.columns = 0  # filled columns of `recent`
+        self.local: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
+        self.columns = 0  # filled columns of `local`
         self.host: list[Buffer] = []  # K, V
         self.written: Work[None] = NOTHING  # the newest copy to the host; earlier ones are over when it is
         self.ahead: tuple[torch.Tensor, Work[Any]] | None = None  # indices, their K and V
 
-    @property
-    def length(self) -> int:
-        return max(self.lengths, default=0)
+    def use_lanes(self, lanes: Lanes) -> None:
+        self.lanes = lanes
 
     def fence(self) -> None:
         """Wait until the host rows are what they should be."""
@@ -72,19 +70,19 @@ class HostStore:
             sinks = x.new_zeros((*x.shape[:2], self.n_sink, x.shape[3]))
             filled = min(self.n_sink, self.length)
             sinks[:, :, :filled] = x[:, :, :filled]
-            recent = Buffer.like(x)
-            recent.reserve(round_up(self.window + _SLACK))
+            local = Buffer.like(x)
+            local.reserve(round_up(self.window + _SLACK))
             host = Buffer.like(x, device=HOST, pinned=True, token_major=True) if known is None else known.host[i]
             host.reserve(max(ends) + 1)
             host.step = max(STEP, round_up(host.capacity // _GROWTH))
             for row, length in enumerate(self.lengths):
                 take = min(span, length)
-                recent.data[row, :, span - take : span] = x[row, :, length - take : length]
-                recent.data[row, :, : span - take] = 0  # a row shorter than the window: never undefined bytes
+                local.data[row, :, span - take : span] = x[row, :, length - take : length]
+                local.data[row, :, : span - take] = 0  # a row shorter than the window: never undefined bytes
             crossing = sum(end - start for start, end in zip(starts, ends, strict=True))
             self.moved("write_back", crossing * x.shape[1] * x.shape[3] * x.element_size())
             self.sinks.append(sinks)
-            self.recent.append(recent)
+            self.local.append(local)
             self.host.append(host)
         self._write([x[:, :, self.n_sink :] for x in (k, v)], starts, ends, starts)
 
@@ -108,15 +106,15 @@ class HostStore:
         """Add one token to every row: k, v (n, h_kv, 1, d)."""
         if self.ahead is not None:  # reads lengths and host buffers, which change now
             self.ahead[1].wait()
-        if self.columns == self.recent[0].capacity:
-            for recent in self.recent:
-                recent.data[:, :, : self.window] = recent.data[:, :, self.columns - self.window :].clone()
+        if self.columns == self.local[0].capacity:
+            for local in self.local:
+                local.data[:, :, : self.window] = local.data[:, :, self.columns - self.window :].clone()
             self.columns = self.window
         starts = [length - self.n_sink for length in self.lengths]
         if max(starts) >= self.host[0].capacity:
             self.fence()  # what is being written moves with the buffer
-        for x, sinks, recent, host in zip((k, v), self.sinks, self.recent, self.host, strict=True):
-            recent.data[:, :, self.columns : self.columns + 1] = x
+        for x, sinks, local, host in zip((k, v), self.sinks, self.local, self.host, strict=True):
+            local.data[:, :, self.columns : self.columns + 1] = x
             host.reserve(max(starts) + 1)
             for row, start in enumerate(starts):
                 if start < 0:  # a prompt shorter than the sinks: its first generated tokens become sinks
@@ -128,7 +126,7 @@ class HostStore:
         self.lengths = [length + 1 for length in self.lengths]
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens streamed to the device: (n, h_kv, length, d). For a new turn's exact attention."""
+        """All tokens, streamed to the device: for a new turn's exact attention."""
         self.fence()
         out = []
         for sinks, host in zip(self.sinks, self.host, strict=True):
@@ -138,17 +136,17 @@ class HostStore:
         return out[0], out[1]
 
     def read(
-        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
+        self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V of [first `sinks` | `indices` (n, H, k) | last `recent`] tokens; only `indices` cross from the host."""
-        if recent > self.columns or sinks > self.n_sink:
+        """See RetrievalStore; only `indices` cross from the host."""
+        if local > self.columns or sinks > self.n_sink:
             raise ValueError(
                 f"host store holds {self.n_sink} sinks and a window of {self.columns} tokens on the device"
             )
         h_kv = self.sinks[0].shape[1]
         always = [
-            (sink[:, :, :sinks], window.data[:, :, self.columns - recent : self.columns])
-            for sink, window in zip(self.sinks, self.recent, strict=True)
+            (sink[:, :, :sinks], window.data[:, :, self.columns - local : self.columns])
+            for sink, window in zip(self.sinks, self.local, strict=True)
         ]
         if indices is None:
             k, v = (torch.cat(pair, dim=2) for pair in always)
@@ -177,7 +175,7 @@ class HostStore:
         return out[0], out[1]
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
-        """K of positions lo .. hi-1, streamed to the device to be scored there: (n, h_kv, hi - lo, d)."""
+        """See RetrievalStore; streamed to the device."""
         self.fence()
         rows = self.host[0].rows[:, max(0, lo - self.n_sink) : max(0, hi - self.n_sink)]
         self.moved("selection_keys", rows.numel() * rows.element_size())
@@ -185,7 +183,7 @@ class HostStore:
         return torch.cat([sinks[:, :, lo : min(hi, self.n_sink)], rows.to(sinks.device).transpose(1, 2)], dim=2)
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
-        """K of positions `indices` (n, H, m), to be scored on the device, -1 read as anything: (n, h_kv or h, m, d)."""
+        """See RetrievalStore; those that are no sinks cross from the host."""
         index = indices.to(HOST)
         heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
         self.fence()
@@ -209,20 +207,46 @@ class HostStore:
         fetched = ahead[1].wait()  # waited for even where it is not wanted: it reads what is about to change
         return fetched if ahead[0] is indices else None
 
-    def window_to_ring(self) -> None:
-        """Lend the window to kernels that find position p at entry p % capacity of `recent`; only `view` works meanwhile."""
-        self._turn_window(into=True)
+    def host_keys(self, count: int) -> tuple[torch.Tensor, Work[None]] | None:
+        return self.host[0].data[:, :, :count], self.written
 
-    def window_from_ring(self) -> None:
-        """Back to the newest tokens in the last of `columns` columns."""
+    def can_lend(self, device: torch.device) -> bool:
+        """A GPU reads and writes host rows itself if they are pinned."""
+        return device.type != "cuda" or all(host.pinned for host in self.host)
+
+    def lend(self) -> Lent:
+        """The window becomes a ring: position p is at entry p % capacity."""
+        self.wait()  # the borrower reads the host rows itself, and knows of no copy under way
+        self._turn_window(into=True)
+        (near_k, near_v), (sink_k, sink_v), (host_k, host_v) = self.local, self.sinks, self.host
+        return Lent((near_k, near_v), (sink_k, sink_v), (host_k, host_v))
+
+    def take_back(self, lent: Lent) -> None:
+        """The newest tokens stand in the last of `columns` columns again."""
         self._turn_window(into=False)
 
+    @property
+    def room(self) -> int:
+        return self.n_sink + self.host[0].capacity
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens per row on the host; the window needs no more."""
+        for buffer in self.host:
+            buffer.reserve(tokens - self.n_sink)
+
+    def note_token(self, fetched: int) -> None:
+        self.lengths = [length + 1 for length in self.lengths]
+        token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in self.sinks)  # bytes: K and V of all heads
+        self.moved("write_back", len(self.lengths) * token)
+        if fetched:
+            self.moved("fetch", fetched * token)
+
     def _turn_window(self, into: bool) -> None:
-        capacity = self.recent[0].capacity
+        capacity = self.local[0].capacity
         span = min(self.columns, self.window, self.length) if into else min(self.window, self.length)
         source = self.columns if into else span
         self.columns = span
-        for buffer in self.recent:
+        for buffer in self.local:
             turned = torch.zeros_like(buffer.data)
             for row, length in enumerate(self.lengths):
                 take = min(span, length)
@@ -241,12 +265,12 @@ class HostStore:
         self.wait()
         self.ahead = None  # of rows that stood elsewhere
         self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
-        for buffer in (*self.recent, *self.host):
+        for buffer in (*self.local, *self.host):
             buffer.map_rows(index)
         self.lengths = [self.lengths[i] for i in index.tolist()]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
-            "device": [*self.sinks, *(b.data for b in self.recent)],
+            "device": [*self.sinks, *(b.data for b in self.local)],
             "host": [b.data for b in self.host],
         }

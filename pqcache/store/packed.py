@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import STEP, Buffer, take_tokens
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
@@ -292,21 +293,15 @@ class PackedStream:
         return self.codec.tensors() + ([] if self.tail is None else [self.tail])
 
 
-class PackedStore:
+class PackedStore(RetrievalStore):
     """K and V as coded streams; row r's first token has index 0. The streams may differ in codec and schedule."""
-
-    whole = False  # `view` decodes everything: for new turns only
 
     def __init__(self, k: PackedStream, v: PackedStream) -> None:
         self.k, self.v = k, v
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:  # type: ignore[override]
         return self.k.lengths
-
-    @property
-    def length(self) -> int:
-        return max(self.lengths, default=0)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Row r takes the last counts[r] (default all t) of k, v (n, h_kv, t, d), exact until `pack` runs."""
@@ -378,15 +373,13 @@ class PackedStore:
         """K of positions `indices` (n, H, m), decoded, -1 read as anything: (n, h_kv or h, m, d)."""
         return self.k.take(indices, group)
 
-    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
-        """Nothing to do: everything is on the device."""
-
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m), ascending: row r keeps its first counts[r] entries."""
         self.v.retain(indices, counts)
         self.k.retain(indices, counts)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything, decoded: for new turns only."""
         return self.k.view(), self.v.view()
 
     def map_rows(self, index: torch.Tensor) -> None:

@@ -7,26 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from pqcache import kernels
+from pqcache.store.base import Lent, RetrievalStore
 from pqcache.store.buffer import Buffer, take_tokens
 
 
-class ResidentStore:
+class ResidentStore(RetrievalStore):
     """Growing K and V buffers (n, h_kv, capacity, d); row r holds `lengths[r]` tokens, its first token at index 0.
 
     Left padding is dropped on the way in, so an index is a token's position in its own row, whatever its neighbours.
     """
 
-    whole = True  # `view` costs nothing
+    whole = True
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.k: Buffer | None = None
         self.v: Buffer | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens in the longest row."""
-        return max(self.lengths, default=0)
 
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: object = None) -> None:
         """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
@@ -34,7 +30,7 @@ class ResidentStore:
         self.lengths = list(lengths)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row at once."""
+        """Make room for `tokens` tokens per row; nothing happens before the first token."""
         for buffer in (self.k, self.v):
             if buffer is not None:
                 buffer.reserve(tokens)
@@ -55,19 +51,16 @@ class ResidentStore:
         return self.k.view(self.length), self.v.view(self.length)
 
     def read(
-        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
+        self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V of [first `sinks` | `indices` (n, H, k) | last `recent`] tokens, joined: (n, h_kv or h, m, d).
-
-        The recent part is right-aligned: its last entry is each row's newest token.
-        """
+        """See RetrievalStore; one concatenation if all rows have one length, else one gather."""
         assert self.k is not None and self.v is not None
         if len(set(self.lengths)) == 1 and (indices is None or indices.shape[1] <= self.k.data.shape[1]):
             length = self.lengths[0]
             parts = []
             for data in (self.k.data, self.v.data):
                 chosen = [] if indices is None else [take_tokens(data, indices)]
-                parts.append(torch.cat([data[:, :, :sinks], *chosen, data[:, :, length - recent : length]], dim=2))
+                parts.append(torch.cat([data[:, :, :sinks], *chosen, data[:, :, length - local : length]], dim=2))
             return parts[0], parts[1]
         device = self.k.data.device
         ends = torch.tensor(self.lengths, device=device)
@@ -76,24 +69,22 @@ class ResidentStore:
         pieces = [torch.arange(sinks, device=device).expand(n, heads, -1)]
         if indices is not None:
             pieces.append(indices)
-        pieces.append((ends[:, None] - recent + torch.arange(recent, device=device))[:, None].expand(n, heads, -1))
+        pieces.append((ends[:, None] - local + torch.arange(local, device=device))[:, None].expand(n, heads, -1))
         every = torch.cat(pieces, dim=2)
         return take_tokens(self.k.data, every, group), take_tokens(self.v.data, every, group)
 
-    def native(self, q: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Whether `attend` serves: fp32 on the CPU, rows of one length, one choice for all heads or one per KV head."""
-        if self.k is None or self.v is None or len(set(self.lengths)) > 1:
-            return False
-        data = self.k.data
-        same = q.dtype == data.dtype == torch.float32 and indices.shape[1] in (1, data.shape[1])
-        return same and kernels.native(q, data, self.v.data, indices)
-
-    def attend(self, q: torch.Tensor, sinks: int, indices: torch.Tensor, recent: int, scaling: float) -> torch.Tensor:
-        """Attention of q (n, h, 1, d) to what `read` would return, without copying it first: (n, 1, h, d). See `native`."""
+    def attend_in_place(
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
+    ) -> torch.Tensor | None:
+        """By a kernel: fp32 on the CPU, rows of one length, one choice for all heads or one per KV head."""
+        assert self.k is not None and self.v is not None
+        k, v = self.k.data, self.v.data
+        same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32
+        if not same or indices.shape[1] not in (1, k.shape[1]) or not kernels.native(q, k, v, indices):
+            return None
         from pqcache.kernels.attend import attend_chosen
 
-        assert self.k is not None and self.v is not None
-        return attend_chosen(q, self.k.data, self.v.data, indices, sinks, recent, self.length, scaling)
+        return attend_chosen(q, k, v, indices, sinks, local, self.length, scaling)
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1, no copy: (n, h_kv, hi - lo, d)."""
@@ -104,9 +95,6 @@ class ResidentStore:
         """K of positions `indices` (n, H, m), -1 read as anything: (n, h_kv or h, m, d)."""
         assert self.k is not None
         return take_tokens(self.k.data, indices, group)
-
-    def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
-        """Nothing to do: everything is where `read` wants it."""
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
@@ -127,6 +115,24 @@ class ResidentStore:
         for buffer in (self.k, self.v):
             buffer.drop(slots, self.lengths, rows)
         self.lengths = [length - flag for length, flag in zip(self.lengths, rows, strict=True)]
+
+    def can_lend(self, device: torch.device) -> bool:
+        return self.k is not None
+
+    def lend(self) -> Lent:
+        """Everything is in one pair of buffers, a token at its own position."""
+        assert self.k is not None and self.v is not None
+        return Lent((self.k, self.v))
+
+    @property
+    def room(self) -> int:
+        return 0 if self.k is None else self.k.capacity
+
+    def note_token(self, fetched: int) -> None:
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def take_back(self, lent: Lent) -> None:
+        """The buffers are as they would be: nothing to do."""
 
     def truncate(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of every row."""

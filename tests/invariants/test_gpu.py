@@ -78,7 +78,7 @@ def test_a_decode_step_never_waits_for_the_device(half: PreTrainedModel, store: 
     method = pqcache(store)
     with attach(half), torch.no_grad():
         cache, token = started(half, method)
-        assert all(layer.device_step is not None for layer in cache.layers)
+        assert all(layer.substitute is not None for layer in cache.layers)
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
@@ -155,7 +155,7 @@ def test_the_block_cache_changes_no_token_and_holds_no_stale_block(half: PreTrai
     token_bytes = 2 * cache.shape.d * 2
     assert facts["cache_hits"] * token_bytes == host.ledger.moved["fetch"] - cache.ledger.moved["fetch"] > 0
     for layer in layers:
-        layer._leave_device()
+        layer.take_back()
         store = layer.store
         for slot, block in enumerate(store.content[0].tolist()):
             if block >= 0:

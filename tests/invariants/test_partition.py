@@ -109,7 +109,7 @@ def test_host_rows_and_window_hold_the_right_tokens(llama: PreTrainedModel) -> N
     for i, buffer in enumerate((resident.k, resident.v)):
         torch.testing.assert_close(host.host[i].view(end - SINKS), buffer.data[:, :, SINKS:end])
         torch.testing.assert_close(host.sinks[i], buffer.data[:, :, :SINKS])
-        window = host.recent[i].data[:, :, host.columns - 12 : host.columns]
+        window = host.local[i].data[:, :, host.columns - 12 : host.columns]
         torch.testing.assert_close(window, buffer.data[:, :, end - 12 : end])
 
 

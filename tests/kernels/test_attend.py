@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pqcache import kernels
 from pqcache.selective.attention import attend_one
 from pqcache.store.resident import ResidentStore
 
@@ -35,8 +36,7 @@ def test_equals_gather_then_attend(n, h_kv, g, d, length, one_for_all, scale, th
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert store.native(q, pick)
-        out = store.attend(q, sinks, pick, recent, d**-0.5)
+        out = store.attend_in_place(q, sinks, pick, recent, d**-0.5)
     finally:
         torch.set_num_threads(before)
     keys, values = store.read(sinks, pick, recent, g)
@@ -46,10 +46,11 @@ def test_equals_gather_then_attend(n, h_kv, g, d, length, one_for_all, scale, th
 def test_who_is_served():
     store = ResidentStore()
     q, pick = torch.randn(2, 4, 1, 8), torch.zeros(2, 2, 3, dtype=torch.long)
-    assert not store.native(q, pick)
     store.append(torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8))
-    assert store.native(q, pick)
-    assert not store.native(q.double(), pick)
-    assert not store.native(q, torch.zeros(2, 4, 3, dtype=torch.long))  # one choice per query head
+    assert store.attend_in_place(q, 1, pick, 2, 1.0) is not None
+    assert store.attend_in_place(q.double(), 1, pick, 2, 1.0) is None
+    assert store.attend_in_place(q, 1, torch.zeros(2, 4, 3, dtype=torch.long), 2, 1.0) is None  # per query head
+    with kernels.plain_torch():
+        assert store.attend_in_place(q, 1, pick, 2, 1.0) is None
     store.lengths = [20, 19]
-    assert not store.native(q, pick)
+    assert store.attend_in_place(q, 1, pick, 2, 1.0) is None

@@ -141,7 +141,7 @@ def test_the_general_way_serves_codes_on_the_host(llama: PreTrainedModel) -> Non
     """Kernels that read codes where they lie want them on the device."""
     index = pqcache("host").make_layer(0, SelectiveCache(llama, pqcache("host")).shape).index
     index.far = FarCodes(torch.device("cpu"), Lanes(), lambda kind, nbytes: None)
-    assert index.coded() is None
+    assert index.pq_codes() is None
 
 
 def test_bad_hyper_parameter() -> None:

@@ -125,7 +125,7 @@ def test_blocks_come_in_after_a_step_has_read_and_before_the_next_one_does(lanes
     store = BlockCacheStore(0, 1, lambda kind, nbytes: None, 4, 2, 2, "lru")
     store.lanes = lanes
     store.load(torch.randn(1, 1, 40, 2), torch.randn(1, 1, 40, 2), [40])
-    tables = BlocksOnDevice(store, CPU, Ledger())
+    tables = BlocksOnDevice(store.lend(), CPU, Ledger())
     cursor = torch.tensor([40], dtype=torch.int32)
     plan = torch.tensor([[0, 3, 1, 0]], dtype=torch.int32)
     chosen = torch.tensor([[[1, 2, 9]]], dtype=torch.int32)
@@ -138,7 +138,7 @@ def test_blocks_come_in_after_a_step_has_read_and_before_the_next_one_does(lanes
         assert change[1:] == ("waits for", "main") and change[0] != "main"
         assert joined == ([("main", "waits for", change[0])] if step else [])
     LOG.clear()
-    tables.tell()
+    tables.report()
     assert LOG.pop() == ("main", "waits for", change[0]) and not LOG
     assert tables.ledger.facts["cache_hits"] == 3
     LOG.clear()

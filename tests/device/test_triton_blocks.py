@@ -1,6 +1,7 @@
 """The block cache's tables on the device against those on the host: policies, refills, hits; then a whole layer's steps."""
 
 import sys
+import weakref
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqcache import kernels
+from pqcache.device.switch import interpreted
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.ledger import Ledger
 from pqcache.store.block_cache import BlockCacheStore
+from tests.device.driven import CLOSE, DEVICE, SHAPE, Driven, made
 from tests.invariants.conftest import _one_thread
 from tests.invariants.drive import Session, tokens
-from tests.kernels.test_triton_step import CLOSE, DEVICE, SHAPE, Driven, made
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
@@ -32,6 +34,35 @@ def loaded(sink, block, slots, topk, policy, lengths, seed, ledger):
     store = BlockCacheStore(sink, 3, ledger.move, block, slots, topk, policy)
     store.load(k, v, lengths)
     return store, gen
+
+
+class Loan:
+    """A store that is sometimes on loan, as a `DeviceStep` has it; tokens are stored either way."""
+
+    def __init__(self, store, ledger):
+        self.store, self.ledger = store, ledger
+        self.lent = self.blocks = None
+
+    def tables(self):
+        if self.blocks is None:
+            self.lent = self.store.lend()
+            self.blocks = BlocksOnDevice(self.lent, DEVICE, self.ledger)
+        return self.blocks
+
+    def append(self, k, v):
+        if self.blocks is None:
+            self.store.append(k, v)
+            return
+        for buffer, x in zip(self.lent.far, (k, v), strict=True):
+            for row, length in enumerate(self.store.lengths):
+                buffer.data[row, :, length - self.store.n_sink] = x[row, :, 0]
+        self.store.note_token(0)
+
+    def end(self):
+        if self.blocks is not None:
+            self.blocks.leave()
+            self.store.take_back(self.lent)
+        self.lent = self.blocks = None
 
 
 def same_tables(a, b):
@@ -58,14 +89,15 @@ def test_a_long_trace_of_counts(policy, slots, topk):
     """The policy alone: few blocks, so that they come, are touched and go; rows of their own; one row wants nothing."""
     store, gen = loaded(0, 1, slots, topk, policy, [12, 12], 1, Ledger())
     store.slot = torch.full((2, 12), -1)
-    tables = BlocksOnDevice(store, DEVICE, Ledger())
+    tables = BlocksOnDevice(store.lend(), DEVICE, Ledger())
     cursor = torch.full((2,), 12, dtype=torch.int32, device=DEVICE)
     plan = torch.zeros((2, 4), dtype=torch.int32, device=DEVICE)
     for step in range(12):
         counts = torch.randint(-6, 4, (2, 12), generator=gen, dtype=torch.int32).clamp_min(0)
         counts[1] *= step % 5 > 0
         tables.counts[:, :12] = counts.to(DEVICE)
-        tables._change(cursor, plan)
+        tables.change(cursor, plan)
+        tables.join()
         ordered, blocks = counts.sort(dim=1, descending=True, stable=True)
         row, block, slot = store.admit(blocks[:, :topk], ordered[:, :topk] > 0)
         came = tables.came.cpu()
@@ -100,12 +132,10 @@ def test_tables_equal_those_of_the_host(seed, lengths, policy, block, slots, top
     n = len(lengths)
     chosen = torch.randint(1, 7, (n,), generator=gen).tolist()
     plan = torch.tensor([[sink, count, 2, 0] for count in chosen], dtype=torch.int32, device=DEVICE)
-    tables = None
+    loan = Loan(store, ledgers[1])
     for kind in steps:
         if kind == "map":
-            if tables is not None:
-                tables.leave()
-                tables = None
+            loan.end()
             index = torch.randperm(n, generator=gen)
             for one in (plain, store):
                 one.map_rows(index)
@@ -113,7 +143,7 @@ def test_tables_equal_those_of_the_host(seed, lengths, policy, block, slots, top
             plan = plan[index.to(DEVICE)]
         new = [torch.randn(n, 2, 1, 3, generator=gen).to(DEVICE) for _ in range(2)]
         plain.append(*new)
-        store.append(*new)
+        loan.append(*new)
         want = torch.full((n, 2, max(chosen)), -1)
         for row, length in enumerate(plain.lengths):
             for head in range(2):
@@ -129,14 +159,12 @@ def test_tables_equal_those_of_the_host(seed, lengths, policy, block, slots, top
         )
         ledgers[0].look_up(sum(served.lookups), sum(served.hits), by_chance)
         if kind == "host":
-            if tables is not None:
-                tables.leave()
-                tables = None
+            loan.end()
             got = store.fetch(want.to(DEVICE))
             assert store.served == served
             ledgers[1].look_up(sum(served.lookups), sum(served.hits), by_chance)
         else:
-            tables = tables or BlocksOnDevice(store, DEVICE, ledgers[1])
+            tables = loan.tables()
             cursor = torch.tensor(store.lengths, dtype=torch.int32, device=DEVICE)
             got = tables.read(want.clamp_min(0).int().to(DEVICE), cursor - 1, plan)
             tables.change(cursor, plan)
@@ -145,8 +173,7 @@ def test_tables_equal_those_of_the_host(seed, lengths, policy, block, slots, top
         ledgers[1].collect()
         assert ledgers[0].moved == ledgers[1].moved
         assert ledgers[0].facts == pytest.approx(ledgers[1].facts)
-    if tables is not None:
-        tables.leave()
+    loan.end()
     same_tables(plain, store)
     fresh(store)
     fresh(plain)
@@ -164,26 +191,25 @@ def test_a_layer_equals_the_general_way_and_a_host_store(lengths, policy, dtype)
     """Steps by kernels, reordered rows, a step by the general way, one by kernels."""
     order, runs = list(range(len(lengths)))[::-1], []
     for store, mode in (
-        ("block_cache", kernels.plain_torch), ("block_cache", kernels.interpreted), ("host", kernels.interpreted),
+        ("block_cache", kernels.plain_torch), ("block_cache", interpreted), ("host", interpreted),
     ):  # fmt: skip
         run = Driven(made(store, cache_policy=policy, **SMALL), lengths, dtype)
         outs = []
         for kind in "kkmpk":
             if kind == "m":
-                run.layer.map_rows(torch.tensor(order))
-                assert run.layer.device_step is None
-                run.lengths = run.layer.store.lengths
+                run.reorder(order)
+                assert run.layer.substitute is None
                 if store == "block_cache":
                     fresh(run.layer.store)
                 continue
             with mode() if kind == "k" else kernels.plain_torch():
                 outs.append(run.step())
-                step = run.layer.device_step
-                assert (step is not None) == (mode is kernels.interpreted and kind == "k")
+                step = run.layer.substitute
+                assert (step is not None) == (mode is interpreted and kind == "k")
                 if store == "block_cache":
                     fresh(run.layer.store, step)
         run.ledger.collect()
-        run.layer._leave_device()
+        run.layer.take_back()
         runs.append((run, outs))
     (plain, expected), (kernel, outs), (host, bits) = runs
     for a, b, c in zip(expected, outs, bits, strict=True):
@@ -205,7 +231,7 @@ def test_a_layer_equals_the_general_way_and_a_host_store(lengths, policy, dtype)
 def test_turns_requests_and_growth(llama):
     """Two requests over one cache, a turn between steps, and tables that grow: the bits of a host store, and no stale block."""
     hyper = {"b": 2, "n_sink": 8, "budget": Budget(ratio=0.2), **SMALL}
-    with kernels.interpreted(), attach(llama):
+    with interpreted(), attach(llama):
         seen = []
         for store in ("host", "block_cache"):
             cache, out = SelectiveCache(llama, PQCache(store=store, **hyper)), []
@@ -214,7 +240,7 @@ def test_turns_requests_and_growth(llama):
                     session = Session(llama, cache, [tokens(70 + request, 1), tokens(50, 2)])
                 out += [session.step([token] * 2) for token in tokens(2, 3)]
                 layer = cache.layers[0]
-                held = layer.device_step.blocks.content.clone() if store == "block_cache" else None
+                held = layer.substitute.blocks.content.clone() if store == "block_cache" else None
                 with kernels.plain_torch():
                     out.append(session.turn([tokens(9, 4)] * 2))
                 if held is not None:
@@ -222,10 +248,10 @@ def test_turns_requests_and_growth(llama):
                 out.append(session.step([6, 6]))
                 layer.prepare_capture(300)
                 if held is not None:
-                    assert layer.device_step.blocks.slot.shape[1] * 8 >= 292
+                    assert layer.substitute.blocks.slot.shape[1] * 8 >= 292
                 out.append(session.step([7, 7]))
                 if held is not None:
-                    fresh(layer.store, layer.device_step)
+                    fresh(layer.store, layer.substitute)
             cache.wait()
             seen.append((out, cache.ledger))
     (plain, without), (out, ledger) = seen
@@ -238,7 +264,7 @@ def test_turns_requests_and_growth(llama):
 def test_room_grows_with_the_host_rows():
     """No more slots than there may be blocks; what is cached stays."""
     store, _ = loaded(4, 8, 80, 2, "lru", [200], 0, Ledger())
-    tables = BlocksOnDevice(store, DEVICE, Ledger())
+    tables = BlocksOnDevice(store.lend(), DEVICE, Ledger())
     assert tables.slot.shape[1] == 32 and all(buffer.capacity == 256 for buffer in store.cache)
     tables.slot[0, 3] = 5
     store.cache[0].data[:, :, 40:48] = 7
@@ -254,8 +280,8 @@ def test_room_grows_with_the_host_rows():
 
 def test_a_dropped_cache_is_asked_nothing():
     ledger = Ledger()
-    tables = BlocksOnDevice(loaded(4, 4, 2, 2, "lru", [30], 0, ledger)[0], DEVICE, ledger)
-    assert ledger.bytes_per_step()["demand_fetch"] == 0 and len(ledger._asked) == 1
+    tables = BlocksOnDevice(loaded(4, 4, 2, 2, "lru", [30], 0, ledger)[0].lend(), DEVICE, ledger)
+    dropped = weakref.ref(tables)
     del tables
-    ledger.collect()
-    assert ledger._asked == []
+    assert dropped() is None  # the ledger does not keep it
+    assert ledger.bytes_per_step()["demand_fetch"] == 0

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqcache import kernels
+from pqcache.device.switch import interpreted
 from pqcache.pq.kmeans import assign, kmeans
 
 if sys.platform != "linux":
@@ -59,7 +60,7 @@ def test_blocks_are_added_in_order():
 def test_kmeans_as_in_plain_torch():
     x = points(2, 200, 16, 4)
     init = torch.cat([x[:, :6], torch.full((2, 2, 16), 50.0, device=DEVICE)], 1)  # two start empty
-    with kernels.interpreted():
+    with interpreted():
         kernel, nearest = kmeans(x, init, 4, tol=0), assign(x, init)
     with kernels.plain_torch():
         plain, expected = kmeans(x, init, 4, tol=0), assign(x, init)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from baselines.full import Full
 from baselines.h2o import H2O
 from pqcache import kernels
+from pqcache.device.switch import interpreted
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.captured import CapturedSteps
@@ -73,7 +74,7 @@ def device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
-    with kernels.interpreted(), torch.no_grad():
+    with interpreted(), torch.no_grad():
         yield
 
 
@@ -88,6 +89,7 @@ def _tensors(steps: CapturedSteps):
     yield [steps.token, steps.position]
     for layer in steps.cache.layers:
         yield from layer.tensors().values()
+        yield layer.substitute.tensors()
 
 
 def started(model: PreTrainedModel, method: Method, prompt: int = 150) -> tuple[SelectiveCache, torch.Tensor]:

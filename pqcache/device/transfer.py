@@ -1,0 +1,17 @@
+"""Small tables, from the host to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def to_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a small table, from pinned memory: a copy from pageable memory would wait."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.clone()
+
+
+def send(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values as a small table on the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
