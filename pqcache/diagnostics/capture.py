@@ -61,9 +61,7 @@ def rerun(
             cache.past, cache.step, cache.ledger.decoding = step.past, ctx.step, step.decode
         ctx.step = cache.step
         layer.columns += call.q.shape[2]
-        layer.on_layer_input(ctx)
-        if recorded.layer_idx + 1 < len(cache.layers):
-            cache.layers[recorded.layer_idx + 1].on_previous_input(ctx)
+        cache.enter_layer(ctx)
         layer.attend(call.q, call.k, call.v, None, ctx)
         if index + 1 == len(capture.calls) or capture.calls[index + 1].ctx.layer_idx == 0:
             cache.close_forward()

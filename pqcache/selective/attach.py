@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,7 +26,8 @@ from pqcache.selective.support import check_architecture
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
 _CONTEXT = "_pqcache_context"
-MORE = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")  # asked for, every row is needed
+# arguments whose use needs every row of the last layer
+EVERY_ROW = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def selective_attention(
@@ -66,30 +68,52 @@ def after_attention(decoder: nn.Module, attention: nn.Module) -> list[nn.Module]
 
     The layer adds such a row to all rows of its residual: the last one is right, the others are of no meaning.
     """
-    found = (getattr(attention, "o_proj", None), getattr(decoder.layers[-1], "mlp", None))  # type: ignore[index]
-    return [module for module in found if module is not None]
+    tail = (getattr(attention, "o_proj", None), getattr(decoder.layers[-1], "mlp", None))  # type: ignore[index]
+    return [module for module in tail if module is not None]
 
 
-@contextmanager
-def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Let `model` work with SelectiveCache inside the block; other caches keep working. Nesting is allowed.
+class Hooks:
+    """The hooks of one `attach`. In a pass they run as before_logits, before_model, before_layer of every layer, after_model."""
 
-    Works through model(...), model.generate(...) and anything built on them. Leaves no hook and no setting behind.
-    Raises ValueError for models whose attention is not supported.
-    """
-    if model.config._attn_implementation == NAME:
-        yield model
-        return
-    check_architecture(model.config.get_text_config(decoder=True))
-    modules = attention_modules(model)
-    decoder = model.get_decoder()
-    AttentionInterface.register(NAME, selective_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask, padded and continued inputs are silently wrong
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config = model.config
+        self.modules = attention_modules(model)
+        self.rotary = model.get_decoder().rotary_emb
+        self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
 
-    def before_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def register(self, model: PreTrainedModel) -> list[RemovableHandle]:
+        decoder = model.get_decoder()
+        handles = [module.register_forward_pre_hook(self.before_layer, with_kwargs=True) for module in self.modules]
+        if model is not decoder and "logits_to_keep" in inspect.signature(model.forward).parameters:
+            handles.append(model.register_forward_pre_hook(self.before_logits, with_kwargs=True))
+            handles.append(model.register_forward_hook(self.after_logits, with_kwargs=True, always_call=True))
+            tail = after_attention(decoder, self.modules[-1])
+            handles += [module.register_forward_pre_hook(self.before_tail) for module in tail]
+        handles.append(decoder.register_forward_pre_hook(self.before_model, with_kwargs=True))
+        handles.append(decoder.register_forward_hook(self.after_model, with_kwargs=True))
+        return handles
+
+    def before_model(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A pass begins. Positions count a row's own tokens, as in `generate`: keys' sub-spaces are not invariant to a shift."""
+        cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
+        if cache is None:
+            return None
+        cache.open_forward()
+        if kwargs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            return None
+        inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        t = (args[0] if inputs is None else inputs).shape[1]
+        return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]}
+
+    def after_model(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        if (cache := cache_of(kwargs)) is not None:
+            cache.close_forward()
+
+    def before_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """An attention module is about to run: note its context, and tell this layer and the next one."""
         module.__dict__.pop(_CONTEXT, None)  # of a pass that failed between here and the attention function
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, SelectiveCache):
+        cache = cache_of(kwargs)
+        if cache is None:
             return
         cos, sin = kwargs["position_embeddings"]
         index: int = module.layer_idx  # type: ignore[assignment]
@@ -102,63 +126,59 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             cos=cos,
             sin=sin,
             position_ids=kwargs.get("position_ids"),
-            modules=modules,
-            rotary=decoder.rotary_emb,
+            modules=self.modules,
+            rotary=self.rotary,
             step=cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
-            last_only=cache.last_only and index == len(modules) - 1,
+            last_only=cache.last_only and index == len(self.modules) - 1,
         )
         module.__dict__[_CONTEXT] = ctx
-        cache.bound = index
-        cache.layers[index].on_layer_input(ctx)
-        if index + 1 < len(modules):
-            cache.layers[index + 1].on_previous_input(ctx)
+        cache.enter_layer(ctx)
 
-    def before_logits(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
-            keep = kwargs.get("logits_to_keep")
-            more = [kwargs.get(key, getattr(model.config, key, None)) for key in MORE]
-            alone = isinstance(keep, int) and keep == 1 and all(x is None or x is False for x in more)
-            cache.last_only = last_only[0] = alone and not cache.watchers
+    def before_logits(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Find out whether only the last token's logits are asked for."""
+        if (cache := cache_of(kwargs)) is not None:
+            kept = kwargs.get("logits_to_keep")
+            more = [kwargs.get(key, getattr(self.config, key, None)) for key in EVERY_ROW]
+            alone = isinstance(kept, int) and kept == 1 and all(x is None or x is False for x in more)
+            cache.last_only = self.last_only = alone and not cache.watchers
 
-    def after_logits(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        last_only[0] = False
-        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
+    def after_logits(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        self.last_only = False
+        if (cache := cache_of(kwargs)) is not None:
             cache.last_only = False
 
-    def before_tail(_: nn.Module, args: tuple) -> tuple | None:
-        return (args[0][:, -1:], *args[1:]) if last_only[0] and args else None
+    def before_tail(self, _: nn.Module, args: tuple) -> tuple | None:
+        return (args[0][:, -1:], *args[1:]) if self.last_only and args else None
 
-    def before_model(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        if not isinstance(cache, SelectiveCache):
-            return None
-        cache.open_forward()
-        if kwargs.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            # Positions count a row's own tokens, as `generate` does it: sub-spaces of keys are not invariant to a shift.
-            inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-            t = (args[0] if inputs is None else inputs).shape[1]
-            return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]}
-        return None
 
-    def after_model(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        if isinstance(cache := kwargs.get("past_key_values"), SelectiveCache):
-            cache.close_forward()
+def cache_of(kwargs: dict) -> SelectiveCache | None:
+    """The cache that a module was called with, if it is ours."""
+    cache = kwargs.get("past_key_values")
+    return cache if isinstance(cache, SelectiveCache) else None
 
-    last_only = [False]  # whether the pass under way returns the last token's logits and nothing else
+
+@contextmanager
+def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Let `model` work with SelectiveCache inside the block; other caches still work. Nesting is allowed.
+
+    Works through model(...), model.generate(...) and anything built on them. Leaves no hook and no setting behind.
+    Raises ValueError for models whose attention is not supported.
+    """
+    if model.config._attn_implementation == NAME:
+        yield model
+        return
+    check_architecture(model.config.get_text_config(decoder=True))
+    hooks = Hooks(model)
+    AttentionInterface.register(NAME, selective_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask, padded and continued inputs are silently wrong
     previous = model.config._attn_implementation
-    hooks = [m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in modules]
-    if model is not decoder and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        hooks.append(model.register_forward_pre_hook(before_logits, with_kwargs=True))
-        hooks.append(model.register_forward_hook(after_logits, with_kwargs=True, always_call=True))
-        hooks += [m.register_forward_pre_hook(before_tail) for m in after_attention(decoder, modules[-1])]
-    hooks.append(decoder.register_forward_pre_hook(before_model, with_kwargs=True))
-    hooks.append(decoder.register_forward_hook(after_model, with_kwargs=True))
+    handles = hooks.register(model)
     model.set_attn_implementation(NAME)
     try:
         yield model
     finally:
         model.set_attn_implementation(previous)
-        for hook in hooks:
-            hook.remove()
-        for module in modules:
+        for handle in handles:
+            handle.remove()
+        for module in hooks.modules:
             module.__dict__.pop(_CONTEXT, None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from pqcache.selective.layer import SelectiveLayer, Step, Watcher
+from pqcache.selective.layer import LayerContext, SelectiveLayer, Step, Watcher
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
@@ -66,7 +66,7 @@ class SelectiveCache(Cache):
         self.prompt_lengths: list[int] | None = None
         self.token_ids: torch.Tensor | None = None
         self._target: int | None = None  # columns at which the prompt or the turn ends
-        self._told = False  # by begin or begin_turn
+        self._announced = False  # the end of this prompt or turn, by begin or begin_turn
         self._decoded = False  # since the prompt or turn ended
         self._open = False  # a forward pass began and has not ended
         self.recording = False  # the pass is being recorded, not run: nothing advances (see captured.py)
@@ -84,7 +84,7 @@ class SelectiveCache(Cache):
     def begin(
         self, prompt_lengths: Iterable[int], token_ids: torch.Tensor | None = None, max_new_tokens: int = 0
     ) -> None:
-        """Start a new request and tell where the prompt ends, so that it may arrive in chunks.
+        """Start a new request and announce where the prompt ends, so that it may arrive in chunks.
 
         prompt_lengths: real tokens per row. token_ids (n, columns): for methods that look at the tokens themselves.
         Raises NotApplicable if prompt + max_new_tokens exceed a sliding window of the model.
@@ -95,19 +95,19 @@ class SelectiveCache(Cache):
             raise ValueError(f"prompt_lengths={self.prompt_lengths}: allowed is at least one token per row")
         self.token_ids = token_ids
         self.method.check_prompt(self.prompt_lengths, token_ids)
-        self._told = True
+        self._announced = True
         self._target = max(self.prompt_lengths)
         self.pads = [self._target - length for length in self.prompt_lengths]
         self.check_window(self._target + max_new_tokens)
 
     def begin_turn(self, tokens: int) -> None:
-        """Tell that the next `tokens` columns are a new turn that may arrive in chunks (one forward needs no telling)."""
+        """Announce a new turn of `tokens` columns, so that it may arrive in chunks. A turn in one pass needs no announcement."""
         if not self.columns or (self._target is not None and self.columns < self._target):
             raise ValueError("begin_turn: the prompt has not ended yet")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
         self._target = self.columns + tokens
-        self._told = True
+        self._announced = True
 
     def check_window(self, tokens: int) -> None:
         if self.window is not None and tokens > self.window:
@@ -124,9 +124,9 @@ class SelectiveCache(Cache):
         self._open = True
 
     def plan_step(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
-        """What this forward pass is: prefill, extension or decode. The first layer asks, the others reuse it.
+        """What this forward pass is: prefill, extension or decode. Decided for the first layer, reused by the others.
 
-        Checks everything before any layer has changed, so that a refused pass can be repeated.
+        Everything is checked before any layer has changed, so that a refused pass can be repeated.
         """
         if self.step is not None:
             return self.step
@@ -153,9 +153,9 @@ class SelectiveCache(Cache):
                 self.pads = [0] * n if seen is None else (t - seen.sum(-1)).tolist()
         if len(self.past) != n or len(self.pads) != n:
             raise ValueError(f"batch of {n} rows, but the cache was begun with {len(self.pads)}")
-        if self._target is None or self.columns >= self._target:  # nothing told: a block is a whole prompt or turn
+        if self._target is None or self.columns >= self._target:  # nothing announced: a block is a whole prompt or turn
             in_prompt = first or t > 1
-            if in_prompt and not first and not self._told and not self._decoded:
+            if in_prompt and not first and not self._announced and not self._decoded:
                 raise ValueError(
                     "a second block of several tokens right after the first: tell with begin() where the prompt ends,"
                     " or with begin_turn() that this is a new turn"
@@ -193,7 +193,7 @@ class SelectiveCache(Cache):
             )
 
     def close_forward(self) -> None:
-        """After the last layer: the step counter advances once, for all layers alike."""
+        """After the last layer: the step counter advances, once for all layers."""
         step, self.step, self.bound, self._open = self.step, None, None, False
         if step is None or self.recording:
             return
@@ -203,11 +203,11 @@ class SelectiveCache(Cache):
         if step.decode:
             self.ledger.end_step()
         elif step.ends_prompt:
-            self._told = False
+            self._announced = False
             self.note_resident()
 
     def note_step(self) -> None:
-        """A recorded decode step was replayed: the host's side of it, without a forward pass."""
+        """A recorded decode step was replayed: advance the host's counters, as a forward pass would have."""
         self.ledger.decoding = True
         for layer in self.layers:
             layer.note_step(self.ledger)
@@ -215,6 +215,13 @@ class SelectiveCache(Cache):
         self.past = [length + 1 for length in self.past]
         self.columns += 1
         self.ledger.end_step()
+
+    def enter_layer(self, ctx: LayerContext) -> None:
+        """The attention module of this context is about to run: its layer and the next one may start what they need."""
+        self.bound = ctx.layer_idx
+        self.layers[ctx.layer_idx].on_layer_input(ctx)
+        if ctx.layer_idx + 1 < len(self.layers):
+            self.layers[ctx.layer_idx + 1].on_previous_input(ctx)
 
     def check_bound(self, layer_idx: int) -> None:
         if self.bound != layer_idx:
@@ -261,13 +268,13 @@ class SelectiveCache(Cache):
                 self._target = min(self._target, self.columns)
 
     def wait(self) -> None:
-        """Let everything that runs beside the model end, so that bytes and figures are final."""
+        """Wait for everything that runs beside the model, so that bytes and figures are final."""
         for layer in self.layers:
             layer.wait()
         self.ledger.collect()
 
     def note_resident(self) -> None:
-        """Let the ledger's peak know what is held now."""
+        """Report the bytes held now to the ledger, which records the peak."""
         self.ledger.note_resident(self.resident_bytes())
 
     # -- figures ----------------------------------------------------------------------------------------------------
@@ -285,7 +292,7 @@ class SelectiveCache(Cache):
     def content_bytes(self) -> int:
         """Resident bytes of all tiers without the slack of buffers, which grow in steps of many tokens.
 
-        What a method needs, where `resident_bytes` is what was allocated for it; at short prompts the step decides the latter.
+        `resident_bytes` is what was allocated, which at short prompts depends on that step; this is what a method needs.
         """
         buffers = {id(buffer): buffer for layer in self.layers for buffer in _buffers(layer)}
         return sum(self.resident_bytes().values()) - sum(buffer.slack for buffer in buffers.values())

@@ -1,14 +1,14 @@
 """One dense prefill that serves several methods.
 
-Most methods attend to the prompt exactly and differ only in what they do with its K and V afterwards, so a prompt that is
-asked of many methods needs one forward pass. `record` keeps what every attention module was given and returned; `feed`
-hands it to another cache's layers, which evict, pack or index as they would have in a forward pass of their own.
+Most methods attend to the prompt exactly and differ only in what they do with its K and V afterwards. A prompt that many methods
+answer then needs one forward pass. `record` stores the inputs and the output of every attention module; `feed` gives them to
+another cache's layers, which evict, pack or index as after a forward pass of their own.
 
     prefill = record(model, input_ids)
     for method in methods:
         result = generate(model, method, input_ids, max_new_tokens=32, prefill=prefill)
 
-Scores and bytes are those of a run with a prefill of its own; times of the prompt are not, so none are reported.
+Scores and bytes equal those of a run with a prefill of its own. Times of the prompt do not exist, so none are reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OwnPrefill(ValueError):
 
 @dataclass
 class Call:
-    """What one attention module was given for the prompt, and what it returned."""
+    """Inputs and output of one attention module for the whole prompt."""
 
     q: torch.Tensor  # (1, h, s, d)
     k: torch.Tensor  # (1, h_kv, s, d)
@@ -52,7 +52,7 @@ class Call:
         return self.q, self.k, self.v, self.out, self.hidden
 
     def kernel(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple:
-        """Stands in for the dense attention of this very block; anything else is not what was recorded."""
+        """Returns the recorded output in place of dense attention; refuses any block but the recorded one."""
         same = [a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in ((q, self.q), (k, self.k), (v, self.v))]
         if module is not self.module or not all(same):
             raise OwnPrefill("attends to something else than the prompt's own keys and values")
@@ -76,7 +76,7 @@ class Prefill:
         return [tensor._version for call in self.calls for tensor in call.tensors()]
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a method wrote into what others will read."""
+        """Raise RuntimeError if a method wrote into the recorded tensors, which other methods read as well."""
         if self._count() != self._versions:
             raise RuntimeError("a method changed the recorded prefill in place")
 
@@ -147,10 +147,7 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
                 step=cache.plan_step(1, prefill.tokens, None),
             )
             ctx.scaling = call.scaling
-            cache.bound = index
-            layer.on_layer_input(ctx)
-            if index + 1 < len(cache.layers):
-                cache.layers[index + 1].on_previous_input(ctx)
+            cache.enter_layer(ctx)
             layer.update(call.k, call.v)
             cache.kernel = call.kernel
             out = layer.attend(call.q, call.k, call.v, None, ctx)
