@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -96,6 +96,7 @@ class H2O(EvictionMethod):
     """
 
     name: ClassVar[str] = "h2o"
+    static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     mode: str = "dynamic"
     recent_ratio: float = 0.5
@@ -142,6 +143,10 @@ class H2O(EvictionMethod):
     @property
     def is_dynamic(self) -> bool:
         return self.mode == "dynamic"
+
+    @property
+    def fixed_window(self) -> bool:
+        return self.recent is not None
 
     @property
     def needs_probs(self) -> bool:

@@ -221,6 +221,7 @@ class InfiniGen(RetrievalMethod):
     name: ClassVar[str] = "infinigen"
     aligned_dense_layers: ClassVar[int] = 1
     paper_dense_layers: ClassVar[int] = 2
+    shortens: ClassVar[bool] = False  # it chooses one layer ahead, not within the step
 
     n_sink: int = 0
     recent_ratio: float = 0.0

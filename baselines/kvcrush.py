@@ -1,4 +1,16 @@
-"""KVCrush: spend part of an evictor's budget on tokens that stand for the evicted ones (arXiv 2503.00022, section III)."""
+"""KVCrush: spend part of an evictor's budget on tokens that represent the evicted ones (arXiv 2503.00022, section III).
+
+A token's signature has one bit per query head: whether it is among the better half of that head's candidates. Candidates
+that are not kept are sorted by the Hamming distance of their signature to one anchor and cut into as many buckets of
+equal size as there are representatives to keep; one token of each bucket stays.
+
+Deviations:
+- Buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1 distances.
+- pick=random is the paper's, pick=even that of the released ports.
+- With page=1 the anchor "mean" equals "zeros": each head has exactly half its bits set.
+- With fewer candidates than a page, the newest stay, within the budget.
+- In a new turn, H2O's sums of earlier tokens are the mean over the group.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +19,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from baselines.h2o import H2O
-from baselines.pyramidkv import PyramidKV
-from baselines.snapkv import SnapKV
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.eviction import EvictionMethod, Prompt, Scorer, join_rows
+from pqcache.selective.method import Method
+from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.shape import ModelShape
+from pqcache.store.quantizer import pack_codes, popcount
 
-BASES: dict[str, type[EvictionMethod]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidkv": PyramidKV}
 ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
 PICKS = ("even", "random")
 GROUPINGS = ("hamming", "kmeans")
 
 
-def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """bool (..., H) -> uint8 (..., ceil(H / 8)), the first bit lowest, zeros at the end."""
-    short = -bits.shape[-1] % 8
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, short)).unflatten(-1, (-1, 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-    return (padded * weights).sum(-1, dtype=torch.uint8)
-
-
 def hamming(packed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Bits in which packed (m, bytes) differs from anchor (bytes,): (m,) int32. Counts the ones of a byte in parallel."""
-    x = packed ^ anchor
-    x = x - ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    return ((x + (x >> 4)) & 0x0F).sum(-1, dtype=torch.int32)
+    """Bits in which packed (m, bytes) differs from anchor (bytes,): (m,) int32."""
+    return popcount(packed ^ anchor).sum(-1, dtype=torch.int32)
 
 
 def top_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -76,47 +76,44 @@ def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((x * x).sum(-1)[:, None] - 2 * x @ y.T + (y * y).sum(-1)).clamp_min(0)
 
 
+def ranks_by_scores(cls: type[Any]) -> bool:
+    """Whether a method can be the base."""
+    return issubclass(cls, EvictionMethod) and cls.ranks_by_scores
+
+
 @dataclass(kw_only=True)
-class KVCrush(EvictionMethod):
-    """Keeps what `base` would keep with a smaller budget, and representatives of the rest; prunes once, after the prompt.
+class KVCrush(ComposedMethod, EvictionMethod):
+    """Keeps what `base` keeps with a smaller budget, and representatives of the rest; prunes once, after the prompt.
 
-    A token's signature has one bit per query head: whether it is among the better half of that head's candidates. Candidates
-    that are not kept are sorted by the Hamming distance of their signature to one anchor and cut into as many buckets of
-    equal size as there are representatives to keep; one token of each bucket stays.
-
-    base, base_options: the evictor and its hyper-parameters; H2O prunes once here, too.
-    rep_ratio: the representatives' share of the budget, sinks apart. An observation window counts as part of the base's
-    share; a recent window that is a share of the budget (H2O) is kept beside both. reps: so many representatives instead.
-    anchor: "mean" has a one where more than half of the signatures have one. bit_quantile: the share of candidates whose
-    bit is 0; "budget": all that the base would not keep, as section III-A words it.
-    page: tokens that are kept or dropped together (1, 8: chunks, 32: pages): scores are summed, signatures joined, and budgets
-    counted in whole pages; what is left of the candidates after the last whole page stays, as part of the window.
-    pick: "even" takes evenly spaced candidates, first and last included, "random" a random one of each bucket.
-    grouping: "kmeans" is the comparator of section IV: clusters of the keys themselves, per KV head, each represented by the
-    member nearest to its centroid; anchor, bits and pick then have no say.
-    seed: of the random anchor and pick, the same for all rows of a batch.
-
-    Deviations: buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1
-    distances. "random" is the paper's pick, "even" that of the released ports. With tokens of their own (page=1) "mean" is
-    "zeros": each head has exactly half its bits set. With fewer candidates than a page, the newest stay, within the budget.
-    In a new turn, what H2O's sums hold of earlier tokens is the group's mean.
+    An observation window counts as part of the base's share. A window that is a share of the budget (H2O) is kept beside both.
     """
 
     name: ClassVar[str] = "kvcrush"
+    ranks_by_scores: ClassVar[bool] = False
 
+    # eviction method that ranks the tokens
     base: str = "snapkv"
+    # hyper-parameters of the base; it prunes once here
     base_options: dict = field(default_factory=dict)
+    # share of the budget for representatives, sinks apart
     rep_ratio: float = 0.25
+    # number of representatives; null: by rep_ratio
     reps: int | None = None
+    # signature to which distances are measured: random, mean, alternate, zeros, ones, inv_mean
     anchor: str = "alternate"
+    # share of candidates whose bit is 0; "budget": all that the base would not keep (section III-A)
     bit_quantile: float | str = 0.5
+    # tokens that are kept or dropped together; scores are summed, signatures joined, budgets counted in whole pages
     page: int = 1
+    # representatives: even (evenly spaced candidates, first and last included) or random (one of each bucket)
     pick: str = "even"
+    # hamming, or kmeans (section IV's comparator): the keys nearest to centroids; anchor, bits and pick then play no part
     grouping: str = "hamming"
+    # seed of the random anchor and pick, the same for all rows of a batch
     seed: int = 0
 
     def validate(self) -> None:
-        self.require_one_of("base", tuple(BASES))
+        self.part_class("base", ranks_by_scores)
         self.require("rep_ratio", 0 <= self.rep_ratio <= 1, "a number in [0, 1]")
         self.require("reps", self.reps is None or self.reps >= 0, "an int >= 0, or null for rep_ratio")
         self.require_one_of("anchor", ANCHORS)
@@ -126,14 +123,16 @@ class KVCrush(EvictionMethod):
         self.require_one_of("pick", PICKS)
         self.require_one_of("grouping", GROUPINGS)
         self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
-        if self.base == "h2o":
-            self.base_options = {"mode": "static", **self.base_options}
+
+    def setup(self) -> None:
+        cls = self.part_class("base", ranks_by_scores)
+        self.base_options = {**cls.static_options, **self.base_options}
         common = {"budget": self.budget, "protocol": self.protocol, "dense_layers": self.dense_layers}
-        self.evictor = self.make_part("base_options", BASES[self.base], common)
+        self.evictor = self.make_part("base_options", cls, common)
         self.require("base_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
 
-    def check_model(self, config: Any) -> None:
-        self.evictor.check_model(config)
+    def parts(self) -> tuple[Method, ...]:
+        return (self.evictor,)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         plan = self.evictor.plan(s, layer_idx, n_layers)
@@ -147,17 +146,16 @@ class KVCrush(EvictionMethod):
         """How many of the plan's k tokens are representatives."""
         if self.reps is not None:
             return min(plan.k, self.reps)
-        window_shares = not isinstance(self.evictor, H2O) or self.evictor.recent is not None
-        return min(plan.k, floor_share(plan.k + (plan.local if window_shares else 0), self.rep_ratio))
+        return min(plan.k, floor_share(plan.k + (plan.local if self.evictor.fixed_window else 0), self.rep_ratio))
 
     def choose_entries(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         kept = [important | representatives for important, representatives in self.divide(prompt)]
         return join_rows([row.nonzero()[:, 1].view(row.shape[0], -1) for row in kept])
 
     def divide(self, prompt: Prompt) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each row: what stays by its importance or position, and representatives beside it; both (h_kv, entries) bool.
+        """Per row: what stays by importance or position, and the representatives; both (h_kv, entries) bool.
 
-        Of either, all heads have equally many.
+        All heads of a row have equally many of either.
         """
         h_kv = prompt.k.shape[1]
         rows = []
@@ -168,20 +166,20 @@ class KVCrush(EvictionMethod):
             if filled <= plan.total:
                 kept.fill_(True)
                 continue
-            lo, hi = plan.sinks, filled - plan.local
-            odd = min((hi - lo) % self.page, plan.k)  # beside the window, so that pages are whole
-            kept[:, :lo] = kept[:, hi - odd :] = True
+            sinks, end = plan.sinks, filled - plan.local
+            odd = min((end - sinks) % self.page, plan.k)  # beside the window, so that pages are whole
+            kept[:, :sinks] = kept[:, end - odd :] = True
             if prompt.scores is not None and plan.k > odd:
                 scores = prompt.scores[row, :, :filled]
-                heads = self.evictor.smooth(scores, hi)[:, lo : hi - odd]
-                ranking = self.evictor.ranking(scores, h_kv, hi)[:, lo : hi - odd]
-                keys = prompt.k[row, :, lo : hi - odd]
-                kept[:, lo : hi - odd], representatives[:, lo : hi - odd] = self.choose(
+                heads = self.evictor.smooth(scores, end)[:, sinks : end - odd]
+                ranking = self.evictor.ranking(scores, h_kv, end)[:, sinks : end - odd]
+                keys = prompt.k[row, :, sinks : end - odd]
+                kept[:, sinks : end - odd], representatives[:, sinks : end - odd] = self.choose_candidates(
                     ranking, heads, keys, plan, plan.k - odd, prompt.ctx.layer_idx
                 )
         return rows
 
-    def choose(
+    def choose_candidates(
         self, ranking: torch.Tensor, heads: torch.Tensor, keys: torch.Tensor, plan: Plan, k: int, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Which candidates stay, k of them or the whole pages that fit: the important ones, the others; (h_kv, m) bool.
@@ -191,8 +189,8 @@ class KVCrush(EvictionMethod):
         h_kv, m = ranking.shape
         ranking = ranking.unflatten(-1, (-1, self.page)).sum(-1)  # (h_kv, pages)
         pages, room = ranking.shape[1], k // self.page
-        wanted = self.representatives(plan)
-        reps = min(room, max(1, wanted // self.page)) if wanted else 0
+        reps = self.representatives(plan)
+        reps = min(room, max(1, reps // self.page)) if reps else 0
         important = top_mask(ranking, room - reps)
         others = torch.zeros_like(important)
         if reps and self.grouping == "kmeans":
@@ -214,7 +212,8 @@ class KVCrush(EvictionMethod):
     def distance(self, bits: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Of each page's signature to the anchor, from the tokens' bits (h, m): (pages,) int32."""
         signature = bits.T.reshape(-1, self.page * bits.shape[0])  # token after token, one bit per query head
-        return hamming(pack_bits(signature), pack_bits(self.anchor_bits(signature, layer_idx)))
+        packed, anchor = (pack_codes(bits.byte(), 1) for bits in (signature, self.anchor_bits(signature, layer_idx)))
+        return hamming(packed, anchor)
 
     def anchor_bits(self, signature: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """The anchor (H,) bool of signatures (pages, H)."""

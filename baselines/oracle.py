@@ -47,6 +47,8 @@ class Oracle(RetrievalMethod):
     """
 
     name: ClassVar[str] = "oracle"
+    ranks_shortlists: ClassVar[bool] = True
+
     scope: str = "all"
 
     def validate(self) -> None:

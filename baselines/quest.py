@@ -102,6 +102,7 @@ class Quest(RetrievalMethod):
 
     name: ClassVar[str] = "quest"
     paper_dense_layers: ClassVar[int] = 2
+    shared_reduce: ClassVar[str] = "sum_logit"
 
     n_sink: int = 0
     recent_ratio: float = 0.0

@@ -63,6 +63,7 @@ class Replay(RetrievalMethod):
 
     name: ClassVar[str] = "replay"
     ignores_budget: ClassVar[bool] = True
+    composable: ClassVar[bool] = False  # what was recorded holds for its own positions and layers only
 
     trace: str | None = None
 

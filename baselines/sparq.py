@@ -152,13 +152,14 @@ class SparQ(RetrievalMethod):
     """
 
     name: ClassVar[str] = "sparq"
+    ranks_shortlists: ClassVar[bool] = True
 
     r: int = 1
     reallocate: bool = False
 
     @property
-    def traceable(self) -> bool:
-        return not self.reallocate  # else the output is more than attention to the selected tokens
+    def estimates_rest(self) -> bool:
+        return self.reallocate
 
     def validate(self) -> None:
         super().validate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,8 @@ class StreamingLLM(EvictionMethod):
     """
 
     name: ClassVar[str] = "streaming"
+    ranks_by_scores: ClassVar[bool] = False  # by position alone
+    static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     n_sink: int | None = None
     mode: str = "static"

@@ -1,9 +1,12 @@
-"""Evict, then retrieve: one method drops part of the prompt for good, another one picks from what is left at every step.
+"""Evict, then retrieve: one method drops part of the prompt for good, another selects from what is left at every step.
 
     python run.py method=evict_retrieve method.evict=snapkv method.keep=0.5 method.retrieve=pqcache budget=0.1
 
-A composition of published parts: less memory than retrieval alone, whose K, V and index hold the whole prompt, and fewer tokens
-attended than eviction alone at the same memory.
+A composition of published parts. It holds less than retrieval alone, whose K, V and index cover the whole prompt, and attends
+fewer tokens than eviction alone at the same memory.
+
+Deviations from the parts alone:
+- Evictors that also drop while decoding (H2O by default) prune once here: an index cannot forget single tokens.
 """
 
 from __future__ import annotations
@@ -12,38 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from transformers import PreTrainedConfig
 
-from baselines.clusterkv import ClusterKV
-from baselines.h2o import H2O
-from baselines.kvcrush import KVCrush
-from baselines.oracle import Oracle
-from baselines.pyramidkv import PyramidKV
-from baselines.quest import Quest
-from baselines.snapkv import SnapKV
-from baselines.sparq import SparQ
-from pqcache.pq import PQCache
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionMethod, Evictor, kept_of
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
+from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
-
-EVICT: dict[str, type[EvictionMethod]] = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "h2o": H2O, "kvcrush": KVCrush}
-RETRIEVE: dict[str, type[RetrievalMethod]] = {
-    "pqcache": PQCache,
-    "sparq": SparQ,
-    "quest": Quest,
-    "clusterkv": ClusterKV,
-    "oracle": Oracle,
-}
-OURS = ("budget", "protocol", "dense_layers")  # not a part's to choose
 
 
 class EvictRetrieveLayer(RetrievalLayer):
-    """A retrieval layer whose store and index see what an evictor left of the prompt; positions of that are kept beside it."""
+    """A retrieval layer whose store and index hold what an evictor left of the prompt; the evictor records its positions."""
 
     def __init__(self, layer_idx: int, shape: ModelShape, retriever: RetrievalMethod, evictor: EvictionMethod) -> None:
         self.evictor = Evictor(evictor, layer_idx, shape)
@@ -59,13 +43,13 @@ class EvictRetrieveLayer(RetrievalLayer):
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         slots, counts = self.evictor.choose(k, lengths, ctx)
         if self.store is not None and not self.evictor.method.budget.is_everything:
-            self.store = None  # a later turn moved the entries: neither host rows nor index are of use any more
+            self.store = None  # a later turn moved the entries: host rows and index are stale
             self.index = self.new_index()
         kept = self.staged = kept_of(k, v, slots, counts)
         super().settle(*kept.view(), counts, ctx)
 
     def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
-        """Window and selection of a budget for everything seen; the rest of a plan describes what is stored."""
+        """Window and k are the budget's share of all tokens seen; the rest of a plan describes the entries stored."""
         plans = []
         for held, seen in zip(lengths, ctx.step.total, strict=True):
             spent = self.method.plan(seen, self.layer_idx, self.shape.n_layers)
@@ -97,61 +81,56 @@ class EvictRetrieveLayer(RetrievalLayer):
         return tiers
 
 
+def evicts(cls: type[Any]) -> bool:
+    """Whether a method can evict before another retrieves."""
+    return issubclass(cls, EvictionMethod) and cls.composable
+
+
+def retrieves(cls: type[Any]) -> bool:
+    """Whether a method can retrieve from what another left."""
+    return issubclass(cls, RetrievalMethod) and cls.composable
+
+
 @dataclass(kw_only=True)
-class EvictRetrieve(Method):
-    """evict, evict_options: what drops tokens once, after the prompt, and its hyper-parameters. keep: the share of the prompt
-    that it keeps (its own sinks apart, as its budget ratio counts them).
+class EvictRetrieve(ComposedMethod):
+    """An evictor prunes the prompt once; a retriever selects from the rest at every step, within `budget`.
 
-    retrieve, retrieve_options: what picks from the rest at every step, and its hyper-parameters, its store among them. `budget`
-    is its own: a share of the whole prompt, or tokens, attended per step. A budget beyond what is held attends all of it.
+    `budget` is the retriever's: a share of the whole prompt, or tokens, attended per step. A budget beyond what is held attends
+    all of it. keep=1.0 is the retriever alone, budget=1.0 the evictor alone.
 
-    Sinks, local window, pages and clusters of the retriever are of the entries that are left, in the order of their positions:
-    its window is the newest of them. Keys keep their rotations. Generated tokens are added, and none is dropped while they
-    come; a new turn attends to everything held, then evicts again, with its own queries, from that and itself (`keep` of all
-    tokens seen), and indexes what is left anew. keep=1.0 is the retriever alone, budget=1.0 the evictor alone.
-
-    Deviations: evictors that also drop while decoding (H2O by default) prune once here: an index whose tokens go one by one
-    would have to forget them.
+    Sinks, local window, pages and clusters of the retriever refer to the entries that are left, in the order of their
+    positions. Keys keep their rotations. Generated tokens are added and none is dropped. A new turn attends to everything
+    held, then evicts again, with its own queries, from that and itself (`keep` of all tokens seen), and indexes what is left.
     """
 
     name: ClassVar[str] = "evict_retrieve"
 
+    # eviction method that prunes the prompt
     evict: str = "snapkv"
+    # hyper-parameters of the eviction method
     evict_options: dict = field(default_factory=dict)
+    # share of the prompt that the eviction method keeps, its sinks apart
     keep: float = 0.5
+    # retrieval method that selects from what is left
     retrieve: str = "pqcache"
+    # hyper-parameters of the retrieval method, its store among them
     retrieve_options: dict = field(default_factory=dict)
 
     def validate(self) -> None:
-        self.require_one_of("evict", tuple(EVICT))
-        self.require_one_of("retrieve", tuple(RETRIEVE))
+        self.part_class("evict", evicts)
+        self.part_class("retrieve", retrieves)
         self.require("keep", 0 < self.keep <= 1, "a number in (0, 1]")
-        static = {"mode": "static"} if self.evict == "h2o" else {}
-        share = Budget(ratio=float(self.keep))
-        self.evictor = self._part("evict_options", EVICT[self.evict], share, {**static, **self.evict_options})
+
+    def setup(self) -> None:
+        common = {"protocol": self.protocol, "dense_layers": self.dense_layers}
+        cls, share = self.part_class("evict", evicts), Budget(ratio=float(self.keep))
+        self.evictor = self.make_part("evict_options", cls, {**common, "budget": share}, **cls.static_options)
         self.require("evict_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
-        self.retriever = self._part("retrieve_options", RETRIEVE[self.retrieve], self.budget, self.retrieve_options)
+        cls = self.part_class("retrieve", retrieves)
+        self.retriever = self.make_part("retrieve_options", cls, {**common, "budget": self.budget})
 
-    def _part(self, key: str, cls: type[Any], budget: Budget, options: dict) -> Any:
-        ours = [name for name in options if name in OURS]
-        self.require(key, not ours, f"what is the part's own, without {', '.join(ours)}")
-        try:
-            return cls(budget=budget, protocol=self.protocol, dense_layers=self.dense_layers, **options)
-        except NotApplicable:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{key}={getattr(self, key)}: {str(error).split('() ')[-1]}") from None
-
-    def check_model(self, config: PreTrainedConfig) -> None:
-        self.evictor.check_model(config)
-        self.retriever.check_model(config)
-
-    def check_prepared(self, *where: Any) -> None:
-        self.retriever.check_prepared(*where)
-
-    def prepare(self, model: Any, text: torch.Tensor | None, cache_dir: Any) -> None:
-        self.evictor.prepare(model, text, cache_dir)
-        self.retriever.prepare(model, text, cache_dir)
+    def parts(self) -> tuple[Method, ...]:
+        return self.evictor, self.retriever
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         """What a step attends: the retriever's plan, as far as it is held."""

@@ -1,8 +1,12 @@
-"""KVCrush with representatives in few bits: what stands for evicted tokens is packed, what is important stays exact.
+"""KVCrush with representatives in few bits: the tokens that represent evicted ones are packed, important ones stay exact.
 
     python run.py method=kvcrush_mixed method.bits=2 budget=0.2
 
 A composition of KVCrush (arXiv 2503.00022) and groupwise codes as KIVI's values have (arXiv 2402.02750).
+
+Deviations from the parts alone:
+- A new turn decodes the representatives, attends to them, and chooses and packs again from everything held. A token that was
+  packed stays as coarse as it was, even if it is important now.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ class SplitStore:
 
 
 class MixedLayer(EvictionLayer):
-    """Keeps what KVCrush keeps; entries are stored representatives first."""
+    """Holds what KVCrush keeps; entries are stored representatives first."""
 
     method: KVCrushMixed
 
@@ -112,19 +116,17 @@ class MixedLayer(EvictionLayer):
 
 @dataclass(kw_only=True)
 class KVCrushMixed(KVCrush):
-    """bits: of the representatives' codes, K and V. group: consecutive channels of a token that share an fp16 pair of step and
-    minimum; null: all of a KV head. Others: see KVCrush.
+    """Keeps the tokens that KVCrush keeps. Sinks, windows, important and generated tokens are exact.
 
-    The budget counts tokens, whatever their bits: at the same budget the same tokens stay as under KVCrush, in fewer bytes.
-    Sinks, windows, important and generated tokens are exact.
-
-    Deviations: a new turn decodes the representatives, attends to them, and chooses and codes again from everything held; a
-    token that was coded stays as coarse as it was, even if it is important now.
+    The budget counts tokens, whatever their bits: the same tokens as under KVCrush, in fewer bytes.
     """
 
     name: ClassVar[str] = "kvcrush_mixed"
+    composable: ClassVar[bool] = False  # its layer stores representatives apart
 
+    # bits of the representatives' codes, for K and V
     bits: int = 4
+    # consecutive channels of a token that share a step and a minimum (fp16); null: all channels of a KV head
     group: int | None = 32
 
     def validate(self) -> None:

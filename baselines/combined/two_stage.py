@@ -1,34 +1,35 @@
-"""Two-stage retrieval: one index makes a shortlist (clusters, pages, ...), another one ranks it (product-quantized keys, ...).
+"""Two-stage retrieval: one index makes a shortlist (pages, clusters, ...), another ranks it (product-quantized keys, ...).
 
-A composition of published parts: the coarse choice of ClusterKV (arXiv 2412.03213) or Quest (arXiv 2406.10774), the fine one of
-PQCache (arXiv 2407.12820). Nobody published the pair.
+    python run.py method=two_stage method.first=quest method.second=pqcache budget=0.1
+
+A composition of published parts: the coarse choice of Quest (arXiv 2406.10774) or ClusterKV (arXiv 2412.03213), the fine one of
+PQCache (arXiv 2407.12820). The pair itself is not published.
+
+Deviations from the parts alone:
+- A softmax over all past tokens (oracle, sparq) is taken over the attended and shortlisted tokens: no others are scored.
+- SparQ's mean value is refused: its share is a sum over every token.
+- Whole pages make a shortlist longer, pages cut by the window make it shorter. A step attends fewer tokens where fewer than k
+  are left.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
 
-from baselines.clusterkv import ClusterKV
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.sparq import SparQ
-from pqcache.pq import PQCache
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
+from pqcache.selective.method import Method
+from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 
-SECOND: dict[str, type[RetrievalMethod]] = {"pqcache": PQCache, "sparq": SparQ, "oracle": Oracle}
-FIRST: dict[str, type[RetrievalMethod]] = {"quest": Quest, "clusterkv": ClusterKV, **SECOND}
-PER_KV_HEAD = {"quest": "sum_logit"}  # where a method's usual way to agree is none: how a group shares one shortlist
-OURS = ("n_sink", "recent_ratio", "store", "reduce", "budget", "protocol", "dense_layers")  # not a part's to choose
+SHARED = ("n_sink", "recent_ratio", "store", "reduce", "budget", "protocol", "dense_layers")  # set by this method
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def ascending(positions: torch.Tensor) -> torch.Tensor:
 
 
 class TwoStageIndex(Index):
-    """Both stages' indexes. The second one scores the shortlist, and what is attended anyway if its softmax asks for it."""
+    """The indexes of both stages. The second scores the shortlist, and what is attended anyway if its softmax includes it."""
 
     def __init__(self, method: TwoStage, first: Index, second: Index) -> None:
         self.method, self.first, self.second = method, first, second
@@ -105,27 +106,27 @@ class TwoStageIndex(Index):
         return max(self.first.max_local(plan.first), self.second.max_local(plan))
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        wanted = [
-            min(hi - cand.sinks, max(k, math.ceil(self.method.shortlist * k)))
-            for hi, k in zip(cand.ends, cand.k, strict=True)
+        sizes = [
+            min(end - cand.sinks, max(k, math.ceil(self.method.shortlist * k)))
+            for end, k in zip(cand.ends, cand.k, strict=True)
         ]
-        if all(count == hi - cand.sinks for count, hi in zip(wanted, cand.ends, strict=True)):
+        if all(size == end - cand.sinks for size, end in zip(sizes, cand.ends, strict=True)):
             return self.second.select(q, cand, h_kv, ctx)
-        return self.rank(q, self.shorten(q, cand, wanted, h_kv, ctx), cand, h_kv, ctx)
+        return self.rank(q, self.shorten(q, cand, sizes, h_kv, ctx), cand, h_kv, ctx)
 
     def shorten(
-        self, q: torch.Tensor, cand: Candidates, wanted: list[int], h_kv: int, ctx: LayerContext
+        self, q: torch.Tensor, cand: Candidates, sizes: list[int], h_kv: int, ctx: LayerContext
     ) -> torch.Tensor:
-        """Positions (n, H, m), ascending, -1 = padding: what the first index chooses, and what it does not cover yet."""
-        known = []  # up to here the first index knows every token; one that lags behind says so by its window
-        for plan, hi, length in zip(self.layer.plans, cand.ends, cand.lengths, strict=True):
+        """The shortlist (n, H, m), ascending, -1 = padding: sizes[r] tokens by the first index, and those not indexed yet."""
+        indexed = []  # up to here the first index knows every token; one that lags behind says so by its window
+        for plan, end, length in zip(self.layer.plans, cand.ends, cand.lengths, strict=True):
             assert isinstance(plan, TwoStagePlan)
-            known.append(min(hi, max(cand.sinks, length - 1 - self.first.local(plan.first, length - 1))))
-        counts = [min(count, end - cand.sinks) for count, end in zip(wanted, known, strict=True)]
-        rest = spread(cand.ends, known, q.device)
+            indexed.append(min(end, max(cand.sinks, length - 1 - self.first.local(plan.first, length - 1))))
+        counts = [min(size, end - cand.sinks) for size, end in zip(sizes, indexed, strict=True)]
+        rest = spread(cand.ends, indexed, q.device)
         if max(counts) == 0:
             return rest
-        chosen = self.first.select(q, Candidates(cand.sinks, known, counts, cand.lengths), h_kv, ctx).indices
+        chosen = self.first.select(q, Candidates(cand.sinks, indexed, counts, cand.lengths), h_kv, ctx).indices
         return ascending(torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2))
 
     def rank(
@@ -134,7 +135,7 @@ class TwoStageIndex(Index):
         """The second index's best cand.k[r] of a shortlist (n, H, m); -1 where a shortlist is shorter than that."""
         h, forced = q.shape[1], 0
         scored = shortlist
-        if self.scope == "all":  # the softmax takes in what is attended anyway, as far as it is known
+        if self.scope == "all":  # the softmax includes what is attended anyway
             always = torch.cat(
                 [spread([min(cand.sinks, n) for n in cand.lengths], [0] * len(cand.lengths), q.device),
                  spread(cand.lengths, cand.ends, q.device)], dim=2
@@ -159,69 +160,68 @@ class TwoStageIndex(Index):
         return {tier: [*first.get(tier, []), *second.get(tier, [])] for tier in {**first, **second}}
 
 
+def shortens(cls: type[Any]) -> bool:
+    """Whether a method can be the first stage."""
+    return issubclass(cls, RetrievalMethod) and cls.composable and cls.shortens
+
+
+def ranks(cls: type[Any]) -> bool:
+    """Whether a method can be the second stage."""
+    return issubclass(cls, RetrievalMethod) and cls.composable and cls.ranks_shortlists
+
+
 @dataclass(kw_only=True)
-class TwoStage(RetrievalMethod):
-    """first, second: the methods whose indexes shorten and rank; first_options, second_options: their hyper-parameters.
-    shortlist: how many times the tokens to select the first stage hands over, at least 1.
+class TwoStage(ComposedMethod, RetrievalMethod):
+    """Two indexes over one store: the first one's best tokens are ranked by the second.
 
-    Sinks, window, k, store and reduce are this method's own and hold for both stages; a group of query heads shares a shortlist
-    unless reduce=none lets every query head choose. Only the shortlist is scored by the second index. Tokens the first stage has
-    no place for yet (ClusterKV's generated tokens) are always on it. Whole pages may make it longer, pages cut by the window
-    shorter; a step attends fewer tokens where less than k are left.
-
-    Deviations: a softmax over all past tokens (oracle, sparq) is taken over the attended and shortlisted ones, all that are
-    scored. SparQ's mean value cannot be used: its share is a sum over every token.
+    Sinks, window, k, store and reduce are this method's own and hold for both stages. The query heads of a group share a
+    shortlist unless reduce=none lets every query head choose. Tokens that the first stage has not indexed yet (ClusterKV's
+    generated tokens) are always on the shortlist.
     """
 
     name: ClassVar[str] = "two_stage"
+    shortens: ClassVar[bool] = False
 
+    # retrieval method whose index makes the shortlist
     first: str = "quest"
+    # retrieval method whose index ranks the shortlist
     second: str = "pqcache"
+    # hyper-parameters of the first method
     first_options: dict = field(default_factory=dict)
+    # hyper-parameters of the second method
     second_options: dict = field(default_factory=dict)
+    # length of the shortlist in multiples of the tokens to select, at least 1
     shortlist: float = 4.0
 
     def validate(self) -> None:
         super().validate()
-        self.require_one_of("first", tuple(FIRST))
-        self.require_one_of("second", tuple(SECOND))
+        self.part_class("first", shortens)
+        self.part_class("second", ranks)
         self.require("shortlist", self.shortlist >= 1, "a number >= 1")
-        self.shortener = self._part("first", FIRST[self.first])
-        self.ranker = self._part("second", SECOND[self.second])
 
-    def _part(self, stage: str, cls: type[RetrievalMethod]) -> RetrievalMethod:
-        """The method whose index serves one stage; it gets this method's partition as far as it has one."""
+    def setup(self) -> None:
+        self.shortener = self._make_stage("first", self.part_class("first", shortens))
+        self.ranker = self._make_stage("second", self.part_class("second", ranks))
+
+    def _make_stage(self, stage: str, cls: type[RetrievalMethod]) -> RetrievalMethod:
+        """The method whose index serves one stage. It gets this method's partition as far as it has one."""
         key = f"{stage}_options"
-        options = getattr(self, key)
-        ours = [name for name in options if name in OURS or name.startswith("cache_")]
-        self.require(key, not ours, f"what is the part's own; method.{', method.'.join(ours)} hold for both stages")
-        shared: dict[str, Any] = {"n_sink": min(cls.n_sink, self.n_sink), "store": self.store, "reduce": self.reduce}
+        shared = [name for name in getattr(self, key) if name in SHARED or name.startswith("cache_")]
+        self.require(key, not shared, f"what is the part's own; method.{', method.'.join(shared)} hold for both stages")
+        common: dict[str, Any] = {name: getattr(self, name) for name in SHARED if name != "recent_ratio"}
         if stage == "second":
-            shared |= {"n_sink": self.n_sink, "recent_ratio": self.recent_ratio}
-        elif self.reduce != "none":
-            shared["reduce"] = PER_KV_HEAD.get(self.first, "sum_softmax")
-        try:
-            part = cls(budget=self.budget, protocol=self.protocol, dense_layers=self.dense_layers, **shared, **options)
-        except NotApplicable:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{key}={options}: {str(error).split('() ')[-1]}") from None
-        self.require(
-            key, not getattr(part, "reallocate", False), "reallocate=false: it needs the weights of all tokens"
-        )
+            common["recent_ratio"] = self.recent_ratio
+        else:
+            common["n_sink"] = min(cls.n_sink, self.n_sink)
+            if self.reduce != "none":
+                common["reduce"] = cls.shared_reduce
+        known = {f.name for f in fields(cls)}
+        part = self.make_part(key, cls, {name: value for name, value in common.items() if name in known})
+        self.require(key, not part.estimates_rest, "reallocate=false: it needs the weights of all tokens")
         return part
 
-    def check_model(self, config: PreTrainedConfig) -> None:
-        self.shortener.check_model(config)
-        self.ranker.check_model(config)
-
-    def check_prepared(self, *where: Any) -> None:
-        self.shortener.check_prepared(*where)
-        self.ranker.check_prepared(*where)
-
-    def prepare(self, model: Any, text: torch.Tensor | None, cache_dir: Any) -> None:
-        self.shortener.prepare(model, text, cache_dir)
-        self.ranker.prepare(model, text, cache_dir)
+    def parts(self) -> tuple[Method, ...]:
+        return self.shortener, self.ranker
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> TwoStagePlan:
         own, first = (part.plan(s, layer_idx, n_layers) for part in (self.ranker, self.shortener))

@@ -254,6 +254,7 @@ class PQCache(RetrievalMethod):
     """
 
     name: ClassVar[str] = "pqcache"
+    ranks_shortlists: ClassVar[bool] = True
 
     m: int = 2
     b: int = 6

@@ -7,6 +7,7 @@ the memory of what is dropped, and stores the positions of what stays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -278,6 +279,16 @@ def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[
 @dataclass(kw_only=True)
 class EvictionMethod(Method):
     """Base of eviction methods. A subclass writes make_scorer (or choose_entries) and its plan."""
+
+    # what compositions ask (baselines/kvcrush.py, baselines/combined):
+    composable: ClassVar[bool] = True  # its choice works in another method's layer
+    ranks_by_scores: ClassVar[bool] = True  # `ranking` of its head scores alone decides which candidates stay
+    static_options: ClassVar[dict[str, Any]] = {}  # hyper-parameters under which it prunes once, after the prompt
+
+    @property
+    def fixed_window(self) -> bool:
+        """Whether its local window is a number of tokens; else it is a share of the budget."""
+        return True
 
     @property
     def is_dynamic(self) -> bool:

@@ -29,6 +29,8 @@ class Method:
 
     name: ClassVar[str]
     ignores_budget: ClassVar[bool] = False
+    # hyper-parameters that had one legal value and are gone: name -> that value, which may still be given
+    retired: ClassVar[dict[str, Any]] = {}
     aligned_dense_layers: ClassVar[int] = 0
     paper_dense_layers: ClassVar[int] = 0
 
@@ -116,18 +118,6 @@ class Method:
             close = closest(str(value), allowed)
             hint = f"; did you mean {close}?" if close else ""
             raise ValueError(f"{name}={value}: allowed is {', '.join(allowed)}{hint}")
-
-    def make_part(self, name: str, cls: type[Any], common: dict[str, Any]) -> Any:
-        """A method that this one is built on: cls(**common, **options), options being the hyper-parameter `name`."""
-        options: dict[str, Any] = getattr(self, name)
-        known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
-        for key, value in options.items():
-            if key not in known:
-                raise ValueError(f"{name}={options}: {cls.name} has no {key}; known: {', '.join(known)}")
-            kind = "None" if value is None else type(value).__name__
-            if kind not in known[key] and not (kind == "int" and "float" in known[key]):
-                raise ValueError(f"{name}={options}: {key} takes {' or '.join(known[key])}")
-        return cls(**{**common, **options})
 
     def layers(self, shape: ModelShape) -> list[SelectiveLayer]:
         """One layer object per transformer layer; the first `dense_layers` keep and attend everything."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -287,6 +287,12 @@ class RetrievalMethod(Method):
     per step. cache_policy: lru, lfu, or none, which caches nothing (PQCache, section 3.4).
     """
 
+    # what compositions ask (baselines/combined):
+    composable: ClassVar[bool] = True  # its index works in another method's layer, and over another store
+    shortens: ClassVar[bool] = True  # its index selects any number of any candidates within a step
+    ranks_shortlists: ClassVar[bool] = False  # its index scores some positions at the cost of these (`score_at`)
+    shared_reduce: ClassVar[str] = "sum_softmax"  # the `reduce` under which the query heads of a group choose together
+
     n_sink: int = 32
     recent_ratio: float = 0.5
     store: str = "resident"
@@ -297,8 +303,13 @@ class RetrievalMethod(Method):
     cache_policy: str = "lru"
 
     @property
+    def estimates_rest(self) -> bool:
+        """Whether selections estimate what they leave out, for which their index weighs every token."""
+        return False
+
+    @property
     def traceable(self) -> bool:
-        return True
+        return not self.estimates_rest  # else the output is more than attention to the selected tokens
 
     def validate(self) -> None:
         self.require("n_sink", self.n_sink >= 0, "an int >= 0")

@@ -18,8 +18,9 @@ import statistics
 import torch
 
 from baselines.full import Full
-from baselines.kvcrush import BASES, KVCrush
+from baselines.kvcrush import KVCrush
 from pqcache.measure.machine import device_caption
+from pqcache.methods import method_class
 from pqcache.selective import Budget, Method
 from scripts.bench.layer import AttentionLayer, LayerSize
 from scripts.bench.options import add_machine_options, add_shape_options, prepare, refuse_below
@@ -33,7 +34,7 @@ def methods(base: str, budget: int) -> dict[str, Method]:
     options = {"mode": "static"} if base == "h2o" else {}
     return {
         "full": Full(),
-        base: BASES[base](budget=tokens, **options),
+        base: method_class(base)(budget=tokens, **options),
         f"kvcrush over {base}": KVCrush(budget=tokens, base=base),
         f"k-means over {base}": KVCrush(budget=tokens, base=base, grouping="kmeans"),
     }
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bench_methods.py kvcrush", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", default="snapkv", choices=list(BASES))
+    parser.add_argument("--base", default="snapkv", choices=["h2o", "snapkv", "pyramidkv"])
     parser.add_argument("--budget", type=int, default=2048, help="tokens kept per KV head")
     parser.add_argument("--rounds", type=int, default=3)
     add_shape_options(parser)

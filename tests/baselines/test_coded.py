@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.combined.coded import CODECS, Coded
+from baselines.combined.coded import Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
+from pqcache.methods import method_class
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.index import Selected
@@ -55,8 +56,8 @@ def test_the_codec_stores_what_it_stores_alone(llama: PreTrainedModel) -> None:
     alone = run(llama, ZipCache(budget=Budget(ratio=0.2)), 150).layers
     coded = run(llama, Coded(**QUARTER, policy_options=PQ), 150).layers
     for a, b in zip(alone, coded, strict=True):
-        assert torch.equal(a.store.widths.bits(), b.coded.widths.bits())
-        for x, y in zip(a.store.view(), b.coded.view(), strict=True):
+        assert torch.equal(a.store.widths.bits(), b.packed.widths.bits())
+        for x, y in zip(a.store.view(), b.packed.view(), strict=True):
             assert torch.equal(x, y)
 
 
@@ -68,12 +69,12 @@ def test_an_evictor_drops_first_and_what_stays_is_packed(llama: PreTrainedModel,
     method = Coded(**QUARTER, policy="snapkv", policy_options=snapkv, codec=codec, codec_options=options)
     first, alone = run(llama, method, 150).layers[0], run(llama, SnapKV(**QUARTER, **snapkv), 150).layers[0]
     assert held(first) == held(alone)
-    packed = Fed(CODECS[codec](**options), *alone.store.view())
-    for x, y in zip(first.coded.view(), packed.store.view(), strict=True):
+    packed = Fed(method_class(codec)(**options), *alone.store.view())
+    for x, y in zip(first.packed.view(), packed.store.view(), strict=True):
         assert torch.equal(x, y)
     turned = run(llama, method, 150, steps=20, turn=30).layers[0]
-    assert turned.coded.lengths == [len(head) for head in held(turned)][:1]
-    assert all(x.isfinite().all() for x in turned.coded.view())
+    assert turned.packed.lengths == [len(head) for head in held(turned)][:1]
+    assert all(x.isfinite().all() for x in turned.packed.view())
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def test_attention_over_chosen_codes_equals_a_naive_computation(llama: PreTraine
 
         def spy(q: torch.Tensor, *read: Any) -> torch.Tensor:
             out, ctx = inner(q, *read), read[3]
-            outs.append((q[0, :, 0], out[0, 0], [x[0].clone() for x in layer.coded.view()], ctx.scaling))
+            outs.append((q[0, :, 0], out[0, 0], [x[0].clone() for x in layer.packed.view()], ctx.scaling))
             return out
 
         layer.attend_chosen = spy
@@ -114,11 +115,11 @@ def test_kept_tokens_of_an_evictor_are_packed(llama: PreTrainedModel) -> None:
     a, b = alone.layers[0], coded.layers[0]
     assert held(a) == held(b)
     kept = len(held(a)[0])
-    assert b.coded.lengths == [kept] and b.coded.k.tails == [0]
-    for exact, codes in zip(a.store.view(), b.coded.view(), strict=True):
+    assert b.packed.lengths == [kept] and b.packed.k.tails == [0]
+    for exact, codes in zip(a.store.view(), b.packed.view(), strict=True):
         assert 0 < (exact - codes).abs().max() < 0.02 * exact.abs().max()
     later = run(llama, method, 150, steps=5, turn=40).layers[0]  # a new turn evicts from packed and new tokens
-    assert later.coded.lengths == [len(held(later)[0])]
+    assert later.packed.lengths == [len(held(later)[0])]
     assert len(held(later)[0]) == 4 + int((150 + 5 + 40 - 4) * 0.25 + 1e-6)
 
 
@@ -132,9 +133,9 @@ def test_packed_tokens_survive_a_second_eviction_unchanged(llama: PreTrainedMode
     with attach(llama):
         session = Session(llama, cache, [tokens(150, 1)])
         layer: Any = cache.layers[0]
-        before, first = held(layer), [x.clone() for x in layer.coded.view()]
+        before, first = held(layer), [x.clone() for x in layer.packed.view()]
         session.turn([tokens(60, 2)], told=True)
-    after, second = held(layer), layer.coded.view()
+    after, second = held(layer), layer.packed.view()
     same = 0
     for head in range(2):
         for slot, position in enumerate(after[head]):
@@ -168,7 +169,7 @@ def test_bytes_add_up(llama: PreTrainedModel, codec: str) -> None:
 
 def test_probes_of_generated_tokens_see_the_selection(llama: PreTrainedModel) -> None:
     cache = run(llama, Coded(**QUARTER, policy_options=PQ, codec_options={"gap": 20}), 150, 18)
-    store = cache.layers[0].coded
+    store = cache.layers[0].packed
     probes = ZipCache(budget=Budget(ratio=0.2), gap=20).rule().positions(20, 150)
     seen = [p for p in probes if p < 18]
     assert int(store.asked[0, 0, 0]) == len(seen)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.kvcrush import ANCHORS, KVCrush, hamming, kmeans_representatives, pack_bits, top_mask
+from baselines.kvcrush import ANCHORS, KVCrush, hamming, kmeans_representatives, top_mask
 from pqcache.selective import Budget, NotApplicable, Plan
+from pqcache.store.quantizer import pack_codes
 from tests.baselines.drive import choose, held, random_scores, run
 
 H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
@@ -36,7 +37,7 @@ def test_toy_example_by_hand() -> None:
     assert crush(anchor="alternate").distance(bits, 0).tolist() == [4, 2, 3, 1, 3, 1, 2, 0]
     assert crush(anchor="mean").distance(bits, 0).tolist() == [2, 2, 3, 3, 1, 1, 2, 2]
     method, plan = crush(anchor="alternate", reps=3), Plan(0, 0, 5)
-    kept, others = method.choose(TOY.view(2, 2, 8).mean(1), TOY, torch.zeros(2, 8, 4), plan, 5, 0)
+    kept, others = method.choose_candidates(TOY.view(2, 2, 8).mean(1), TOY, torch.zeros(2, 8, 4), plan, 5, 0)
     assert kept.sum(-1).tolist() == [2, 2] and others.sum(-1).tolist() == [3, 3]
     chosen = kept | others
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
@@ -48,11 +49,11 @@ def test_packed_popcount_is_the_hamming_distance(m: int, size: int, seed: int) -
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2, (m, size), generator=generator).bool()
     anchor = torch.randint(0, 2, (size,), generator=generator).bool()
-    packed = pack_bits(bits)
+    packed = pack_codes(bits.byte(), 1)
     assert (packed.dtype, packed.shape) == (torch.uint8, (m, -(-size // 8)))
-    got = hamming(packed, pack_bits(anchor))
+    got = hamming(packed, pack_codes(anchor.byte(), 1))
     assert torch.equal(got, (bits != anchor).sum(-1).int())
-    assert torch.equal(hamming(packed, pack_bits(~anchor)), size - got)
+    assert torch.equal(hamming(packed, pack_codes((~anchor).byte(), 1)), size - got)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,85 @@
+"""Methods made of other methods: parts are named by hyper-parameters and chosen by what their classes declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.methods import METHODS, method_class
+from pqcache.selective.method import Method
+from pqcache.selective.shape import NotApplicable
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(kw_only=True)
+class ComposedMethod(Method):
+    """Base of methods made of others: what happens once per model or prompt happens to every part."""
+
+    def parts(self) -> tuple[Method, ...]:
+        """The methods that this one is made of, made in `setup`."""
+        raise NotImplementedError
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        for part in self.parts():
+            part.check_model(config)
+
+    def check_prompt(self, lengths: list[int], token_ids: torch.Tensor | None) -> None:
+        for part in self.parts():
+            part.check_prompt(lengths, token_ids)
+
+    def check_prepared(
+        self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None
+    ) -> None:
+        for part in self.parts():
+            part.check_prepared(config, device, dtype, cache_dir)
+
+    def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
+        for part in self.parts():
+            part.prepare(model, text, cache_dir)
+
+    def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        for part in self.parts():
+            part.know_tokenizer(tokenizer)
+
+    # -- shared -----------------------------------------------------------------------------------------------------
+
+    def part_class(self, option: str, fits: Callable[[type[Any]], bool]) -> type[Any]:
+        """The class of the method that hyper-parameter `option` names, of those in the table of methods that `fits` accepts.
+
+        Raises ValueError with the names that are allowed.
+        """
+        name = getattr(self, option)
+        if name in METHODS and fits(method_class(name)):
+            return method_class(name)
+        self.require_one_of(option, tuple(known for known in METHODS if fits(method_class(known))))
+        raise AssertionError(name)
+
+    def make_part(self, option: str, cls: type[Any], common: dict[str, Any], **defaults: Any) -> Any:
+        """cls(**defaults, **options, **common), options being the hyper-parameter `option`, which may not set what is in common.
+
+        Raises ValueError with one line that begins with `option`, NotApplicable as the part does.
+        """
+        options: dict[str, Any] = getattr(self, option)
+        known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
+        for key, value in options.items():
+            if key in cls.retired and value == cls.retired[key]:
+                continue
+            if key in common:
+                raise ValueError(f"{option}={options}: allowed is what is the part's own, without {key}")
+            if key not in known:
+                raise ValueError(f"{option}={options}: {cls.name} has no {key}; known: {', '.join(known)}")
+            kind = "None" if value is None else type(value).__name__
+            if kind not in known[key] and not (kind == "int" and "float" in known[key]):
+                raise ValueError(f"{option}={options}: {key} takes {' or '.join(known[key])}")
+        typed = {key: value for key, value in options.items() if key in known}
+        try:
+            return cls(**{**defaults, **typed, **common})
+        except NotApplicable:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{option}={options}: {error}") from None
