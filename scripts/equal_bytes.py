@@ -26,9 +26,10 @@ from pathlib import Path
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.check import Refused
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.report import statistics, tables
+from pqcache.harness.report import score_statistics, tables
 from pqcache.harness.report.rows import Row
 from pqcache.harness.run import runner
+from pqcache.harness.run.session import Session
 from pqcache.selective.budget import MIN_TOKENS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -88,7 +89,7 @@ class Bench:
 
     def __init__(self, common: list[str], options: dict[str, list[str]]) -> None:
         self.common, self.options = common, options
-        self.session = runner.Session()
+        self.session = Session()
 
     def run(self, method: str, budget: str, *more: str) -> Row:
         """One cell's row. Raises Refused or Unreachable if there is none."""
@@ -132,9 +133,9 @@ def table(reference: Row, fits: list[Fit]) -> str:
         if row is reference:
             line += f"{'':12}{'':16}"
         else:
-            paired = statistics.paired(row["sample_scores"], reference["sample_scores"])
-            interval = tables.span(statistics.interval(paired), tables.signed)
-            line += f"{tables.signed(statistics.mean(paired)):>12}{interval:>16}"
+            paired = score_statistics.paired(row["sample_scores"], reference["sample_scores"])
+            interval = tables.span(score_statistics.interval(paired), tables.signed)
+            line += f"{tables.signed(score_statistics.mean(paired)):>12}{interval:>16}"
         for ours, theirs in ((content(row), content(reference)), (_allocated(row), _allocated(reference))):
             width = 13 if ours == content(row) else 15
             line += f"{ours / 2**20:{width}.3f}{100 * (ours / theirs - 1):+8.2f}%"

@@ -11,11 +11,10 @@ from typing import Any
 import numpy
 import pytest
 
-from pqcache.harness.report import diagnostic_figures
+from pqcache.harness.report import diagnostic_arrays, diagnostic_figures
 from pqcache.harness.report.rows import Diagnostics, Row, read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import recall_sweep
-from pqcache.harness.run import recorder as diagnostics
 
 Command = Callable[..., int]
 
@@ -46,7 +45,7 @@ def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureF
     files = sorted((folder / found["folder"]).iterdir())
     assert [f.suffix for f in files] == [".npz"] * 3
     arrays = numpy.load(files[0])
-    assert set(arrays.files) == set(diagnostics.FIELDS)
+    assert set(arrays.files) == set(diagnostic_arrays.FIELDS)
     assert arrays["mass"].shape[:2] == (2, 4)
     shown = capsys.readouterr().out
     assert "not measured: diagnostics slow the steps" in shown

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import paper_figures, papers, statistics
+from pqcache.harness.report import paper_figures, papers, score_statistics
 from pqcache.harness.report import rows as results
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
@@ -43,12 +43,17 @@ def made(plan: RunPlan, methods: dict[str, float]) -> dict[str, results.Row]:
             "attn": "sdpa",
             "protocol": "aligned",
             "dense_layers": 0,
-            "score": statistics.mean(samples),
-            "score_interval": statistics.interval(samples),
+            "score": score_statistics.mean(samples),
+            "score_interval": score_statistics.interval(samples),
             "sample_scores": samples,
             "published": cell.published,
             "tasks": {
-                name: {"score": statistics.mean({name: s}), "score_interval": [0.0, 1.0], "n_samples": 4, "metrics": {}}
+                name: {
+                    "score": score_statistics.mean({name: s}),
+                    "score_interval": [0.0, 1.0],
+                    "n_samples": 4,
+                    "metrics": {},
+                }
                 for name, s in samples.items()
             },
             "folder": cell.name,
@@ -158,7 +163,7 @@ def test_figures_of_files_beside_the_rows(plan: RunPlan, rows: dict[str, results
 
 def test_significance_against_worked_numbers() -> None:
     """Eight differences of one sign: 2 of 256 sign patterns are as far from zero. One of two: every pattern is."""
-    assert statistics.significance({"t": {str(i): -1.0 for i in range(8)}}) == pytest.approx(2 / 256, abs=3e-3)
-    assert statistics.significance({"t": {"a": 0.0, "b": 1.0}}) == pytest.approx(1.0)
-    assert statistics.significance({"t": {"a": 0.0, "b": 0.0}}) == pytest.approx(1.0)
-    assert statistics.significance({}) is None
+    assert score_statistics.significance({"t": {str(i): -1.0 for i in range(8)}}) == pytest.approx(2 / 256, abs=3e-3)
+    assert score_statistics.significance({"t": {"a": 0.0, "b": 1.0}}) == pytest.approx(1.0)
+    assert score_statistics.significance({"t": {"a": 0.0, "b": 0.0}}) == pytest.approx(1.0)
+    assert score_statistics.significance({}) is None

@@ -15,7 +15,7 @@ import yaml
 import run
 from pqcache import methods as registry
 from pqcache.harness.report.rows import Row
-from pqcache.harness.run import models, runner
+from pqcache.harness.run import models, one_cell
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
 
 
@@ -103,11 +103,13 @@ def test_unsupported_model_is_refused_before_its_weights(
 
 
 def test_a_prompt_longer_than_the_model_fails_and_says_so(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "_misfits", lambda *_: [])  # which sees it coming
-    assert command("method=full", "model.max_length=200", "limit=1") == 1
-    assert "exceed the 200 tokens" in capsys.readouterr().err
+    """Of a task whose documents alone tell how long they are."""
+    typed = ["model=hf", f"model.path={tiny}", "model.max_length=600", "task=gsm8k_cot", "task.source=constructed"]
+    where = [f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}", "wandb=disabled"]
+    assert run.main([*typed, *where, "method=full", "limit=1"]) == 1
+    assert "exceed the 600 tokens" in capsys.readouterr().err
     assert "Traceback" in status(tmp_path / "out")["full"]["traceback"]
     assert list((tmp_path / "out").glob("*/row.json")) == []
 
@@ -182,14 +184,14 @@ def test_full_is_one_cell_whatever_stays_dense(command: Command, tmp_path: Path,
 def test_a_folder_that_cannot_be_made_fails_its_cell_alone(
     command: Command, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = runner.open_folder
+    original = one_cell.open_folder
 
     def full_disk(cell: Any) -> Path:
         if cell.identity["method"]["name"] == "oracle":
             raise OSError(28, "No space left on device")
         return original(cell)
 
-    monkeypatch.setattr(runner, "open_folder", full_disk)
+    monkeypatch.setattr(one_cell, "open_folder", full_disk)
     assert command("-m", "method=oracle,full", "limit=1") == 1
     assert "No space left on device" in capsys.readouterr().err
     assert list(rows(tmp_path / "out")) == ["full 1.0"]

@@ -6,37 +6,37 @@ import math
 
 import pytest
 
-from pqcache.harness.report import statistics
+from pqcache.harness.report import score_statistics
 from pqcache.harness.run.timing import percentile, pooled_steps, tpot_ms
 
 
 def test_mean_is_unweighted_over_tasks() -> None:
     scores = {"a": {"0": 100.0, "1": 0.0, "2": 50.0}, "b": {"0": 90.0}}
-    assert statistics.mean(scores) == pytest.approx((50 + 90) / 2)
-    assert statistics.mean({"a": {}}) is None
-    assert statistics.mean({}) is None
+    assert score_statistics.mean(scores) == pytest.approx((50 + 90) / 2)
+    assert score_statistics.mean({"a": {}}) is None
+    assert score_statistics.mean({}) is None
 
 
 def test_paired_difference_by_hand() -> None:
     method = {"t": {"0": 80.0, "1": 60.0, "2": 100.0, "3": 10.0}}
     full = {"t": {"0": 100.0, "1": 60.0, "2": 90.0, "9": 0.0}}
-    differences = statistics.paired(method, full)
+    differences = score_statistics.paired(method, full)
     assert differences == {"t": {"0": -20.0, "1": 0.0, "2": 10.0}}
-    assert statistics.mean(differences) == pytest.approx(-10 / 3)
-    assert statistics.mean(statistics.only(full, method)) == pytest.approx(250 / 3)
+    assert score_statistics.mean(differences) == pytest.approx(-10 / 3)
+    assert score_statistics.mean(score_statistics.only(full, method)) == pytest.approx(250 / 3)
 
 
 def test_interval_is_exact_where_it_can_be_counted() -> None:
     """Two samples 0 and 100: a resample's mean is 0, 50, 100 with 1/4, 1/2, 1/4, so 2.5 % and 97.5 % are 0 and 100."""
-    assert statistics.interval({"t": {"0": 0.0, "1": 100.0}}) == [0.0, 100.0]
-    assert statistics.interval({"t": {"0": 30.0, "1": 30.0}}) == [30.0, 30.0]
-    assert statistics.interval({"t": {"0": 42.0}}) == [42.0, 42.0]
-    assert statistics.interval({"t": {}}) is None
+    assert score_statistics.interval({"t": {"0": 0.0, "1": 100.0}}) == [0.0, 100.0]
+    assert score_statistics.interval({"t": {"0": 30.0, "1": 30.0}}) == [30.0, 30.0]
+    assert score_statistics.interval({"t": {"0": 42.0}}) == [42.0, 42.0]
+    assert score_statistics.interval({"t": {}}) is None
 
 
 def test_interval_agrees_with_the_normal_approximation() -> None:
     values = [float(10 * (i % 11)) for i in range(220)]  # mean 50, population standard deviation sqrt(1000)
-    low, high = statistics.interval({"t": {str(i): v for i, v in enumerate(values)}}) or (0, 0)
+    low, high = score_statistics.interval({"t": {str(i): v for i, v in enumerate(values)}}) or (0, 0)
     half = 1.959964 * math.sqrt(1000 / 220)
     assert low == pytest.approx(50 - half, abs=0.25)
     assert high == pytest.approx(50 + half, abs=0.25)
@@ -44,12 +44,12 @@ def test_interval_agrees_with_the_normal_approximation() -> None:
 
 def test_interval_of_tasks_draws_within_each_task() -> None:
     """Constant tasks: resampling within them changes nothing, resampling over all samples would."""
-    assert statistics.interval({"a": {"0": 0.0, "1": 0.0}, "b": {"0": 100.0, "1": 100.0}}) == [50.0, 50.0]
+    assert score_statistics.interval({"a": {"0": 0.0, "1": 0.0}, "b": {"0": 100.0, "1": 100.0}}) == [50.0, 50.0]
 
 
 def test_interval_is_seeded() -> None:
     scores = {"t": {str(i): float(i * i % 97) for i in range(50)}}
-    assert statistics.interval(scores) == statistics.interval(scores)
+    assert score_statistics.interval(scores) == score_statistics.interval(scores)
 
 
 def test_the_first_two_steps_of_each_sample_are_dropped() -> None:

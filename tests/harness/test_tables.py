@@ -12,7 +12,8 @@ from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import rows as results
 from pqcache.harness.report import tables
-from pqcache.harness.report.rows import Row, build_row, find_full, pair_with_full, write_row
+from pqcache.harness.report.rows import Row, find_full, pair_with_full, write_row
+from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample
 
 
@@ -178,7 +179,7 @@ def test_frames_of_a_folder(tmp_path: Path) -> None:
 
 def test_every_field_of_the_row_is_documented() -> None:
     source = Path(results.__file__).read_text()
-    body = source[source.index("class Row(") : source.index("def build_row")]
+    body = source[source.index("class Row(") : source.index("# -- the Full cell")]
     plain = {"method", "task", "n_samples", "versions", "tpot_p95_ms"}  # say it all by their name or neighbour
     for name in Row.__annotations__:
         line = next(line for line in body.splitlines() if line.strip().startswith(f"{name}:"))

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.check import RunOptions
 from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.report.tables import budget_text
-from pqcache.harness.run import recorder as diagnostics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -175,7 +175,7 @@ def draw_ranks(path: Path, out: Path, title: str) -> Path | None:
     """ranks.png of one sample's npz; None if it has fewer than two decode steps."""
     import torch
 
-    arrays = diagnostics.load(path)
+    arrays = read_arrays(path)
     if not arrays or arrays["ranks"].shape[2] < 2:
         return None
     ranks, stay = arrays["ranks"], arrays["top_stay"]  # (layers, heads, steps, tracked), (layers, heads, steps)

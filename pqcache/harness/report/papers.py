@@ -32,7 +32,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.check import Refused
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.report import published, statistics
+from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.tables import cell_label, number, signed, span, varying_keys
@@ -209,9 +209,9 @@ def _numbers(
         interval = row["score_interval"] if task is None else row["tasks"][task]["score_interval"]
         low, high = interval or (None, None)
         if full is not None and full["folder"] != row["folder"]:
-            differences = statistics.paired(own, full["sample_scores"])
-            to_full, to_full_span = statistics.mean(differences), statistics.interval(differences)
-            p = statistics.significance(differences)
+            differences = score_statistics.paired(own, full["sample_scores"])
+            to_full, to_full_span = score_statistics.mean(differences), score_statistics.interval(differences)
+            p = score_statistics.significance(differences)
     elif row is not None:
         value = measured(row, where)
         other = measured(full, where) if full is not None and full["folder"] != row["folder"] else None

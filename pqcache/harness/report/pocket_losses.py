@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.atomic import write_text
+from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full
 from pqcache.harness.report.tables import budget_text, number, signed
-from pqcache.harness.run import recorder as diagnostics
 
 Key = tuple[str, str]  # method, budget
 
@@ -58,7 +58,7 @@ def masses(folder: Path) -> dict[Key, dict[str, Mass]]:
             continue
         arrays = defaultdict(list)
         for path in sorted(_cell(folder, row).glob("diagnostics/*.npz")):
-            data = diagnostics.load(path)
+            data = read_arrays(path)
             if "mass" in data:
                 arrays[path.name.split("-")[0]].append(data["mass"].numpy()[row["dense_layers"] :])
         for task, parts in arrays.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pqcache.harness.report import statistics
+from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, find_full, rows_under
 
 _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
@@ -39,7 +39,7 @@ def _entry(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
         full = find_full(row, rows)
         complete = complete and full is not None
         if full is not None:
-            _add(differences, statistics.paired(row["sample_scores"], full["sample_scores"]), row["seed"])
+            _add(differences, score_statistics.paired(row["sample_scores"], full["sample_scores"]), row["seed"])
     first = group[0]
     return {
         "model": first["model"],
@@ -48,14 +48,14 @@ def _entry(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
         "budget": first["budget_ratio"] if first["budget_ratio"] is not None else first["budget_tokens"],
         "seeds": sorted(row["seed"] for row in group),
         "n_samples": sum(row["n_samples"] for row in group),
-        "score": statistics.mean(scores),
-        "score_interval": statistics.interval(scores),
-        "paired_difference": statistics.mean(differences) if complete else None,
-        "paired_interval": statistics.interval(differences) if complete else None,
+        "score": score_statistics.mean(scores),
+        "score_interval": score_statistics.interval(scores),
+        "paired_difference": score_statistics.mean(differences) if complete else None,
+        "paired_interval": score_statistics.interval(differences) if complete else None,
     }
 
 
-def _add(into: dict[str, dict[str, float]], scores: statistics.Scores, seed: int) -> None:
+def _add(into: dict[str, dict[str, float]], scores: score_statistics.Scores, seed: int) -> None:
     for task, samples in scores.items():
         into.setdefault(task, {}).update({f"{seed}/{key}": value for key, value in samples.items()})
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report import statistics
-from pqcache.harness.run.samples import Busy, Sample, locked
-from pqcache.harness.run.timing import percentile, tpot_ms
+from pqcache.harness.report import score_statistics
 
 
 class Diagnostics(TypedDict):
@@ -123,108 +120,18 @@ class Row(TypedDict):
     folder: str  # the cell's folder name
 
 
-def build_row(
-    cell: Cell,
-    scores: statistics.Scores,
-    samples: Iterable[Sample],
-    *,
-    prompt_protocol: dict[str, Any],
-    kv_dtype: str,
-    metrics: Mapping[str, dict[str, float]] | None = None,
-    diagnostics: dict[str, Any] | None = None,
-    data: dict[str, Any] | None = None,
-) -> Row:
-    """The row of a finished cell, not yet compared to Full."""
-    samples = list(samples)
-    identity = cell.identity
-    budget = identity["budget"]
-    ignores = cell.ignores_budget
-    prompt = _mean(s["prompt_tokens"] for s in samples) or 0.0
-    planned = _mean(s["budget_tokens"] for s in samples)
-    steps = [len(s["step_s"]) for s in samples]
-    extra = _merge([s["extra"] for s in samples])
-    timed = [] if diagnostics is not None else [s for s in samples if s["prefill_s"] is not None]
-    return {
-        "model": _model_name(identity["model"]),
-        "model_options": _rest(identity["model"]),
-        "method": identity["method"]["name"],
-        "hyper_parameters": _rest(identity["method"]),
-        "task": identity["task"]["name"],
-        "task_options": _rest(identity["task"]),
-        "data": dict(data or {}),
-        "seed": identity["seed"],
-        "n_samples": sum(len(s) for s in scores.values()),
-        "protocol": identity["protocol"],
-        "prompt_protocol": {
-            **prompt_protocol,
-            "question_as_decode": identity["question_as_decode"],
-            "question_tokens": _mean(s["question_tokens"] for s in samples),
-        },
-        "attn": _joined(s["attn"] for s in samples) or "",
-        "kv_dtype": kv_dtype,
-        "kmeans_iterations": extra.get("kmeans_iterations"),
-        "dense_layers": identity["dense_layers"] or 0,
-        "smoke": identity["smoke"],
-        "score": statistics.mean(scores),
-        "score_interval": statistics.interval(scores),
-        "full_score": None,
-        "paired_difference": None,
-        "paired_interval": None,
-        "paired_samples": None,
-        "published": cell.published,
-        "tasks": {
-            task: {
-                "score": statistics.mean({task: values}),
-                "score_interval": statistics.interval({task: values}),
-                "n_samples": len(values),
-                "metrics": dict((metrics or {}).get(task, {})),
-            }
-            for task, values in scores.items()
-        },
-        "sample_scores": {task: dict(values) for task, values in scores.items()},
-        "budget_ratio": 1.0 if ignores else budget if isinstance(budget, float) else None,
-        "budget_tokens": float(budget) if isinstance(budget, int) else planned,
-        "budget_applied": 1.0 if ignores else planned / prompt if planned is not None and prompt else None,
-        "prompt_tokens": prompt,
-        "generated_tokens": _mean(s["new_tokens"] for s in samples) or 0.0,
-        "attended_tokens": _mean([s["attended_tokens"] for s in samples], steps),
-        "attended_tokens_all_layers": _mean([s["attended_tokens_all_layers"] for s in samples], steps),
-        "resident_bytes": _by_key([s["resident_bytes"] for s in samples]),
-        "peak_bytes": _by_key([s["peak_bytes"] for s in samples], combine=max),
-        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], steps),
-        "diagnostics": diagnostics,
-        "timed_samples": len(timed),
-        "tt2t_s": percentile((s["tt2t_s"] for s in timed), 0.5),
-        "tpot_p50_ms": tpot_ms((s["step_s"] for s in timed), 0.5),
-        "tpot_p95_ms": tpot_ms((s["step_s"] for s in timed), 0.95),
-        "prefill_s": percentile((s["prefill_s"] for s in timed), 0.5),
-        "index_build_s": percentile((s["index_build_s"] for s in timed), 0.5),
-        "roofline": None,
-        "roofline_reason": "not timed with diagnostics"
-        if diagnostics is not None
-        else "no measured bandwidths of this machine yet",
-        "versions": {
-            key: _joined(s["versions"].get(key) for s in samples) for key in _keys(s["versions"] for s in samples)
-        },
-        "git_commit": _joined(s["git_commit"] for s in samples),
-        "device": _joined(s["device"] for s in samples) or "",
-        "extra": extra,
-        "folder": cell.name,
-    }
-
-
 # -- the Full cell -----------------------------------------------------------------------------------------------------
 
 
 def pair_with_full(row: Row, full: Row | None) -> Row:
     """The row with its comparison to `full`, sample by sample; null fields without one or without a common sample."""
-    differences = statistics.paired(row["sample_scores"], full["sample_scores"]) if full is not None else {}
+    differences = score_statistics.paired(row["sample_scores"], full["sample_scores"]) if full is not None else {}
     count = sum(len(samples) for samples in differences.values())
-    reference = statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
+    reference = score_statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
     paired = Row(**row)
-    paired["full_score"] = statistics.mean(reference)
-    paired["paired_difference"] = statistics.mean(differences)
-    paired["paired_interval"] = statistics.interval(differences)
+    paired["full_score"] = score_statistics.mean(reference)
+    paired["paired_difference"] = score_statistics.mean(differences)
+    paired["paired_interval"] = score_statistics.interval(differences)
     paired["paired_samples"] = count or None
     return paired
 
@@ -240,22 +147,6 @@ def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
         return alike, candidate["n_samples"], candidate["folder"]
 
     return max(full, key=likeness) if full else None
-
-
-def refresh_pairs(out: Path) -> None:
-    """Bring the comparison to Full up to date in every row under `out` (Full may have run after the others)."""
-    rows = {path: row for path in sorted(out.glob("*/row.json")) if (row := read_row(path)) is not None}
-    for path, row in rows.items():
-        full = find_full(row, rows.values())
-        if pair_with_full(row, full) == row:
-            continue
-        try:
-            with locked(path.parent / "samples.jsonl"):  # a process that runs this cell now will write its own row
-                latest = read_row(path)
-                if latest is not None:
-                    write_row(path, pair_with_full(latest, full))
-        except (Busy, OSError):
-            pass
 
 
 def read_row(path: Path) -> Row | None:
@@ -295,55 +186,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- small means -------------------------------------------------------------------------------------------------------
-
-
-def _model_name(model: Mapping[str, Any]) -> str:
-    return str(model["path"]) if model["name"] == "hf" else str(model["name"])
-
-
-def _rest(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "name"}
-
-
-def _mean(values: Iterable[float | None], weights: Iterable[float] | None = None) -> float | None:
-    """The (weighted) mean of the values that are known; None if there is none."""
-    pairs = [(v, w) for v, w in zip(values, weights if weights is not None else _ones()) if v is not None and w > 0]
-    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
-
-
-def _joined(values: Iterable[str | None]) -> str | None:
-    """The one value of all samples, or the distinct ones joined; None if none is known."""
-    return " / ".join(dict.fromkeys(v for v in values if v is not None)) or None
-
-
-def _ones() -> Iterable[float]:
-    while True:
-        yield 1.0
-
-
-def _keys(objects: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for o in objects for key in o))
-
-
-def _by_key(
-    objects: list[dict[str, float]], weights: list[int] | None = None, combine: Callable | None = None
-) -> dict[str, float]:
-    """The mean (or `combine`) of each key; a sample without the key counts as 0 bytes."""
-    columns = {key: [o.get(key, 0) for o in objects] for key in _keys(objects)}
-    means = {key: combine(column) if combine else _mean(column, weights) for key, column in columns.items()}
-    return {key: value for key, value in means.items() if value is not None}
-
-
-def _merge(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means of numbers, else the value all samples agree on."""
-    merged: dict[str, Any] = {}
-    for key in _keys(objects):
-        values = [o[key] for o in objects if key in o]
-        if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-            merged[key] = sum(values) / len(values)
-        elif all(v == values[0] for v in values):
-            merged[key] = values[0]
-    return merged

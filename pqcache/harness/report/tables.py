@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
@@ -166,6 +167,24 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     if max(len(line) for line in text.splitlines()) <= width:
         return text
     return "\n\n".join(_grid(pd.concat({f"budget {_budget(b)}": frame}, axis=1)) for b, frame in blocks)
+
+
+def sweep_caption(rows: Mapping[str, Row]) -> str:
+    """Machine, samples and prompt length of a sweep's table; empty without rows."""
+    if not rows:
+        return ""
+    every = list(rows.values())
+    devices = " / ".join(dict.fromkeys(row["device"] for row in every))
+    counts = sorted({row["n_samples"] for row in every})
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    prompt = fmean(row["prompt_tokens"] for row in every)
+    tasks = ", ".join(dict.fromkeys(row["task"] for row in every))
+    names = ", ".join(dict.fromkeys(row["model"] for row in every))
+    smoke = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if every[0]["smoke"] else ""
+    return smoke + (
+        f"{names}, {tasks}: {each} samples a cell, {prompt:.0f} prompt tokens on average, batch 1, on {devices}.\n"
+        "to Full: mean difference of the same samples, 95 % bootstrap interval. MiB: cache after the last step.\n"
+    )
 
 
 def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:

@@ -24,7 +24,7 @@ from pqcache.harness.config import environment
 from pqcache.harness.config.smoke import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.harness.run.timing import warm_up
 from pqcache.selective import attach, generate
 from pqcache.selective.support import attention_kernel
@@ -198,7 +198,17 @@ class HarnessLM(LikelihoodLM):
         result: GenerationResult,
     ) -> Sample:
         kernel = attention_kernel(self.attn)[0]
-        return _sample(task, doc_id, mark, response, score, question, result, kernel, self.facts)
+        return make_sample(
+            result,
+            task=task,
+            doc_id=doc_id,
+            mark=mark,
+            response=response,
+            score=score,
+            question_tokens=question,
+            attn=kernel,
+            facts=self.facts,
+        )
 
     def _question(self, asked: _Asked) -> int:
         question = self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
@@ -309,41 +319,3 @@ def cut(text: str, until: list[str]) -> str:
     """The text before the first stop string."""
     ends = [at for s in until if (at := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text
-
-
-def _sample(
-    task: str,
-    doc_id: int,
-    mark: str,
-    response: str,
-    score: float | None,
-    question: int,
-    result: GenerationResult,
-    attn: str,
-    facts: environment.Facts,
-) -> Sample:
-    return {
-        "task": task,
-        "doc_id": doc_id,
-        "fingerprint": mark,
-        "response": response,
-        "score": score,
-        "new_tokens": len(result.token_ids),
-        "prompt_tokens": result.prompt_tokens,
-        "question_tokens": question,
-        "prefill_s": result.prefill_s,
-        "tt2t_s": result.tt2t_s,
-        "step_s": [round(s, 7) for s in result.step_s],
-        "index_build_s": result.index_build_s,
-        "budget_tokens": result.budget_tokens,
-        "attended_tokens": result.attended_tokens,
-        "attended_tokens_all_layers": result.attended_tokens_all_layers,
-        "resident_bytes": dict(result.resident_bytes),
-        "peak_bytes": dict(result.peak_bytes),
-        "bytes_per_step": dict(result.bytes_per_step),
-        "extra": dict(result.extra),
-        "attn": attn,
-        "device": facts["device"],
-        "git_commit": facts["git_commit"],
-        "versions": dict(facts["versions"]),
-    }

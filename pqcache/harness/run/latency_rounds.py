@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pqcache.harness.report import rows as results
-from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.run.row_builder import build_row
+from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.measure.machine import Ceilings, ceilings
 from pqcache.measure.roofline import bound, prompt
 from pqcache.selective import generate
@@ -52,8 +52,6 @@ def make_lanes(overlap: str, device: torch.device) -> Lanes:
 
 def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
     """The row of a cell, and whether any of its rounds was run now."""
-    from pqcache.harness.run.adapter import _sample
-
     task, model, device = cell.identity["task"], loaded.model, loaded.model.device
     ids = prompt_ids(loaded, task["length"], cell.identity["seed"])
     text = ids if loaded.name == "random" else loaded.calibration_text()
@@ -86,11 +84,21 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
             run.extra.update(bound(model, run, limits).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))
             if run.index_work_s:
                 run.extra["index_work_s"] = run.index_work_s
-            found = _sample("latency", index, mark, "", None, 0, run, attention_kernel(cell.run.attn)[0], facts)
+            found = make_sample(
+                run,
+                task="latency",
+                doc_id=index,
+                mark=mark,
+                response="",
+                score=None,
+                question_tokens=0,
+                attn=attention_kernel(cell.run.attn)[0],
+                facts=facts,
+            )
             log.append(found)
         samples.append(found)
     protocol = {"wrapper": "none", "system": None, "bos_count": 0, "truncation": "none"}
-    row = results.build_row(cell, {}, samples, prompt_protocol=protocol, kv_dtype=loaded.dtype)
+    row = build_row(cell, {}, samples, prompt_protocol=protocol, kv_dtype=loaded.dtype)
     row["n_samples"] = len(samples)
     least = row["extra"]["weights_ms"] + row["extra"]["link_ms"]
     if row["tpot_p50_ms"] is not None:

@@ -1,6 +1,6 @@
 """What `diagnostics=true` writes: per sample an npz of the measures, with `diagnostics=trace` a selection trace, too.
 
-<cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays (layers, heads, steps); see `FIELDS`
+<cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see report/diagnostic_arrays.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
 
 A sample's files are on disk before its line in samples.jsonl is. Every number is measured on the run's own queries.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pqcache.atomic import write_bytes
 from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
+from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run.samples import Sample
 
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from pqcache.selective import Watcher
-
-# what an npz holds beside ARRAYS, each (layers, heads, steps) float32, NaN where not defined
-FIELDS = {
-    **ARRAYS,
-    "ranks": "(layers, heads, steps, tracked) int32: rank of some prompt tokens among the prompt's, 0 = heaviest",
-    "positions": "(tracked,) int32: where those tokens stand",
-}
 
 
 class Recorder:
@@ -74,7 +68,7 @@ class Recorder:
         """The summary of these samples, from their files."""
         paths = [self.path(s["task"], s["doc_id"], s["fingerprint"]) for s in samples]
         found = summarize(
-            [{k: x[:, None] for k, x in load(path).items() if k in ARRAYS} for path in paths], self.dense_layers
+            [{k: x[:, None] for k, x in read_arrays(path).items() if k in ARRAYS} for path in paths], self.dense_layers
         )
         return {
             **dict.fromkeys(Diagnostics.__annotations__),
@@ -83,15 +77,6 @@ class Recorder:
             **found,
             "folder": self.folder.name,
         }
-
-
-def load(path: Path) -> dict[str, torch.Tensor]:
-    """The arrays of one sample's npz; empty if it had no decode step."""
-    import numpy
-    import torch
-
-    with numpy.load(path) as file:
-        return {name: torch.from_numpy(file[name]) for name in file.files}
 
 
 def _one_row(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

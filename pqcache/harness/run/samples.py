@@ -15,7 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypedDict
+from typing import IO, TYPE_CHECKING, Any, Self, TypedDict
+
+if TYPE_CHECKING:
+    from pqcache.harness.config.environment import Facts
+    from pqcache.selective import GenerationResult
 
 
 class Busy(RuntimeError):
@@ -57,6 +61,46 @@ def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
     """16 hex digits of what determines an answer, the cell's own configuration apart."""
     text = json.dumps([list(ids), settings], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_sample(
+    result: GenerationResult,
+    *,
+    task: str,
+    doc_id: int,
+    mark: str,
+    response: str,
+    score: float | None,
+    question_tokens: int,
+    attn: str,
+    facts: Facts,
+) -> Sample:
+    """The line of one generation. mark: its fingerprint."""
+    return {
+        "task": task,
+        "doc_id": doc_id,
+        "fingerprint": mark,
+        "response": response,
+        "score": score,
+        "new_tokens": len(result.token_ids),
+        "prompt_tokens": result.prompt_tokens,
+        "question_tokens": question_tokens,
+        "prefill_s": result.prefill_s,
+        "tt2t_s": result.tt2t_s,
+        "step_s": [round(s, 7) for s in result.step_s],
+        "index_build_s": result.index_build_s,
+        "budget_tokens": result.budget_tokens,
+        "attended_tokens": result.attended_tokens,
+        "attended_tokens_all_layers": result.attended_tokens_all_layers,
+        "resident_bytes": dict(result.resident_bytes),
+        "peak_bytes": dict(result.peak_bytes),
+        "bytes_per_step": dict(result.bytes_per_step),
+        "extra": dict(result.extra),
+        "attn": attn,
+        "device": facts["device"],
+        "git_commit": facts["git_commit"],
+        "versions": dict(facts["versions"]),
+    }
 
 
 class SampleLog:

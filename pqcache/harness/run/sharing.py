@@ -8,28 +8,27 @@ its own; so are all samples of methods that do not attend to the prompt exactly.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.model import LM
-from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
 from pqcache.harness.config.cells import Cell, open_folder
+from pqcache.harness.run.one_cell import make_adapter, run_evaluation
 from pqcache.harness.run.samples import Busy, SampleLog
 from pqcache.selective import OwnPrefill, Prefill, attach, record
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-    from lm_eval.tasks.manager import TaskDict
 
     from pqcache.harness.run.adapter import HarnessLM
+    from pqcache.harness.run.session import Session
 
 OWN_PREFILLS = 5  # samples of a cell, at least, whose prefill is its own
 
@@ -45,24 +44,21 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def run_group(group: list[Cell], make: Callable[[Cell, SampleLog], tuple[HarnessLM, TaskDict]]) -> None:
-    """Fill the logs of a group's cells. `make` prepares a cell's adapter and task. Cells that fail are left to their own run."""
+def run_group(group: list[Cell], session: Session) -> None:
+    """Fill the logs of a group's cells. Cells that fail are left to their own run."""
     with ExitStack() as stack:
         members, tasks = [], None
         for cell in group:
             try:
                 log = stack.enter_context(SampleLog(open_folder(cell) / "samples.jsonl"))
-                lm, tasks = make(cell, log)
+                lm, _, tasks = make_adapter(session, cell, log)
             except (Busy, OSError, ValueError):
                 continue
             members.append(lm)
         if tasks is None or len(members) < 2:
             return
         shared = SharedLM(members, own=math.ceil(OWN_PREFILLS / len(tasks["tasks"])))
-        with contextlib.redirect_stderr(
-            io.StringIO()
-        ):  # lm-eval's own progress bars; the adapters keep the real stream
-            evaluate(shared, tasks, limit=group[0].run.limit, bootstrap_iters=0)
+        run_evaluation(shared, tasks, group[0].run.limit)
 
 
 @dataclass

@@ -1,0 +1,27 @@
+"""The arrays of one sample's diagnostics: <cell>/diagnostics/<task>-<document>-<fingerprint>.npz, from run/recorder.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pqcache.diagnostics.observe import ARRAYS
+
+if TYPE_CHECKING:
+    import torch
+
+# name -> shape and meaning; each of ARRAYS is (layers, heads, steps) float32, NaN where not defined
+FIELDS = {
+    **ARRAYS,
+    "ranks": "(layers, heads, steps, tracked) int32: rank of some prompt tokens among the prompt's, 0 = heaviest",
+    "positions": "(tracked,) int32: positions of those tokens",
+}
+
+
+def read_arrays(path: Path) -> dict[str, torch.Tensor]:
+    """The arrays of FIELDS; empty if the sample had no decode step."""
+    import numpy
+    import torch
+
+    with numpy.load(path) as file:
+        return {name: torch.from_numpy(file[name]) for name in file.files}

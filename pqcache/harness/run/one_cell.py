@@ -1,0 +1,214 @@
+"""Run one cell: evaluate its task under its method, reuse the samples on disk, write its row."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks.manager import TaskDict
+
+from pqcache.harness.config.cells import Cell, open_folder, write_status
+from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
+from pqcache.harness.run import latency_rounds, tracking
+from pqcache.harness.run.adapter import HarnessLM
+from pqcache.harness.run.recorder import Recorder
+from pqcache.harness.run.row_builder import build_row
+from pqcache.harness.run.samples import Busy, SampleLog
+from pqcache.harness.run.session import Session
+from pqcache.harness.tasks import TaskSpec
+
+
+@dataclass
+class Outcome:
+    """How a cell ended."""
+
+    # ok | failed | not applicable
+    status: str
+    # the row of this run, also where an older row with more samples is kept on disk
+    row: Row | None = None
+    # row.json has more samples than this run and was not replaced
+    kept: bool = False
+    reason: str = ""
+
+
+def run_or_record(session: Session, cell: Cell) -> Outcome:
+    """Run one cell. An error ends in the cell's status.json and does not stop the other cells."""
+    try:
+        folder = open_folder(cell)
+        if cell.skip is not None:
+            write_status(folder, "not applicable", reason=cell.skip)
+            return Outcome("not applicable", reason=cell.skip)
+        with SampleLog(folder / "samples.jsonl") as log:
+            return _run_logged(session, cell, log)
+    except Busy as busy:
+        return Outcome("failed", reason=str(busy))
+    except OSError as error:  # the folder cannot be written; other cells may be on another disk
+        return Outcome("failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _run_logged(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    """Run one cell and keep status.json up to date."""
+    folder = cell.folder
+    try:
+        write_status(folder, "running")
+        outcome = _run(session, cell, log)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            write_status(folder, "interrupted", n_samples=len(log))
+        raise
+    except Exception as error:  # one failed cell must not lose the others
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        write_status(folder, "failed", reason=reason, traceback=traceback.format_exc())
+        return Outcome("failed", reason=f"{reason[:400]} ({folder / 'status.json'})")
+    row = read_row(folder / "row.json")
+    write_status(folder, "ok", n_samples=row["n_samples"] if row is not None else None)
+    return outcome
+
+
+def _run(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    if cell.identity["task"]["name"] == "latency":
+        return _run_latency(session, cell, log)
+    return _run_task(session, cell, log)
+
+
+def _run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    """A cell without documents and scores."""
+    loaded = session.model(cell)
+    row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded.device))
+    old = read_row(cell.folder / "row.json")
+    if old is not None and not fresh:
+        return Outcome("ok", old)
+    write_row(cell.folder / "row.json", row)
+    tracking.track(cell, row, [], cell.run.wandb)
+    return Outcome("ok", row)
+
+
+def _run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+    """Evaluate a cell's task with lm-eval and write its row."""
+    recorder = None
+    if cell.run.diagnostics:
+        recorder = Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
+    lm, spec, tasks = make_adapter(session, cell, log, recorder)
+    evaluated = run_evaluation(lm, tasks, cell.run.limit)
+    session.show_prompt(lm.first_prompt)
+    answers = _scored_answers(evaluated["samples"], spec)
+    scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
+    for answer in answers:
+        scores[answer["task"]][answer["key"]] = answer["score"]
+    row = build_row(
+        cell,
+        scores,
+        lm.used.values(),
+        prompt_protocol=lm.protocol,
+        kv_dtype=lm.loaded.dtype,
+        metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
+        diagnostics=recorder.row(lm.used.values()) if recorder is not None else None,
+        data=spec.data,
+    )
+    row = _paired(cell, row)
+    path = cell.folder / "row.json"
+    old = read_row(path)
+    if old is not None and old["n_samples"] > row["n_samples"]:
+        return Outcome("ok", row, kept=True)
+    if spec.figure is not None and answers:
+        _draw(spec, answers, cell.folder, cell.label)
+    if old is not None and lm.resumed == len(lm.used) and old["sample_scores"] == row["sample_scores"]:
+        return Outcome("ok", old)  # nothing was measured: the row stays as it is
+    write_row(path, row)
+    tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
+    return Outcome("ok", row)
+
+
+def make_adapter(
+    session: Session, cell: Cell, log: SampleLog, recorder: Recorder | None = None
+) -> tuple[HarnessLM, TaskSpec, TaskDict]:
+    """A cell's method behind lm-eval's interface, and its task."""
+    loaded = session.model(cell)
+    spec, tasks = session.task(cell, loaded)
+    cell.method.know_tokenizer(loaded.tokenizer)
+    cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
+
+    def scorer(task: str, doc: dict, response: str) -> float | None:
+        metric = spec.metric[task].partition(",")[0]
+        value = tasks["tasks"][task].process_results(doc, [response]).get(metric)
+        return None if value is None else float(value) * spec.scale
+
+    lm = HarnessLM(
+        loaded,
+        cell.method,
+        log,
+        attn=cell.run.attn,
+        seed=cell.identity["seed"],
+        question_as_decode=cell.run.question_as_decode,
+        max_new_tokens=spec.max_new_tokens,
+        scorer=scorer if spec.value is None else None,
+        label=cell.label,
+        facts=session.facts(loaded.device),
+        recorder=recorder,
+        tokens=spec.tokens,
+        smoke=cell.run.smoke,
+    )
+    return lm, spec, tasks
+
+
+def run_evaluation(lm: Any, tasks: TaskDict, limit: int | None) -> Any:
+    """lm-eval's results. Its own progress bars are muted; the adapter shows ours."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        evaluated = evaluate(lm, tasks, limit=limit, bootstrap_iters=0)
+    assert evaluated is not None
+    return evaluated
+
+
+def _paired(cell: Cell, row: Row) -> Row:
+    """The row with its comparison to the Full row under the same `out`."""
+    rows = [r for path in cell.folder.parent.glob("*/row.json") if (r := read_row(path)) is not None]
+    others = [r for r in rows if r["folder"] != cell.name]
+    return pair_with_full(row, find_full(row, [*others, row]))
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    """lm-eval's means of one task without their error bars. A filter other than none stays in the name."""
+    metrics = {}
+    for key, value in values.items():
+        name, _, filter_name = key.partition(",")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if filter_name and number and not name.endswith("_stderr"):
+            metrics[name if filter_name == "none" else key] = float(value)
+    return metrics
+
+
+def _scored_answers(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict[str, Any]]:
+    """One entry per document: its score (0..100), the answer, and the document."""
+    answers = []
+    for task, entries in samples.items():
+        metric, _, filter_name = spec.metric[task].partition(",")
+        filter_name = filter_name or entries[0]["filter"]
+        for entry in entries:
+            if entry["filter"] == filter_name:
+                answers.append(
+                    {
+                        "task": task,
+                        "doc_id": entry["doc_id"],
+                        "key": f"{entry['doc_id']}:{entry['doc_hash'][:8]}",
+                        "score": spec.value(entry[metric]) if spec.value else float(entry[metric]) * spec.scale,
+                        "response": entry["resps"][0][0],
+                        "target": entry["target"],
+                        "meta": entry["doc"].get("meta"),
+                        "doc": entry["doc"],
+                    }
+                )
+    return answers
+
+
+def _draw(spec: TaskSpec, answers: list[dict[str, Any]], folder: Path, title: str) -> None:
+    assert spec.figure is not None
+    try:
+        spec.figure(answers, folder, title)
+    except Exception as error:  # the samples are on disk; the same command draws it again
+        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)

@@ -1,0 +1,116 @@
+"""What is refused before any weights are loaded: folders, data and models that cannot be used. Raises `Refused`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pqcache.harness.config import smoke
+from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.check import Refused, existing
+from pqcache.harness.run import models
+from pqcache.harness.run.session import Session, model_key
+from pqcache.harness.tasks import longest_prompt, prepare_task
+from pqcache.selective import NotApplicable
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that cannot be written. Permissions do not tell: /proc, a read-only disk."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing(out)))
+    except OSError as error:
+        raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
+
+
+def check_data(plan: RunPlan) -> None:
+    """Refuse tasks whose published data is not available."""
+    errors: dict[str, list[str]] = {}
+    for cell in plan.cells:
+        options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+        key = json.dumps([cell.identity["task"], cell.run.limit], sort_keys=True)
+        if key not in errors and cell.skip is None:
+            errors[key] = []
+            try:
+                prepare_task(cell.identity["task"]["name"], options, limit=cell.run.limit)
+            except ValueError as error:
+                errors[key] = [_one_line(error)]
+    if lines := [line for group in errors.values() for line in group]:
+        raise Refused(lines)
+
+
+def check_models(plan: RunPlan, session: Session) -> None:
+    """Refuse cells that cannot run on their model, from the model's configuration alone.
+
+    In a sweep, a method that does not apply to a model is skipped instead, and the cells of a model whose configuration
+    cannot be read fail one by one.
+    """
+    configs: dict[str, Any] = {}
+    errors: list[str] = []
+    for cell in plan.cells:
+        key = model_key(cell)
+        if key not in configs:
+            try:
+                configs[key] = _config(cell)
+            except (OSError, ValueError) as error:
+                configs[key] = None
+                session.unloadable[key] = error
+                if not plan.sweep:
+                    errors.append(models.why_not(cell.identity["model"], error))
+        if cell.method is None:
+            continue
+        errors += [line for line in [models.device_error(cell.identity["model"]["device"])] if line]
+        if configs[key] is not None:
+            errors += _misfits(cell, configs[key])
+            errors += _unsupported(cell, configs[key], skip=plan.sweep)
+    if errors:
+        raise Refused(errors)
+
+
+def _config(cell: Cell) -> Any:
+    options = dict(cell.identity["model"])
+    load = smoke.model_config if cell.run.smoke else models.load_config
+    return load(options.pop("name"), options)
+
+
+def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:
+    """One line if the method refuses the model. skip: mark the cell as skipped if the method does not apply."""
+    model, cache_dir = cell.identity["model"], Path(cell.run.cache_dir).expanduser()
+    try:
+        cell.method.check_model(config)
+        device = torch.device(models.pick_device(model["device"]))
+        cell.method.check_prepared(config, device, models.dtype_name(config, model), cache_dir)
+    except ValueError as error:
+        line = _one_line(f"{model['name']}, {cell.identity['method']['name']}: {error}")
+        if not (isinstance(error, NotApplicable) and skip):
+            return [line]
+        cell.skip = cell.skip or line
+    return []
+
+
+def _misfits(cell: Cell, config: Any) -> list[str]:
+    """One line for each number of a cell that its model is too small for."""
+    name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
+    lines = []
+    layers, dense = getattr(text, "num_hidden_layers", None), cell.identity["dense_layers"] or 0
+    if layers is not None and dense > layers:
+        lines.append(f"dense_layers={dense}: {name} has {layers} layers")
+    if cell.run.smoke:  # its prompts and answers are cut to what fits
+        return lines
+    max_length = models.longest(text, cell.identity["model"])
+    options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+    key, prompt, new = longest_prompt(cell.identity["task"]["name"], options, limit=cell.run.limit, model_name=name)
+    if max_length is not None and prompt + new > max_length:
+        lines.append(
+            f"{key}: with {new} new tokens more than the {max_length} tokens {name} was made for"
+            " (model.max_length, or its config's max_position_embeddings)"
+        )
+    return lines
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,100 @@
+"""What a command prints at its end: the row of one cell, or the table and figures of a sweep or experiment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pqcache.harness.config.cells import RunPlan
+from pqcache.harness.report import latency_figures, papers, pooling, tables
+from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.run import tracking
+from pqcache.harness.run.row_builder import refresh_pairs
+
+if TYPE_CHECKING:
+    from pqcache.harness.run.one_cell import Outcome
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """How a cell of a sweep ended, in half a line."""
+    if outcome.row is not None:
+        kept = "; row.json keeps its larger number of samples" if outcome.kept else ""
+        return tables.summary_line(outcome.row) + kept
+    return f"{'skipped, ' if outcome.status != 'failed' else ''}{outcome.status}: {outcome.reason}"
+
+
+def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> None:
+    """Print what was measured, then the failed cells. Brings every comparison to Full under `out` up to date."""
+    refresh_pairs(out)
+    rows = _rows(plan, outcomes)
+    if plan.sweep:
+        _print_sweep(plan, outcomes, rows, out)
+    else:
+        _print_cell(plan, outcomes, rows)
+    for cell in plan.cells:
+        if outcomes[cell.name].status == "failed":
+            print(f"failed: {cell.label}: {outcomes[cell.name].reason}", file=sys.stderr)
+
+
+def _rows(plan: RunPlan, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
+    """Cell name -> row, with the refreshed comparison to Full; a kept cell shows the row of this run."""
+    rows: dict[str, Row] = {}
+    for cell in plan.cells:
+        outcome = outcomes[cell.name]
+        if outcome.row is not None:
+            refreshed = None if outcome.kept else read_row(cell.folder / "row.json")
+            rows[cell.name] = refreshed or outcome.row
+    return rows
+
+
+def _print_cell(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[str, Row]) -> None:
+    cell = plan.cells[0]
+    outcome = outcomes[cell.name]
+    if outcome.status not in ("ok", "failed"):
+        print(outcome_line(outcome))
+    if cell.name in rows:
+        print(tables.row_text(rows[cell.name], cell.folder / "row.json"))
+        if outcome.kept:
+            print("  row.json keeps its larger number of samples; the figures above are of this limit")
+
+
+def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[str, Row], out: Path) -> None:
+    shown = {name: tables.MISSING if o.status != "failed" else "failed" for name, o in outcomes.items()}
+    print(f"\n{tables.sweep_table(plan, rows, shown)}\n\n{tables.sweep_caption(rows)}rows: {out}")
+    if best := tables.best_of_table(plan, rows):
+        print(f"\n{best}")
+    if plan.report:
+        _write_report(plan)
+    if pooled := pooling.pooled_table(rows.values()):
+        print(f"\n{pooled}")
+    _draw_latency(plan, rows, out)
+
+
+def _write_report(plan: RunPlan) -> None:
+    """The experiment's table beside the printed one, and its figure: printed, written below `out`, logged."""
+    try:
+        text, files = papers.write(plan)
+    except Exception as error:  # the rows are on disk; `python -m pqcache.harness.report.papers tables` does it again
+        print(f"table: not written ({type(error).__name__}: {error})", file=sys.stderr)
+        return
+    print(f"\n{text}\n" + "\n".join(str(path) for path in files))
+    tracking.track_report(plan, files)
+
+
+def _draw_latency(plan: RunPlan, rows: Mapping[str, Row], out: Path) -> None:
+    """The figure of an efficiency experiment."""
+    if plan.experiment not in latency_figures.FIGURES:
+        return
+    named = [
+        (latency_figures.label_of(cell.names, rows[cell.name]), rows[cell.name])
+        for cell in plan.cells
+        if cell.name in rows
+    ]
+    try:
+        path = latency_figures.draw(plan.experiment, named, out / f"{plan.experiment}.png")
+        if path is not None:
+            print(f"figure: {path}")
+    except Exception as error:  # the rows are on disk; `python -m pqcache.harness.report.latency_figures` does it again
+        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)

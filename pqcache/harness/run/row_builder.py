@@ -1,0 +1,198 @@
+"""From the samples of a cell to its row, and the comparison to Full in all rows of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pqcache.harness.config.cells import Cell
+from pqcache.harness.report import score_statistics
+from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
+from pqcache.harness.report.score_statistics import Scores
+from pqcache.harness.run.samples import Busy, Sample, locked
+from pqcache.harness.run.timing import percentile, tpot_ms
+
+
+def build_row(
+    cell: Cell,
+    scores: Scores,
+    samples: Iterable[Sample],
+    *,
+    prompt_protocol: dict[str, Any],
+    kv_dtype: str,
+    metrics: Mapping[str, dict[str, float]] | None = None,
+    diagnostics: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+) -> Row:
+    """The row of a finished cell, not yet compared to Full. `Row` says what each field is."""
+    samples = list(samples)
+    question_tokens = _mean(s["question_tokens"] for s in samples)
+    asked = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
+    extra = _merged([s["extra"] for s in samples])
+    row = {
+        **_configuration(cell),
+        "data": dict(data or {}),
+        "seed": cell.identity["seed"],
+        "n_samples": sum(len(s) for s in scores.values()),
+        "protocol": cell.identity["protocol"],
+        "prompt_protocol": {**prompt_protocol, **asked},
+        "attn": _joined(s["attn"] for s in samples) or "",
+        "kv_dtype": kv_dtype,
+        "kmeans_iterations": extra.get("kmeans_iterations"),
+        "dense_layers": cell.identity["dense_layers"] or 0,
+        "smoke": cell.identity["smoke"],
+        **_quality(scores, metrics or {}, cell.published),
+        **_budget_and_tokens(cell, samples),
+        **_bytes(samples),
+        "diagnostics": diagnostics,
+        **_times(samples, timed=diagnostics is None),
+        **_origin(samples),
+        "extra": extra,
+        "folder": cell.name,
+    }
+    return cast(Row, row)
+
+
+def _configuration(cell: Cell) -> dict[str, Any]:
+    def options(group: str) -> dict[str, Any]:
+        return {key: value for key, value in cell.identity[group].items() if key != "name"}
+
+    model = cell.identity["model"]
+    return {
+        "model": str(model["path"]) if model["name"] == "hf" else str(model["name"]),
+        "model_options": options("model"),
+        "method": cell.identity["method"]["name"],
+        "hyper_parameters": options("method"),
+        "task": cell.identity["task"]["name"],
+        "task_options": options("task"),
+    }
+
+
+def _quality(scores: Scores, metrics: Mapping[str, dict[str, float]], published: float | None) -> dict[str, Any]:
+    tasks = {
+        task: {
+            "score": score_statistics.mean({task: values}),
+            "score_interval": score_statistics.interval({task: values}),
+            "n_samples": len(values),
+            "metrics": dict(metrics.get(task, {})),
+        }
+        for task, values in scores.items()
+    }
+    return {
+        "score": score_statistics.mean(scores),
+        "score_interval": score_statistics.interval(scores),
+        "full_score": None,
+        "paired_difference": None,
+        "paired_interval": None,
+        "paired_samples": None,
+        "published": published,
+        "tasks": tasks,
+        "sample_scores": {task: dict(values) for task, values in scores.items()},
+    }
+
+
+def _budget_and_tokens(cell: Cell, samples: Sequence[Sample]) -> dict[str, Any]:
+    budget, ignored = cell.identity["budget"], cell.ignores_budget
+    prompt = _mean(s["prompt_tokens"] for s in samples) or 0.0
+    planned = _mean(s["budget_tokens"] for s in samples)
+    steps = [len(s["step_s"]) for s in samples]
+    return {
+        "budget_ratio": 1.0 if ignored else budget if isinstance(budget, float) else None,
+        "budget_tokens": float(budget) if isinstance(budget, int) else planned,
+        "budget_applied": 1.0 if ignored else planned / prompt if planned is not None and prompt else None,
+        "prompt_tokens": prompt,
+        "generated_tokens": _mean(s["new_tokens"] for s in samples) or 0.0,
+        "attended_tokens": _mean([s["attended_tokens"] for s in samples], steps),
+        "attended_tokens_all_layers": _mean([s["attended_tokens_all_layers"] for s in samples], steps),
+    }
+
+
+def _bytes(samples: Sequence[Sample]) -> dict[str, Any]:
+    steps = [len(s["step_s"]) for s in samples]
+    return {
+        "resident_bytes": _by_key([s["resident_bytes"] for s in samples], _mean),
+        "peak_bytes": _by_key([s["peak_bytes"] for s in samples], max),
+        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], lambda values: _mean(values, steps)),
+    }
+
+
+def _times(samples: Iterable[Sample], *, timed: bool) -> dict[str, Any]:
+    """timed: whether the run's times count; with diagnostics they do not."""
+    own = [s for s in samples if s["prefill_s"] is not None] if timed else []
+    return {
+        "timed_samples": len(own),
+        "tt2t_s": percentile((s["tt2t_s"] for s in own), 0.5),
+        "tpot_p50_ms": tpot_ms((s["step_s"] for s in own), 0.5),
+        "tpot_p95_ms": tpot_ms((s["step_s"] for s in own), 0.95),
+        "prefill_s": percentile((s["prefill_s"] for s in own), 0.5),
+        "index_build_s": percentile((s["index_build_s"] for s in own), 0.5),
+        "roofline": None,
+        "roofline_reason": "no measured bandwidths of this machine yet" if timed else "not timed with diagnostics",
+    }
+
+
+def _origin(samples: Sequence[Sample]) -> dict[str, Any]:
+    packages = _keys(s["versions"] for s in samples)
+    return {
+        "versions": {package: _joined(s["versions"].get(package) for s in samples) for package in packages},
+        "git_commit": _joined(s["git_commit"] for s in samples),
+        "device": _joined(s["device"] for s in samples) or "",
+    }
+
+
+# -- over samples ------------------------------------------------------------------------------------------------------
+
+
+def _mean(values: Iterable[float | None], weights: Iterable[float] | None = None) -> float | None:
+    """The (weighted) mean of the values that are known; None if there is none."""
+    values = list(values)
+    weights = [1.0] * len(values) if weights is None else weights
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None and w > 0]
+    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
+
+
+def _joined(values: Iterable[str | None]) -> str | None:
+    """The one value of all samples, or the distinct ones joined; None if none is known."""
+    return " / ".join(dict.fromkeys(v for v in values if v is not None)) or None
+
+
+def _keys(objects: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for o in objects for key in o))
+
+
+def _by_key(objects: list[dict[str, float]], combine: Callable[[list[float]], float | None]) -> dict[str, float]:
+    """Each key's values, combined over samples; a sample without the key counts as 0 bytes."""
+    combined = {key: combine([o.get(key, 0) for o in objects]) for key in _keys(objects)}
+    return {key: value for key, value in combined.items() if value is not None}
+
+
+def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means of numbers, else the value that all samples agree on."""
+    merged: dict[str, Any] = {}
+    for key in _keys(objects):
+        values = [o[key] for o in objects if key in o]
+        if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+            merged[key] = sum(values) / len(values)
+        elif all(v == values[0] for v in values):
+            merged[key] = values[0]
+    return merged
+
+
+# -- the comparison to Full --------------------------------------------------------------------------------------------
+
+
+def refresh_pairs(out: Path) -> None:
+    """Bring the comparison to Full up to date in every row under `out`: Full may have run after the others."""
+    rows = {path: row for path in sorted(out.glob("*/row.json")) if (row := read_row(path)) is not None}
+    for path, row in rows.items():
+        full = find_full(row, rows.values())
+        if pair_with_full(row, full) == row:
+            continue
+        try:
+            with locked(path.parent / "samples.jsonl"):  # a process that runs this cell now writes its row itself
+                latest = read_row(path)
+                if latest is not None:
+                    write_row(path, pair_with_full(latest, full))
+        except (Busy, OSError):
+            pass

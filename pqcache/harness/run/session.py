@@ -1,0 +1,94 @@
+"""What the cells of a command share: the loaded model, the documents of each task, facts about this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.config import environment, smoke
+from pqcache.harness.config.cells import Cell
+from pqcache.harness.run import models
+from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.tasks import TaskRequest, TaskSpec, build_task
+
+if TYPE_CHECKING:
+    from lm_eval.tasks.manager import TaskDict
+
+
+def model_key(cell: Cell) -> str:
+    """Cells with the same key use the same loaded model."""
+    return json.dumps([cell.identity["model"], cell.run.smoke], sort_keys=True)
+
+
+class Session:
+    """Loads each model and each task once. One model is in memory at a time."""
+
+    def __init__(self) -> None:
+        # models whose configuration could not be read: key -> why
+        self.unloadable: dict[str, Exception] = {}
+        self._model: tuple[str, LoadedModel | Exception] | None = None
+        self._tasks: dict[str, tuple[TaskSpec, TaskDict]] = {}
+        self._facts: dict[str, environment.Facts] = {}
+        self._shown_prompts: set[str] = set()
+
+    def model(self, cell: Cell) -> LoadedModel:
+        """The cell's model. The last one stays loaded. A model that could not be loaded raises the same error again."""
+        key = model_key(cell)
+        if key in self.unloadable:
+            raise self.unloadable[key]
+        if self._model is None or self._model[0] != key:
+            self._model = None  # free the old weights before loading new ones
+            if not cell.run.smoke:
+                self._tasks.clear()  # documents are counted in the old model's tokens; smoke models share one tokenizer
+            try:
+                self._model = key, _load(cell)
+            except Exception as error:  # any error: it fails this model's cells and no others
+                self._model = key, error
+        _, loaded = self._model
+        if isinstance(loaded, Exception):
+            raise loaded
+        return loaded
+
+    def task(self, cell: Cell, loaded: LoadedModel) -> tuple[TaskSpec, TaskDict]:
+        """The cell's task: its specification, and lm-eval's task objects with their documents."""
+        options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+        name, seed, limit = cell.identity["task"]["name"], cell.identity["seed"], cell.run.limit
+        chat = loaded.chat if cell.run.smoke else None
+        key = json.dumps([name, options, seed, limit, chat], sort_keys=True)
+        if key not in self._tasks:
+            request = TaskRequest(
+                seed=seed,
+                limit=limit,
+                model_name=loaded.name,
+                tokenizer=loaded.tokenizer,
+                count_tokens=loaded.count,
+            )
+            spec, manager = build_task(name, options, request)
+            if spec.note is not None:
+                print(f"{name}: {spec.note}", flush=True)
+            tasks = manager.load(spec.lm_eval_tasks)
+            for task in tasks["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=seed)
+            self._tasks[key] = spec, tasks
+        return self._tasks[key]
+
+    def show_prompt(self, prompt: dict[str, Any] | None) -> None:
+        """Print one line that identifies a prompt (see `HarnessLM.first_prompt`), once per prompt."""
+        if prompt is not None and prompt["sha256"] not in self._shown_prompts:
+            self._shown_prompts.add(prompt["sha256"])
+            where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
+            print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
+
+    def facts(self, device: str) -> environment.Facts:
+        """Versions, git commit and machine, read once per device."""
+        if device not in self._facts:
+            self._facts[device] = environment.facts(device)
+        return self._facts[device]
+
+
+def _load(cell: Cell) -> LoadedModel:
+    options = dict(cell.identity["model"])
+    load = smoke.load if cell.run.smoke else models.load
+    return load(options.pop("name"), options)
