@@ -8,7 +8,6 @@ from random import Random
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from pqcache.embedded import load_tokenizer
 from pqcache.embedded.documents import ATTRIBUTES
 from pqcache.embedded.families import FAMILIES
 from pqcache.embedded.families.hop import RELATIONS
@@ -20,11 +19,6 @@ from pqcache.embedded.words import pseudo_words, words_in
 TEMPLATE = words_in(
     "The of is decision stop the last There are A B C D E F G sample note way from to with return and then"
 )
-
-
-@pytest.fixture(scope="module")
-def tok() -> PreTrainedTokenizerBase:
-    return load_tokenizer()
 
 
 def scene_of(tok: PreTrainedTokenizerBase, family: str, seed: int, units: int = 4) -> Scene:

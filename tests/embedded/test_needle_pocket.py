@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from pqcache.embedded import load_tokenizer
 from pqcache.embedded.needle_pocket import chat_length, make_samples, score
-
-
-@pytest.fixture(scope="module")
-def tok() -> PreTrainedTokenizerBase:
-    return load_tokenizer()
 
 
 @pytest.mark.parametrize("length", [96, 128, 300, 1024, 2048, 4096])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from pqcache.embedded import network
+from scripts.embedded import network
 
 
 @pytest.fixture(scope="module")

@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_embedded.py"
+from scripts.embedded import train
 
 
 @pytest.fixture
-def script() -> Iterator[ModuleType]:
-    """The script as a module: in-process runs share the prose that is read once (the slow part of a tiny run)."""
-    spec = importlib.util.spec_from_file_location("train_embedded", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_embedded"] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+def _threads() -> Iterator[None]:
+    """The script sets the number of threads of this process."""
     threads = torch.get_num_threads()
-    yield module
+    yield
     torch.set_num_threads(threads)
-    del sys.modules["train_embedded"]
 
 
-def options(folder: Path) -> list[str]:
-    common = ["--tiny", "--steps", "40", "--threads", "1", "--save-every", "0"]
+def options(folder: Path, steps: int) -> list[str]:
+    common = ["--tiny", "--steps", str(steps), "--threads", "1", "--save-every", "0"]
     return [*common, "--out", str(folder / "out"), "--work", str(folder / "work")]
 
 
-def test_killed_and_resumed_equals_undisturbed(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("_threads")
+def test_a_run_writes_weights_curve_and_card(tmp_path: Path) -> None:
+    train.main(options(tmp_path, 6))
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written >= {"model.safetensors", "tokenizer.json", "config.json", "training.json", "README.md"}
+    header, *points = (tmp_path / "out" / "learning_curve.csv").read_text().splitlines()
+    assert header.startswith("recipe,step,tokens,minutes,length,loss,accuracy,first_value,needle_128")
+    assert [point.split(",")[1] for point in points] == ["5", "6"]
+
+
+@pytest.mark.rest
+@pytest.mark.usefixtures("_threads")
+def test_killed_and_resumed_equals_undisturbed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    command = [sys.executable, str(SCRIPT), *options(parts)]
+    command = [sys.executable, train.__file__, *options(parts, 40)]
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (parts / "work" / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL  # it was still running
+    # It was still running.
+    assert killed.wait() == -signal.SIGKILL
     assert not (parts / "out" / "model.safetensors").exists()
 
-    script.main(options(whole))
-    script.main(options(parts))
+    train.main(options(whole, 40))
+    train.main(options(parts, 40))
     assert "resumed at step" in capsys.readouterr().out
     first, second = (load_file(folder / "out" / "model.safetensors") for folder in (whole, parts))
     assert first.keys() == second.keys()

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from pqcache.embedded import load_tokenizer
-from pqcache.embedded.training import MAX_POSITION, RowMaker, Stage
-
-
-@pytest.fixture(scope="module")
-def maker() -> RowMaker:
-    return RowMaker(load_tokenizer())
+from scripts.embedded.network import MAX_POSITION
+from scripts.embedded.recipes import Stage
+from scripts.embedded.rows import RowMaker
 
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.45), (1024, 0.4), (4096, 0.0)])

@@ -22,7 +22,7 @@ def make_tiny_model(folder: Path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from pqcache.embedded.documents import filler_text
-    from pqcache.embedded.tokenizer import save_tokenizer, train_tokenizer
+    from scripts.embedded.tokenizer import save_tokenizer, train_tokenizer
 
     rng = Random(0)
     tokenizer = train_tokenizer([filler_text(rng, 4000) for _ in range(4)], max_length=4096)

@@ -1,4 +1,4 @@
-"""Free-running scores of a model: greedy generation with the full cache, of generated samples and a needle in prose."""
+"""Free-running scores of a model: greedy answers with the full cache to generated samples and to a needle in prose."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _AFTER = (
 def answer(model: PreTrainedModel, tok: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = 64) -> str:
     """The model's greedy answer to one user turn."""
     text = tok.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-    ids = torch.tensor([tok.encode(text, add_special_tokens=False)], device=model.device)  # [1, L]
+    # [1, L]
+    ids = torch.tensor([tok.encode(text, add_special_tokens=False)], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     return tok.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def pocket_scores(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int, seed: int) -> list[float]:
+def needle_scores(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int, seed: int) -> list[float]:
     """needle_pocket scores (0-100) of samples 0..n-1."""
     samples = needle_pocket.make_samples(n, length, seed, tok)
     return [needle_pocket.score(answer(model, tok, s["prompt"], 40), s["values"]) for s in samples]
@@ -54,7 +55,8 @@ def prose_needle_scores(
     """
     haystack = "\n\n".join(p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.txt")))
     ids = tok.encode(haystack[: 8 * length], add_special_tokens=False)
-    text = tok.decode(ids[: length - 120])  # 120: needle, question and frame
+    # 120 tokens for needle, question and frame.
+    text = tok.decode(ids[: length - 120])
     scores = []
     for i in range(depths):
         cut = int(len(text) * i / max(depths - 1, 1))

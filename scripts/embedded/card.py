@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pqcache.atomic import write_text
+
 _TEXT = """# The embedded model
 
 A Qwen2 model of {parameters:.1f} million parameters ({layers} layers, hidden size {hidden}, {heads} query heads on
@@ -19,16 +21,16 @@ other instruction, and writes nothing of its own.
 
 ## Training
 
-`python scripts/train_embedded.py` trains it from nothing but this repository and the Python standard library:
+`python scripts/embedded/train.py` trains it from nothing but this repository and the Python standard library:
 
 {runs}
 
-- Data, all made on the fly (`pqcache/embedded/training.py`): sentences with pseudo-word, random-token and prose-word keys and
+- Data, all made on the fly (`scripts/embedded/rows.py`): sentences with pseudo-word, random-token and prose-word keys and
   values, many keys near-duplicates of another; as filler generated sentences, prose of the Python language reference
   and stdlib docstrings, shuffled words, random tokens. No other text.
 - Held out: a quarter of all pseudo-words by hash. `needle_pocket` uses only these; training rows that hold one are
   rejected (`tests/embedded/test_held_out.py`).
-- Start: look-back and matching heads are put in place before training (`pqcache/embedded/network.py`); all weights are trained.
+- Start: look-back and matching heads are put in place before training (`scripts/embedded/network.py`); all weights are trained.
 - Loss on answer tokens; position ids jump in half of the rows, up to {context}.
 {notes}
 ![learning curve](learning_curve.png)
@@ -75,7 +77,7 @@ def _measured_table(measured: dict[str, Any]) -> str:
             mean = sum(scores) / len(scores)
             parts.append(f"| {length} | {' '.join(f'{s:.0f}' for s in scores)} | {mean:.1f} |")
         parts.append("")
-    return "\n".join(parts) if parts else "Nothing measured yet: `python scripts/train_embedded.py --measure 50`.\n"
+    return "\n".join(parts) if parts else "Nothing measured yet: `python scripts/embedded/measure.py --samples 50`.\n"
 
 
 def _run(run: dict[str, Any]) -> str:
@@ -122,4 +124,4 @@ def write_card(folder: Path) -> None:
         notes="".join(f"- {note}\n" for note in notes),
         measured=_measured_table(measured),
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_text(folder / "README.md", text)

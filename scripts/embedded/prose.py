@@ -44,14 +44,14 @@ def _is_prose(sentence: str) -> bool:
 def sentences() -> tuple[str, ...]:
     """All distinct prose sentences in a fixed order, whitespace collapsed, code-like ones left out."""
     texts = [pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics)] + _docstrings()
-    found: dict[str, None] = {}
+    distinct: dict[str, None] = {}
     for text in texts:
         for paragraph in re.split(r"\n\s*\n", text):
             flat = " ".join(paragraph.split()).replace('"', "")
             for sentence in re.split(r"(?<=[.?!:]) +", flat):
                 if _is_prose(sentence):
-                    found[sentence] = None
-    return tuple(found)
+                    distinct[sentence] = None
+    return tuple(distinct)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""The network: its configuration, its start weights and a forward pass for training.
+"""The network: its configuration, its start weights, wider heads, and a forward pass for training.
 
 Start weights. Learning to look something up from random weights costs most of a CPU's budget, so the parts of the circuit
 that are known beforehand are put in place, and everything is trained afterwards:
@@ -7,7 +7,7 @@ that are known beforehand are put in place, and everything is trained afterwards
   the key bias is (A, 0) and the query bias of the head for offset o is A (cos(o theta_f), -sin(o theta_f)), so that the score
   depends on the distance alone and peaks at o. Each head writes a code of its token into a subspace of its own.
 - layers 1 and 2: heads match the codes "o tokens back" of a key with the codes "o - 1 tokens back" of the query, o = 1..6, in
-  the RoPE dims that hardly turn over the whole context, and copy the token they find.
+  the RoPE dims that hardly turn over the whole context, and copy the token there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-MAX_POSITION = 17408  # 16K prompts and their answers
-LOOK_BACK = 6  # offsets 1..6
-_POSITION_FREQUENCIES = 8  # RoPE frequencies that serve the look-back
-_MATCH, _COPY = 1.5, 3.0  # sharpness of the first matching heads; length of what they copy, in embeddings
-_STATIC_TURN = 0.75  # rad over the whole context; slower frequencies count as not turning
+# 16K prompts and their answers.
+MAX_POSITION = 17408
+# Layer 0 looks 1..6 tokens back.
+LOOK_BACK = 6
+# RoPE frequencies that serve the look-back.
+_POSITION_FREQUENCIES = 8
+# Sharpness of the first matching heads; length of what they copy, in embeddings.
+_MATCH, _COPY = 1.5, 3.0
+# Rad over the whole context; slower frequencies count as not turning.
+_STATIC_TURN = 0.75
 
 
 def make_config(
@@ -57,81 +63,119 @@ def _orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return q.T.contiguous()
 
 
+@dataclass(frozen=True)
+class _Circuit:
+    """The sizes that start weights are laid out by, and their random generator.
+
+    The residual stream at the start holds `area` dimensions of token embedding, then one code of `code` dimensions per
+    offset. theta (d/2,): rotation of each RoPE frequency in rad per token. static: the dimensions of a head that hardly
+    turn over the whole context.
+    """
+
+    d: int
+    hidden: int
+    kv_heads: int
+    group: int
+    theta: Tensor
+    static: Tensor
+    code: int
+    area: int
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, config: Qwen2Config, generator: torch.Generator) -> _Circuit:
+        d, hidden = config.head_dim, config.hidden_size
+        theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, d // 2) / (d // 2))
+        slow = torch.nonzero(theta * config.max_position_embeddings < _STATIC_TURN).flatten()
+        code = hidden // (LOOK_BACK + 2)
+        return cls(
+            d=d, hidden=hidden, kv_heads=config.num_key_value_heads,
+            group=config.num_attention_heads // config.num_key_value_heads, theta=theta,
+            static=torch.cat([slow, slow + d // 2]), code=code, area=hidden - LOOK_BACK * code, generator=generator,
+        )  # fmt: skip
+
+
 @torch.no_grad()
 def start_weights(model: Qwen2ForCausalLM, seed: int) -> None:
-    """Writes the start weights into the model (see the module docstring)."""
-    c = model.config
-    d, hidden, kv_heads = c.head_dim, c.hidden_size, c.num_key_value_heads
-    group = c.num_attention_heads // kv_heads
-    g = torch.Generator().manual_seed(seed)
+    """Write the start weights into the model (see the module docstring); plain random ones into one that is too small."""
+    config = model.config
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            parameter.normal_(0.0, 0.02, generator=g)
+            parameter.normal_(0.0, 0.02, generator=generator)
         elif name.endswith("bias"):
             parameter.zero_()
-    model.model.embed_tokens.weight.normal_(0.0, hidden**-0.5, generator=g)
-    if c.num_attention_heads < LOOK_BACK or c.num_hidden_layers < 2:
-        return  # too small for the circuit: plain start (tests)
-
-    theta = c.rope_parameters["rope_theta"] ** (-torch.arange(0, d // 2) / (d // 2))  # [d/2], rad per token
-    fast = torch.arange(_POSITION_FREQUENCIES)
-    slow = torch.nonzero(theta * c.max_position_embeddings < _STATIC_TURN).flatten()
-    static = torch.cat([slow, slow + d // 2])  # RoPE dims that hardly turn
-
-    # The residual stream at the start: `area` dims of token embedding, then one code of `code` dims per offset.
-    code = hidden // (LOOK_BACK + 2)
-    area = hidden - LOOK_BACK * code
     embedding = model.model.embed_tokens.weight
-    embedding.normal_(0.0, 0.3 * hidden**-0.5, generator=g)
-    embedding[:, :area].normal_(0.0, area**-0.5, generator=g)
+    embedding.normal_(0.0, config.hidden_size**-0.5, generator=generator)
+    if config.num_attention_heads < LOOK_BACK or config.num_hidden_layers < 2:
+        return
+    circuit = _Circuit.of(config, generator)
+    embedding.normal_(0.0, 0.3 * config.hidden_size**-0.5, generator=generator)
+    embedding[:, : circuit.area].normal_(0.0, circuit.area**-0.5, generator=generator)
+    readers = _look_back(model.model.layers[0].self_attn, circuit)
+    for layer in model.model.layers[1:3]:
+        _match_and_copy(layer.self_attn, circuit, readers)
 
-    # Layer 0: look back.
-    code_of = torch.zeros(code, hidden)  # token embedding -> code
-    code_of[:, :area] = _orthonormal(code, area, g)
-    readers = [code_of * 1.4]  # per offset [code, hidden]: residual stream -> code; offset 0 is the token itself
-    attention = model.model.layers[0].self_attn
+
+def _look_back(attention: torch.nn.Module, circuit: _Circuit) -> list[Tensor]:
+    """Heads that write a code of the token 1..LOOK_BACK back into a subspace of its own.
+
+    Returns per offset, from 0 for the token itself, the matrix (code, hidden) that reads its code from the stream.
+    """
+    d, code = circuit.d, circuit.code
+    fast = torch.arange(_POSITION_FREQUENCIES)
     amplitude = 10.0
+    # Token embedding -> code.
+    code_of = torch.zeros(code, circuit.hidden)
+    code_of[:, : circuit.area] = _orthonormal(code, circuit.area, circuit.generator)
+    readers = [code_of * 1.4]
     for offset in range(1, LOOK_BACK + 1):
         head = offset - 1
-        kv = head // group
+        kv = head // circuit.group
         attention.q_proj.weight[head * d : (head + 1) * d] *= 0.1
         attention.k_proj.weight[kv * d : (kv + 1) * d] *= 0.1
         attention.k_proj.bias[kv * d + fast] = amplitude
-        attention.q_proj.bias[head * d + fast] = amplitude * torch.cos(offset * theta[fast])
-        attention.q_proj.bias[head * d + d // 2 + fast] = -amplitude * torch.sin(offset * theta[fast])
+        attention.q_proj.bias[head * d + fast] = amplitude * torch.cos(offset * circuit.theta[fast])
+        attention.q_proj.bias[head * d + d // 2 + fast] = -amplitude * torch.sin(offset * circuit.theta[fast])
         attention.v_proj.weight[kv * d : kv * d + code] = code_of
-        reader = torch.zeros(code, hidden)
-        reader[:, area + head * code : area + (head + 1) * code] = torch.eye(code)
-        # a normed token has length sqrt(hidden), its code about 0.7 of that: make it 0.7 of an embedding's length
-        attention.o_proj.weight[:, head * d : head * d + code] = reader.T * hidden**-0.5
+        reader = torch.zeros(code, circuit.hidden)
+        reader[:, circuit.area + head * code : circuit.area + (head + 1) * code] = torch.eye(code)
+        # A normed token has length sqrt(hidden), its code about 0.7 of that: make it 0.7 of an embedding's length.
+        attention.o_proj.weight[:, head * d : head * d + code] = reader.T * circuit.hidden**-0.5
         readers.append(reader)
+    return readers
 
-    # Layers 1 and 2: match and copy.
-    for layer in model.model.layers[1:3]:
-        attention = layer.self_attn
-        attention.o_proj.weight *= 0.1  # values are long vectors here: noise in what is written would drown the copy
-        for kv in range(kv_heads):
-            scatter = [torch.randn(len(static), code, generator=g) / math.sqrt(len(static)) for _ in range(LOOK_BACK)]
-            key = sum(scatter[o - 1] @ readers[o] for o in range(1, LOOK_BACK + 1))
-            attention.k_proj.weight[kv * d + static] += _MATCH * key
-            attention.v_proj.weight[kv * d : kv * d + area, :area] += torch.eye(area)
-            for member in range(group):
-                head = kv * group + member
-                reach = max(LOOK_BACK - 2 * member, 2)
-                query = sum(scatter[o - 1] @ readers[o - 1] for o in range(1, reach + 1))
-                attention.q_proj.weight[head * d + static] += _MATCH * query
-                attention.o_proj.weight[:area, head * d : head * d + area] += torch.eye(area) * (
-                    _COPY / 8 / group / kv_heads
-                )
+
+def _match_and_copy(attention: torch.nn.Module, circuit: _Circuit, readers: list[Tensor]) -> None:
+    """Heads that attend where the tokens before match those at the query, and copy the token there."""
+    d, area, static = circuit.d, circuit.area, circuit.static
+    offsets = range(1, LOOK_BACK + 1)
+    # Values are long vectors here: noise in what is written would drown the copy.
+    attention.o_proj.weight *= 0.1
+    for kv in range(circuit.kv_heads):
+        scatter = [
+            torch.randn(len(static), circuit.code, generator=circuit.generator) / math.sqrt(len(static))
+            for _ in offsets
+        ]
+        key = sum(scatter[o - 1] @ readers[o] for o in offsets)
+        attention.k_proj.weight[kv * d + static] += _MATCH * key
+        attention.v_proj.weight[kv * d : kv * d + area, :area] += torch.eye(area)
+        for member in range(circuit.group):
+            head = kv * circuit.group + member
+            reach = max(LOOK_BACK - 2 * member, 2)
+            query = sum(scatter[o - 1] @ readers[o - 1] for o in range(1, reach + 1))
+            attention.q_proj.weight[head * d + static] += _MATCH * query
+            copied = torch.eye(area) * (_COPY / 8 / circuit.group / circuit.kv_heads)
+            attention.o_proj.weight[:area, head * d : head * d + area] += copied
 
 
 @torch.no_grad()
 def widened(model: Qwen2ForCausalLM, head_dim: int, seed: int) -> Qwen2ForCausalLM:
     """A copy with larger heads that computes the same function; the new dimensions are there to be trained.
 
-    With head_dim a multiple of the old one the old RoPE frequencies are among the new ones, so each old pair of dimensions
-    moves to the pair of its frequency. Queries grow to undo the softmax scale. New dimensions have small random keys
-    and values, and zero queries and outputs.
+    head_dim must be a multiple of the old one (else ValueError): the old RoPE frequencies are then among the new ones, and
+    each old pair of dimensions moves to the pair of its frequency. Queries grow to undo the softmax scale. New dimensions
+    have small random keys and values, and zero queries and outputs.
     """
     old = model.config.head_dim
     if head_dim % old:
@@ -141,7 +185,8 @@ def widened(model: Qwen2ForCausalLM, head_dim: int, seed: int) -> Qwen2ForCausal
     config.max_position_embeddings = max(config.max_position_embeddings, MAX_POSITION)
     made = Qwen2ForCausalLM(config).float()
     frequency = torch.arange(old // 2) * (head_dim // old)
-    pairs = torch.cat([frequency, frequency + head_dim // 2])  # [old]: new place of each old query and key dimension
+    # New place of each old query and key dimension, [old].
+    pairs = torch.cat([frequency, frequency + head_dim // 2])
     plain = torch.arange(old)
     g = torch.Generator().manual_seed(seed)
     source, target = model.state_dict(), made.state_dict()
@@ -174,8 +219,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def hidden_states(model: Qwen2ForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
     """Last hidden states [B, L, hidden] of ids [B, L] at positions [B, L], causal over the whole row.
 
-    transformers' own forward takes a jump in position ids for the border of a packed sequence and masks across it; here a
-    jump is only a distance. With positions 0..L-1 both give the same.
+    transformers' own forward reads a jump in position ids as the border of a packed sequence and masks across it; here
+    a jump is only a distance. With positions 0..L-1 both give the same.
     """
     c = model.config
     d = c.head_dim

@@ -14,6 +14,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pqcache.atomic import write_text
+
 PAD, BOS, EOS, ANSWER = "<pad>", "<bos>", "<eos>", "<answer>"
 VOCAB_SIZE = 4096
 CHAT_TEMPLATE = (
@@ -57,10 +59,11 @@ def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenize
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json (the chat template goes into the latter)."""
+    """Write tokenizer.json and tokenizer_config.json (the chat template goes into the latter)."""
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     path = folder / "tokenizer_config.json"
     facts = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("is_local", "local_files_only"):  # where this process read it from is no property of the tokenizer
+    # Where this process read it from is no property of the tokenizer.
+    for key in ("is_local", "local_files_only"):
         facts.pop(key, None)
-    path.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

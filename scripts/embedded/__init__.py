@@ -1,0 +1,1 @@
+"""Training, measuring and documenting the embedded model; nothing here is needed to use it."""

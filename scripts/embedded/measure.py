@@ -1,0 +1,111 @@
+"""Measure the embedded model with its full cache; the scores go into its model card.
+
+    python scripts/embedded/measure.py --samples 50                                  # needle_pocket
+    python scripts/embedded/measure.py --samples 150 --families --haystack <folder of .txt files>
+
+Writes measured.json, measured.png and README.md beside the weights. Lengths that are not measured again keep their scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pqcache.atomic import write_text
+from pqcache.embedded import model_dir
+from pqcache.embedded.families import FAMILIES
+from scripts.embedded import card, scores
+
+
+def needle_cell(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int) -> dict[str, float]:
+    """Mean score and share of fully right answers of `n` needle_pocket samples of three seeds."""
+    points = [p for seed in range(3) for p in scores.needle_scores(model, tok, length, -(-n // 3), seed)][:n]
+    return {"n": n, "score": sum(points) / n, "whole": 100.0 * sum(p == 100.0 for p in points) / n}
+
+
+def family_cell(
+    model: PreTrainedModel, tok: PreTrainedTokenizerBase, family: str, length: int, n: int
+) -> dict[str, float]:
+    """The same of `n` samples of a PocketBench family, by its official metric."""
+    # Needs rouge and rapidfuzz.
+    from pqcache.harness.tasks.pocket import score
+
+    pairs = scores.family_answers(model, tok, family, length, n, seed=0)
+    return {
+        "n": n,
+        "score": statistics.fmean(100 * score(family, reply, sample) for sample, reply in pairs),
+        "whole": statistics.fmean(100 * (reply == sample["answer"]) for sample, reply in pairs),
+    }
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure the weights in --out length by length; every finished length is written at once."""
+    out = Path(args.out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(args.device).eval()
+    tok = PreTrainedTokenizerFast.from_pretrained(out)
+    path = out / "measured.json"
+    measured: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for length in args.lengths:
+        key = str(length)
+        measured.setdefault("needle_pocket", {})[key] = needle_cell(model, tok, length, args.samples)
+        if args.families:
+            cells = {family: family_cell(model, tok, family, length, args.samples) for family in FAMILIES}
+            measured.setdefault("pocket", {})[key] = cells
+        if args.haystack:
+            prose = scores.prose_needle_scores(model, tok, Path(args.haystack), length, 5)
+            measured.setdefault("prose_needle", {})[key] = prose
+        print(length, {name: cells[key] for name, cells in measured.items() if key in cells}, flush=True)
+        write_text(path, json.dumps(measured, indent=1) + "\n")
+    draw(measured, out)
+    card.write_card(out)
+
+
+def draw(measured: dict[str, Any], out: Path) -> None:
+    """measured.png: the score of each PocketBench family over the prompt's length."""
+    if not measured.get("pocket"):
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    lengths = sorted(int(length) for length in measured["pocket"])
+    for family in FAMILIES:
+        axis.plot(lengths, [measured["pocket"][str(n)][family]["score"] for n in lengths], marker="o", label=family)
+    axis.set(xscale="log", xlabel="prompt tokens", ylabel="score", ylim=(0, 102), title="PocketBench, full cache")
+    axis.set_xticks(lengths, [str(n) for n in lengths], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.legend(fontsize=7, ncols=2)
+    figure.savefig(out / "measured.png", dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=50, help="per length, and per family")
+    parser.add_argument("--families", action="store_true", help="PocketBench too")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--haystack", default=None, help="a folder of .txt files for the needle in prose")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    parser.add_argument("--out", default=str(model_dir()), help="the weights; the scores go there, too")
+    args = parser.parse_args(argv)
+    if args.samples < 1:
+        parser.error(f"--samples={args.samples}: allowed is an int >= 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    measure(args)
+
+
+if __name__ == "__main__":
+    main()
