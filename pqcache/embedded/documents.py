@@ -14,27 +14,27 @@ ATTRIBUTES = (
     "report riddle rule secret signal slogan story title toast treasure verse wish"
 ).split()
 
-_ADJECTIVES = (
+ADJECTIVES = (
     "old quiet small bright heavy slow clever patient narrow green early late warm cold gentle curious plain busy honest "
     "tired young grey tall careful distant common rough simple strange steady"
 ).split()
-_PEOPLE = (
+PEOPLE = (
     "miller teacher farmer sailor baker doctor painter child neighbour clerk guard writer singer driver tailor cook "
     "traveller merchant captain gardener student judge nurse carpenter weaver"
 ).split()
-_THINGS = (
+THINGS = (
     "lamp basket letter boat fence clock table coat bridge kettle ladder window book bell cart bucket map stone chair rope "
     "mirror blanket hammer bottle drum"
 ).split()
-_PLACES = (
+PLACES = (
     "river market village harbour forest station kitchen field valley church road hill mill orchard tower square shore "
     "garden library barn meadow"
 ).split()
-_VERBS = (
+VERBS = (
     "carried found repaired watched sold painted moved counted borrowed cleaned forgot opened bought hid measured "
     "described kept lost returned noticed"
 ).split()
-_TIMES = (
+TIMES = (
     "before the storm|after supper|in the morning|during the winter|at noon|for many years|on the way home|without a word|"
     "as usual|late in the evening|when the bells rang|while it rained|once a week|that same day|to everyone's surprise"
 ).split("|")
@@ -44,15 +44,13 @@ def filler_sentence(rng: Random) -> str:
     """One grammatical sentence of 6 to 22 words, without a leading space."""
 
     def person() -> str:
-        return f"the {rng.choice(_ADJECTIVES)} {rng.choice(_PEOPLE)}"
+        return f"the {rng.choice(ADJECTIVES)} {rng.choice(PEOPLE)}"
 
     def thing() -> str:
-        return (
-            f"the {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}" if rng.random() < 0.5 else f"a {rng.choice(_THINGS)}"
-        )
+        return f"the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)}" if rng.random() < 0.5 else f"a {rng.choice(THINGS)}"
 
     kind = rng.randrange(6)
-    place, verb, time = rng.choice(_PLACES), rng.choice(_VERBS), rng.choice(_TIMES)
+    place, verb, time = rng.choice(PLACES), rng.choice(VERBS), rng.choice(TIMES)
     if kind == 0:
         text = f"{person()} {verb} {thing()} near the {place} {time}"
     elif kind == 1:

@@ -1,115 +1,113 @@
-"""The tasks of the harness, each one file of Python beside one lm-eval definition (YAML).
+"""The tasks of the harness: one class per benchmark, one line each in the table below.
 
-    options = {"lengths": [1024], "depths": [0, 50, 100]}
+    task = task_of("needle", {"lengths": [1024], "depths": [0, 50, 100]})
     request = TaskRequest(
         seed=0, limit=None, model_name="embedded", tokenizer=loaded.tokenizer, count_tokens=loaded.count
     )
-    spec, manager = build_task("needle", options, request)
-    lm_eval.simple_evaluate(model=lm, tasks=spec.lm_eval_tasks, task_manager=manager)
+    spec, loaded_tasks = task.load(request)
+    lm_eval.evaluate(lm, loaded_tasks)
 
-A task module has `Options` (a dataclass: the fields are the `task.*` keys; it checks itself when it is made, before any
-model is loaded), `longest(options, *, limit, model_name)`, the tokens of its longest prompt and the key that says so, and
-`build(options, request)`, which returns the TaskSpec and the documents of each lm-eval task. One that reads published
-data also has `prepare(options, *, limit)`, which gets them (from the hub) and checks them before any model is loaded.
+`task=lm_eval task.name=<any>` reaches every other task of lm-evaluation-harness; its name here is `lm_eval:<any>`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from pqcache.harness.tasks import (
-    gsm8k_cot,
-    gsm8k_cot_long,
-    humaneval,
-    latency,
-    line_retrieval,
-    longbench,
-    needle,
-    needle_pocket,
-    pg19,
-    pocket,
-    ruler,
-    xsum,
-)
-from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyTask, Loaded
-from pqcache.harness.tasks.base import Docs, SampleRow, TaskRequest, TaskSpec
+from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyLmEval
+from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec
+from pqcache.harness.tasks.gsm8k.cot import Gsm8kCot
+from pqcache.harness.tasks.gsm8k.cot_long import Gsm8kCotLong
+from pqcache.harness.tasks.humaneval import HumanEval
+from pqcache.harness.tasks.latency import Latency
+from pqcache.harness.tasks.line_retrieval import LineRetrieval
+from pqcache.harness.tasks.longbench import task as longbench
+from pqcache.harness.tasks.needle import Needle
+from pqcache.harness.tasks.needle_pocket import NeedlePocket
+from pqcache.harness.tasks.pg19 import PG19
+from pqcache.harness.tasks.pocket import NEW_TOKENS as POCKET_FAMILIES
+from pqcache.harness.tasks.pocket import Pocket
+from pqcache.harness.tasks.ruler.task import Ruler
+from pqcache.harness.tasks.xsum import XSum
 from pqcache.naming import suggestion
 
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
+__all__ = ["TASKS", "Figure", "Longest", "Task", "TaskRequest", "TaskSpec", "task_class", "task_of"]
 
-_MODULES: dict[str, Any] = {  # modules, or objects with the same names in them
-    "needle": needle,
-    "needle_pocket": needle_pocket,
-    **pocket.SUITES,
-    **longbench.SUITES,
-    "gsm8k_cot": gsm8k_cot,
-    "gsm8k_cot_long": gsm8k_cot_long,
-    "humaneval": humaneval,
-    "line_retrieval": line_retrieval,
-    "pg19": pg19,
-    "ruler": ruler,
-    "xsum": xsum,
+# name -> class; one class may have several names
+TASKS: dict[str, type[Task[Any]]] = {
+    "needle": Needle,
+    "needle_pocket": NeedlePocket,
+    "pocket": Pocket,
+    **{f"pocket_{family}": Pocket for family in POCKET_FAMILIES},
+    "longbench": longbench.LongBenchGroup,
+    "longbench_e": longbench.LongBenchE,
+    **{f"longbench_{dataset}": longbench.LongBench for dataset in longbench.DATASETS},
+    "gsm8k_cot": Gsm8kCot,
+    "gsm8k_cot_long": Gsm8kCotLong,
+    "humaneval": HumanEval,
+    "line_retrieval": LineRetrieval,
+    "pg19": PG19,
+    "ruler": Ruler,
+    "xsum": XSum,
+    "latency": Latency,
 }
-TASKS: tuple[str, ...] = tuple(_MODULES)  # with documents, which lm-eval runs
-_MODULES["latency"] = latency  # none of them: harness/latency.py runs it
-
-__all__ = [
-    "TASKS",
-    "SampleRow",
-    "TaskRequest",
-    "TaskSpec",
-    "build_task",
-    "check_task",
-    "longest_prompt",
-    "prepare_task",
-    "task_options",
-]
 
 
-def _module(name: str) -> Any:
+def task_class(name: str) -> type[Task[Any]]:
+    """The class of a task; its `Options` is the dataclass of the `task.*` keys. Unknown names raise ValueError."""
     if name.startswith(PREFIX):
-        return AnyTask(name)
-    if name not in _MODULES:
+        return AnyLmEval
+    if name not in TASKS:
         raise ValueError(f"task={name}: unknown task; {suggestion(name, TASKS)}")
-    return _MODULES[name]
+    return TASKS[name]
+
+
+def task_of(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
+    """The task with its options. A bad value raises a one-line ValueError."""
+    cls = task_class(name)
+    return cls(name, cls.Options(**(options or {})))
+
+
+# -- until the callers take Task objects -------------------------------------------------------------------------------
+
+
+class _Loaded:
+    def __init__(self, tasks: Any) -> None:
+        self.tasks = tasks
+
+    def load(self, _: object) -> Any:
+        return self.tasks
 
 
 def task_options(name: str) -> type:
-    """The dataclass of the task's options; making one raises a one-line ValueError for a bad value."""
-    return _module(name).Options
+    return task_class(name).Options
 
 
-def longest_prompt(name: str, options: dict[str, Any], *, limit: int | None, model_name: str) -> tuple[str, int, int]:
-    """(the key with its value, prompt tokens at most, answer tokens at most), known before anything is loaded."""
-    module = _module(name)
-    key, tokens = module.longest(module.Options(**options), limit=limit, model_name=model_name)
-    return key, tokens, module.MAX_NEW_TOKENS
+def longest_prompt(name: str, options: dict[str, Any], *, limit: int | None, model_name: str) -> Longest:
+    return task_of(name, options).longest(limit=limit, model_name=model_name)
 
 
 def check_task(name: str, options: dict[str, Any]) -> None:
-    """What a task checks of its options together, which are right each by itself. Raises a one-line ValueError."""
-    module = _module(name)
-    if hasattr(module, "check"):
-        module.check(module.Options(**options))
+    task_of(name, options).check()
 
 
 def prepare_task(name: str, options: dict[str, Any], *, limit: int | None) -> None:
-    """Get and check the data a task reads. Raises a one-line ValueError that says what is missing and what to do."""
-    module = _module(name)
-    if hasattr(module, "prepare"):
-        module.prepare(module.Options(**options), limit=limit)
+    task_of(name, options).prepare(limit=limit)
 
 
-def build_task(name: str, options: dict[str, Any], request: TaskRequest) -> tuple[TaskSpec, TaskManager | Loaded]:
-    """Make the documents of a task, which stay in memory, and the TaskManager that finds its definition in this package."""
-    from lm_eval.tasks import TaskManager
+def build_task(name: str, options: dict[str, Any], request: TaskRequest) -> tuple[TaskSpec, Any]:
+    task = task_of(name, options)
+    spec, tasks = task.load(request)
+    spec.max_new_tokens = task.max_new_tokens
 
-    module = _module(name)
-    if isinstance(module, AnyTask):
-        return module.build_manager(module.Options(**options))
-    spec, docs = module.build(module.Options(**options), request)
-    definitions = str(Path(__file__).parent)
-    manager = TaskManager(include_path=definitions, include_defaults=False, metadata={"docs": Docs(docs)})
-    return spec, manager
+    def draw(rows: Any, folder: Any, title: str) -> None:
+        from pqcache.harness.report import sample_figures
+        from pqcache.harness.tasks.needle import word_fraction
+
+        rows = [{**row, "metrics": {"word_fraction": word_fraction(str(row["response"]))}} for row in rows]
+        for figure in task.figures:
+            sample_figures.draw(figure, rows, folder, title)
+
+    spec.figure = draw if task.figures else None
+    return spec, _Loaded(tasks)

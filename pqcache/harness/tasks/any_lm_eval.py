@@ -3,13 +3,15 @@
     python run.py task=lm_eval task.name=arc_easy method=pqcache
     python run.py task=lm_eval task.name=mine task.include=<folder of YAML definitions> method=pqcache
 
-Prompts, filters, metrics and data are lm-eval's; the answers and log-likelihoods come from our decode path (see lm.py).
-Its name in rows and folders is `lm_eval:<name>`. The score is the task's first metric (`task.metric` chooses another);
-all of them are in the row's `tasks`.
+Prompts, filters, metrics and data are lm-eval's. Answers and log-likelihoods come from this harness's decode path (see
+run/adapter.py and run/likelihood.py). The task's name in rows and folders is `lm_eval:<name>`. The score is the task's
+first metric (`task.metric` chooses another); all metrics are in the row's `tasks`.
 
-Deviations from lm-eval's own runs: a chat model gets the whole prompt, few-shot examples included, as one user turn. A
-prompt that is too long is refused, not cut. A group's score is the unweighted mean of its tasks. A perplexity p becomes
-the score 100 / p, the (geometric) mean probability of a word or byte.
+Deviations from lm-eval's own runs:
+- A chat model gets the whole prompt, few-shot examples included, as one user turn.
+- A prompt that is too long is refused, not cut.
+- A group's score is the unweighted mean of its tasks.
+- A perplexity p becomes the score 100 / p, the geometric mean probability of a word or byte.
 """
 
 from __future__ import annotations
@@ -20,21 +22,26 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.tasks.base import TaskSpec, require
-from pqcache.naming import closest
+from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
+from pqcache.naming import suggestion
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.manager import TaskDict
 
 PREFIX = "lm_eval:"
 
 
 @dataclass(kw_only=True)
-class AnyOptions:
-    include: str | None = None  # a folder of your own task definitions (YAML), searched before lm-eval's
-    num_fewshot: int | None = None  # examples in the prompt; null: the task's own number
-    metric: str | None = None  # the metric that is the score; null: the task's first
-    max_new_tokens: int = 256  # where the task itself sets no limit to its answers
+class AnyLmEvalOptions:
+    # a folder of your own task definitions (YAML), searched before lm-eval's
+    include: str | None = None
+    # examples in the prompt; null: the task's own number
+    num_fewshot: int | None = None
+    # the metric that is the score; null: the task's first
+    metric: str | None = None
+    # tokens of an answer, where the task itself sets no limit
+    max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
         folder = None if self.include is None else Path(self.include).expanduser()
@@ -45,92 +52,83 @@ class AnyOptions:
 
 @cache
 def manager(include: str | None) -> TaskManager:
-    """lm-eval's index of tasks; reading its thousands of definitions takes seconds."""
+    """lm-eval's index of tasks. Reading its thousands of definitions takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include)
 
 
-def _folder(options: AnyOptions) -> str | None:
-    return None if options.include is None else str(Path(options.include).expanduser().resolve())
+class AnyLmEval(Task[AnyLmEvalOptions]):
+    """One task of lm-eval; its name here is `lm_eval:<name>`."""
 
+    Options = AnyLmEvalOptions
 
-class Loaded:
-    """What `build_task` hands on in place of a TaskManager: tasks that are loaded already."""
-
-    def __init__(self, tasks: Any) -> None:
-        self.tasks = tasks
-
-    def load(self, _: object) -> Any:
-        return self.tasks
-
-
-class AnyTask:
-    """The task module of one lm-eval name."""
-
-    MAX_NEW_TOKENS = 0  # not known before the task is loaded; each sample is checked
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, options: AnyLmEvalOptions) -> None:
+        super().__init__(name, options)
         self.target = name.removeprefix(PREFIX)
-        self.Options = AnyOptions
+        self.max_new_tokens = options.max_new_tokens
 
-    def check(self, options: AnyOptions) -> None:
+    def _manager(self) -> TaskManager:
+        include = self.options.include
+        return manager(None if include is None else str(Path(include).expanduser().resolve()))
+
+    def check(self) -> None:
         """Refuse a name that lm-eval does not know."""
-        known = manager(_folder(options)).task_index
+        known = self._manager().task_index
         if self.target not in known:
-            close = closest(self.target, known)
-            hint = f"did you mean {close}?" if close else "`lm-eval ls tasks` lists all names"
+            hint = suggestion(self.target, known)
+            # lm-eval has thousands of names, too many to list
+            hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
             raise ValueError(f"task.name={self.target}: lm-eval has no such task; {hint}")
 
-    def longest(self, options: AnyOptions, *, limit: int | None, model_name: str) -> tuple[str, int]:
-        return f"task.name={self.target}", 0
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        return Longest(f"task.name={self.target}", 0, 0)
 
-    def prepare(self, options: AnyOptions, *, limit: int | None) -> None:
-        """Load the task once before any model, so that missing data or packages are said early."""
-        for task in self._load(options)["tasks"].values():
+    def prepare(self, *, limit: int | None) -> None:
+        """Load the task once before any model, so that missing data or packages are reported early."""
+        for task in self._load_tasks()["tasks"].values():
             metrics = list(task.aggregation())
-            if options.metric is not None and options.metric not in metrics:
-                raise ValueError(f"task.metric={options.metric}: {self.target} has {', '.join(metrics)}")
+            if self.options.metric is not None and self.options.metric not in metrics:
+                raise ValueError(f"task.metric={self.options.metric}: {self.target} has {', '.join(metrics)}")
 
-    def _load(self, options: AnyOptions) -> Any:
+    def load(self, request: TaskRequest) -> tuple[TaskSpec, TaskDict]:
+        loaded = self._load_tasks()
+        tasks = loaded["tasks"]
+        spec = TaskSpec(
+            lm_eval_tasks=[],
+            metric={name: self.options.metric or next(iter(task.aggregation())) for name, task in tasks.items()},
+            value=percent,
+            data={
+                "source": f"lm-eval task {self.target}",
+                "versions": {name: str(task.VERSION) for name, task in tasks.items()},
+            },
+        )
+        return spec, loaded
+
+    def _load_tasks(self) -> TaskDict:
         try:
-            tasks = manager(_folder(options)).load([self.target])
+            loaded = self._manager().load([self.target])
         except Exception as error:  # data sets, their hub and optional packages fail in many ways
             reason = (str(error).strip().splitlines() or [""])[0][:240]
             raise ValueError(
                 f"task.name={self.target}: cannot be loaded ({type(error).__name__}: {reason}); if its data or this machine"
                 " is offline, set task.include to a folder with a definition that reads local files"
             ) from error
-        for name, task in tasks["tasks"].items():
+        for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
                 raise ValueError(f"task.name={name}: runs code that a model wrote; task=humaneval does so in a sandbox")
             if getattr(task, "MULTIMODAL", False):
                 raise ValueError(f"task.name={name}: needs images or sound; only text is supported")
-            if options.num_fewshot is not None:
-                task.set_config(key="num_fewshot", value=options.num_fewshot)
-        return tasks
-
-    def build_manager(self, options: AnyOptions) -> tuple[TaskSpec, Loaded]:
-        tasks = self._load(options)
-        metric = {name: options.metric or next(iter(task.aggregation())) for name, task in tasks["tasks"].items()}
-        spec = TaskSpec(
-            name=PREFIX + self.target,
-            lm_eval_tasks=[self.target],
-            metric=metric,
-            scale=100.0,
-            max_new_tokens=options.max_new_tokens,
-            value=percent,
-            data={"source": f"lm-eval task {self.target}", "versions": _versions(tasks["tasks"])},
-        )
-        return spec, Loaded(tasks)
-
-
-def _versions(tasks: dict[str, Any]) -> dict[str, str]:
-    return {name: str(task.VERSION) for name, task in tasks.items()}
+            if self.options.num_fewshot is not None:
+                task.set_config(key="num_fewshot", value=self.options.num_fewshot)
+        return loaded
 
 
 def percent(value: Any) -> float:
-    """One document's metric as 0..100: shares as they are, (log-likelihood, units) as a probability, (gold, answer) as a hit."""
+    """One document's metric as 0..100.
+
+    A share stays a share; (log-likelihood, units) becomes the mean probability of a unit; (gold, answer) a hit or miss.
+    """
     if isinstance(value, tuple | list) and len(value) == 2:
         first, second = value
         if isinstance(first, float) and first <= 0 and isinstance(second, int | float) and second > 0:

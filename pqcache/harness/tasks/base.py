@@ -1,79 +1,174 @@
-"""What every task shares: its specification, and its in-memory documents."""
+"""What a task is: a class with typed options that makes documents and says how lm-eval scores the answers.
+
+    @dataclass(kw_only=True)
+    class EchoOptions:
+        # words to repeat
+        words: int = 3
+
+    class Echo(Task[EchoOptions]):
+        Options = EchoOptions
+        max_new_tokens = 16
+
+        def build(self, request: TaskRequest) -> TaskSpec:
+            docs = [{"prompt": f"Say {'la ' * self.options.words}", "answer": "la " * self.options.words}]
+            config = generation_task("echo", docs, score, ["accuracy"], max_new_tokens=self.max_new_tokens)
+            return TaskSpec(lm_eval_tasks=[config], metric={"echo": "accuracy"})
+
+One line in `TASKS` (pqcache/harness/tasks/__init__.py) gives it its name. The options' fields are the `task.*` keys; an
+options object checks itself when it is made, before any model is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from lm_eval.tasks.manager import TaskDict
 
-# One finished sample. Figures read "score" (0..100) and "meta" (the doc's own: needle has length and depth).
-SampleRow = Mapping[str, Any]
-Figure = Callable[[Sequence[SampleRow], Path, str], Path | None]
+OptionsT = TypeVar("OptionsT")
 
 
-@dataclass(kw_only=True)
-class TaskSpec:
-    """What one task name and its options expand to."""
+@dataclass(frozen=True)
+class Figure:
+    """A picture of one run's samples. The runner draws it."""
 
+    kind: Literal["heat_map", "perplexity"]
+    # The name of its files, without their endings.
     name: str
-    lm_eval_tasks: list[str | dict]  # for simple_evaluate(tasks=...), beside the TaskManager
-    metric: dict[str, str]  # lm-eval task name -> the per-sample metric that is the score
-    scale: float  # metric * scale = 0..100
-    value: Callable[[Any], float] | None = None  # metric -> 0..100, where a factor will not do; scored at the end only
-    max_new_tokens: int
-    figure: Figure | None = None  # (sample rows, folder, title) -> the drawn file; None if there is nothing to draw
-    note: str | None = None  # one line to print when the documents are made
-    data: dict[str, Any] = field(default_factory=dict)  # row["data"]: source, revision, sha256 of the files read
-    # Log-likelihood tasks measured in tokens, not text: document -> (token ids, the first scored, tokens prefilled)
-    tokens: Callable[[dict], tuple[list[int], int, int]] | None = None
+    # The per-sample metric (0..1) that it shows; None: the score.
+    metric: str | None = None
 
 
-Built = tuple[TaskSpec, dict[str, list[dict]]]  # what a task's `build` returns: and its documents by lm-eval task
+class Longest(NamedTuple):
+    """The longest prompt and answer of a task, in tokens, as far as its options tell."""
+
+    # The option that decides, as it is typed: task.length=4096
+    option: str
+    prompt: int
+    answer: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRequest:
-    """What documents are made for, beside the task's own options."""
+    """What a run decides about a task's documents, beside the task's own options."""
 
     seed: int
-    limit: int | None  # samples per lm-eval task; null: all, or where there is no end to them, the task's number
+    # Samples per lm-eval task; None: all rows, or the task's own number where rows are generated.
+    limit: int | None
     model_name: str
     tokenizer: Any
-    count_tokens: Callable[[str], int]  # tokens the model sees for a prompt, its wrapping included
+    # prompt -> tokens that the model sees, with the chat template
+    count_tokens: Callable[[str], int]
 
     def samples(self, default: int) -> int:
-        """How many to make, where there is no end to them."""
+        """Number of samples to generate."""
         return default if self.limit is None else self.limit
 
 
-class Docs:
-    """Generated documents on their way to lm-eval, which passes `metadata` to a task's `custom_dataset`.
+@dataclass(kw_only=True)
+class TaskSpec:
+    """What a task builds for one run: lm-eval's tasks with their documents, and how a metric becomes a score."""
 
-    lm-eval deep-copies and prints task configurations; this wrapper makes that free of cost.
+    # lm-eval's configurations, for TaskManager.load
+    lm_eval_tasks: list[dict[str, Any]]
+    # lm-eval task name -> the per-sample metric that is the score
+    metric: dict[str, str]
+    # The score, 0..100, is scale * metric.
+    scale: float = 100.0
+    # metric -> score, where a factor is not enough. Such samples are scored when all answers are there.
+    value: Callable[[Any], float] | None = None
+    max_new_tokens: int = 0
+    figure: Callable[[Any, Any, str], Any] | None = None
+    # One line to print when the documents are made.
+    note: str | None = None
+    # row["data"]: source, revision and SHA-256 of the files
+    data: dict[str, Any] = field(default_factory=dict)
+    # For log-likelihoods of token ids: document -> (token ids, position of the first scored one, tokens of the prefill)
+    tokens: Callable[[dict], tuple[list[int], int, int]] | None = None
+
+
+class Task(Generic[OptionsT]):
+    """One task: its name, its options, and its documents."""
+
+    Options: type[OptionsT]
+    # Tokens of an answer.
+    max_new_tokens: int = 0
+    figures: ClassVar[tuple[Figure, ...]] = ()
+
+    def __init__(self, name: str, options: OptionsT) -> None:
+        self.name, self.options = name, options
+
+    def check(self) -> None:
+        """Refuse options that are valid alone and wrong together. Raises a one-line ValueError."""
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        """The longest prompt; 0 tokens where only the documents tell. Each document is checked again when it runs."""
+        return Longest(f"task={self.name}", 0, self.max_new_tokens)
+
+    def prepare(self, *, limit: int | None) -> None:
+        """Get and check the data before any model is loaded. Raises a one-line ValueError that says what to do."""
+
+    def build(self, request: TaskRequest) -> TaskSpec:
+        """Make the documents."""
+        raise NotImplementedError(f"task={self.name} has no documents")
+
+    def load(self, request: TaskRequest) -> tuple[TaskSpec, TaskDict]:
+        """Build the task and load it into lm-eval."""
+        from lm_eval.tasks import TaskManager
+
+        spec = self.build(request)
+        return spec, TaskManager(include_defaults=False).load(spec.lm_eval_tasks)
+
+
+def in_memory(docs: Sequence[dict]) -> Callable[..., dict]:
+    """lm-eval's `custom_dataset` for documents in memory. Nothing is written into the cache of `datasets`."""
+
+    def custom_dataset(**_: Any) -> dict:
+        from datasets import Dataset
+
+        return {"test": Dataset.from_list(list(docs))}
+
+    return custom_dataset
+
+
+def generation_task(
+    name: str,
+    docs: Sequence[dict],
+    process_results: Callable[[dict, list[str]], dict[str, float]],
+    metrics: Sequence[str],
+    *,
+    max_new_tokens: int,
+    until: Sequence[str] = (),
+    target: str = "answer",
+    **generation: Any,
+) -> dict[str, Any]:
+    """lm-eval's configuration of a task that generates an answer to each document's `prompt`.
+
+    process_results: (document, [answer]) -> metric -> value. until: strings that end an answer. target: the document's
+    key, or lm-eval's template, of the right answer. generation: further settings that the adapter reads.
     """
-
-    def __init__(self, by_task: dict[str, list[dict]]) -> None:
-        self.by_task = by_task
-
-    def __deepcopy__(self, memo: dict) -> Docs:
-        return self
-
-    def __repr__(self) -> str:
-        return f"Docs({ {name: len(docs) for name, docs in self.by_task.items()} })"
-
-
-def dataset_of(docs: Docs, task: str) -> dict[str, Dataset]:
-    """The `test` split of a task, held in memory: nothing is written into the datasets cache."""
-    from datasets import Dataset
-
-    return {"test": Dataset.from_list(docs.by_task[task])}
+    return {
+        "task": name,
+        "custom_dataset": in_memory(docs),
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "prompt",
+        "doc_to_target": target,
+        "process_results": process_results,
+        "generation_kwargs": {
+            "until": list(until),
+            "max_gen_toks": max_new_tokens,
+            "do_sample": False,
+            **generation,
+        },
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in metrics],
+        "metadata": {"version": 1.0},
+    }
 
 
 def require(condition: bool, option: str, value: Any, allowed: str) -> None:
-    """Raise the one-line ValueError that every wrong option ends in."""
+    """Raise the one-line ValueError of a wrong option unless `condition` holds."""
     if not condition:
         raise ValueError(f"task.{option}={value}: {allowed}")

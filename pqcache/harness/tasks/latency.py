@@ -1,28 +1,42 @@
-"""`latency`: no documents and no score; how long a prompt takes, and how fast tokens follow. See harness/latency.py."""
+"""`latency`: no documents and no score; the time until a prompt is answered and between tokens.
+
+    python run.py -m model=random model.geometry=tiny task=latency task.length=512,1024 method=full,pqcache
+
+pqcache/harness/run/latency_rounds.py measures it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from pqcache.harness.tasks.base import require
+from pqcache.harness.tasks.base import Longest, Task, require
 
-MAX_NEW_TOKENS = 0  # `longest` counts them
-LEAST_NEW = 4  # the first two decode steps are dropped
+# The first two decode steps are not timed.
+FEWEST_NEW_TOKENS = 4
 
 
 @dataclass(kw_only=True)
-class Options:
-    length: int = 4096  # prompt tokens
+class LatencyOptions:
+    # prompt tokens
+    length: int = 4096
+    # tokens generated in each round
     new_tokens: int = 16
-    rounds: int = 3  # timed runs, after one that warms up
-    overlap: Literal["auto", "none", "threads"] = "auto"  # copies and clustering beside the model: auto: on CUDA
+    # timed runs, after one that warms up
+    rounds: int = 3
+    # whether copies and clustering run beside the model; auto: on CUDA
+    overlap: Literal["auto", "none", "threads"] = "auto"
 
     def __post_init__(self) -> None:
         require(self.length >= 16, "length", self.length, "must be at least 16 tokens")
-        require(self.new_tokens >= LEAST_NEW, "new_tokens", self.new_tokens, f"must be at least {LEAST_NEW}")
+        fewest = f"must be at least {FEWEST_NEW_TOKENS}"
+        require(self.new_tokens >= FEWEST_NEW_TOKENS, "new_tokens", self.new_tokens, fewest)
         require(self.rounds >= 1, "rounds", self.rounds, "must be at least 1")
 
 
-def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
-    return f"task.length={options.length}", options.length + options.new_tokens
+class Latency(Task[LatencyOptions]):
+    Options = LatencyOptions
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        length = self.options.length
+        return Longest(f"task.length={length}", length, self.options.new_tokens)

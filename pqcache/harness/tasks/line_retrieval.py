@@ -2,118 +2,99 @@
 
     python run.py -m task=line_retrieval task.lines=200,400,600 method=full,zipcache limit=null     # a cell per length
 
-`task.lines` is how many lines a prompt has. Answers have 100 tokens, greedy; the score is the official one: the last number
-of the answer is the line's. An answer that goes on with another number is wrong, as it is there.
+Answers have 100 tokens, greedy. The score is the official one: the last number of the answer is the line's. An answer that
+goes on with another number is wrong.
 
-Deviations: the chat template of the tokenizer, not FastChat's; greedy, where the official call leaves it to the model's
-generation settings. Constructed rows never name a line twice, which the official ones may.
+Deviations:
+- The chat template of the tokenizer, not FastChat's.
+- Greedy decoding; the official call leaves it to the model's generation settings.
+- Constructed rows never repeat the name of a line; the official ones may.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from importlib import resources
 from random import Random
 from typing import Any
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks import data_set as published
-from pqcache.harness.tasks import sources
-from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, check_source, published_texts
 
-REPO = "abacusai/LongChat-Lines"  # LongEval's own rows lie on GitHub only; these are made by its generator
+# LongEval's own rows are on GitHub only; its generator made these.
+REPO = "abacusai/LongChat-Lines"
 ON_HUB = (100, 150, 175, 200, 250, 300, 400, 500, 600, 680, 750, 850, 950, 1100)
-MAX_NEW_TOKENS = 100
-DEFAULT_SAMPLES = 50
-LARGEST = 50_000
+LARGEST = 50_000  # value of a line
 
 
 @dataclass(kw_only=True)
-class Options:
-    lines: int = 200  # of a prompt; about 24 tokens each
-    source: str = sources.HUB  # hub, constructed, or a file or folder with <lines>_lines.jsonl
+class LineRetrievalOptions:
+    # lines of a prompt; about 24 tokens each
+    lines: int = 200
+    # hub, constructed, or a file or folder with <lines>_lines.jsonl
+    source: str = HUB
 
     def __post_init__(self) -> None:
-        published.check(self.source)
+        check_source(self.source, constructed=True, file=True)
         require(self.lines >= 1, "lines", self.lines, "must be at least 1")
 
 
-def check(options: Options) -> None:
-    known = options.source != sources.HUB or options.lines in ON_HUB
-    require(known, "lines", options.lines, f"source=hub has {', '.join(map(str, ON_HUB))}; source=constructed any")
+class LineRetrieval(DataSetTask[LineRetrievalOptions]):
+    Options = LineRetrievalOptions
+    max_new_tokens = 100
+
+    def check(self) -> None:
+        known = self.options.source != HUB or self.options.lines in ON_HUB
+        allowed = f"source=hub has {', '.join(map(str, ON_HUB))}; source=constructed any"
+        require(known, "lines", self.options.lines, allowed)
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        lines = self.options.lines
+        # 8 tokens a line is a lower bound; each prompt is checked again
+        return Longest(f"task.lines={lines}", 8 * lines, self.max_new_tokens)
+
+    def data_set(self) -> DataSet:
+        lines = self.options.lines
+        fields = ("prompt", "expected_number", "num_lines")
+        return DataSet(REPO, split=str(lines), fields=fields, files=(f"{lines}_lines.jsonl",))
+
+    def construct(self, seed: int, number: int) -> dict[str, Any]:
+        lines = self.options.lines
+        return constructed_row(Random(f"lines/{lines}/{seed}/{number}"), lines)
+
+    def read(self, seed: int, limit: int | None) -> tuple[Rows, dict[str, Any]]:
+        rows, facts = super().read(seed, limit)
+        wrong = [row["num_lines"] for row in rows if int(row["num_lines"]) != self.options.lines]
+        if wrong:
+            require(False, "lines", self.options.lines, f"{self.options.source} has prompts of {wrong[0]} lines")
+        return rows, facts
+
+    def build(self, request: TaskRequest) -> TaskSpec:
+        rows, facts = self.read(request.seed, request.limit)
+        meta = {"lines": self.options.lines}
+        docs = [{"prompt": row["prompt"], "answer": str(row["expected_number"]), "meta": meta} for row in rows]
+        config = generation_task(self.name, docs, process_results, ["accuracy"], max_new_tokens=self.max_new_tokens)
+        return TaskSpec(lm_eval_tasks=[config], metric={self.name: "accuracy"}, data=facts)
 
 
-def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
-    return f"task.lines={options.lines}", 8 * options.lines  # at the very least; each prompt is checked again
-
-
-def texts() -> dict[str, str]:
-    """The fixed parts of a prompt."""
-    file = resources.files("pqcache.harness.tasks").joinpath("prompts.json")
-    return json.loads(file.read_text(encoding="utf-8"))["line_retrieval"]
-
-
-def made(rng: Random, lines: int) -> dict[str, Any]:
-    """A row in the official format, with keys of this package's words."""
-    parts = texts()
-    first, second = documents._ADJECTIVES, (*documents._THINGS, *documents._PEOPLE, *documents._PLACES)
+def constructed_row(rng: Random, lines: int) -> dict[str, Any]:
+    """A row in the official format, with keys made of this package's words."""
+    parts = published_texts("line_retrieval")
+    first, second = documents.ADJECTIVES, (*documents.THINGS, *documents.PEOPLE, *documents.PLACES)
     names = [f"{a}-{b}" for a in first for b in second]
     names += [f"{a}-{name}" for a in first for name in names] if lines > len(names) else []
     keys = rng.sample(names, lines)
     values = [rng.randint(1, LARGEST) for _ in keys]
-    asked = rng.randrange(lines)
+    chosen = rng.randrange(lines)
     record = [parts["line"].format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
     return {
-        "random_idx": [keys[asked], asked],
-        "expected_number": values[asked],
+        "random_idx": [keys[chosen], chosen],
+        "expected_number": values[chosen],
         "num_lines": lines,
-        "correct_line": record[asked],
-        "prompt": parts["head"] + "".join(record) + parts["tail"].format(key=keys[asked]),
+        "correct_line": record[chosen],
+        "prompt": parts["head"] + "".join(record) + parts["tail"].format(key=keys[chosen]),
     }
-
-
-def read(options: Options, seed: int, limit: int | None) -> tuple[list[dict], dict[str, Any]]:
-    if options.source == sources.CONSTRUCTED:
-        count = limit if limit is not None else DEFAULT_SAMPLES
-        rows = [made(Random(f"lines/{options.lines}/{seed}/{i}"), options.lines) for i in range(count)]
-        return rows, published.constructed(rows, seed)
-    data = published.DataSet(
-        REPO,
-        split=str(options.lines),
-        fields=("prompt", "expected_number", "num_lines"),
-        files=(f"{options.lines}_lines.jsonl",),
-    )
-    rows, facts = data.read(options.source, limit)
-    wrong = [row["num_lines"] for row in rows if int(row["num_lines"]) != options.lines]
-    require(not wrong, "lines", options.lines, f"{options.source} has prompts of {wrong[0] if wrong else ''} lines")
-    return rows, facts
-
-
-def prepare(options: Options, *, limit: int | None) -> None:
-    read(options, 0, limit)
-
-
-def build(options: Options, request: TaskRequest) -> Built:
-    rows, facts = read(options, request.seed, request.limit)
-    docs = [
-        {"prompt": row["prompt"], "answer": str(row["expected_number"]), "meta": {"lines": options.lines}}
-        for row in rows
-    ]
-    spec = TaskSpec(
-        name="line_retrieval",
-        lm_eval_tasks=["line_retrieval"],
-        metric={"line_retrieval": "accuracy"},
-        scale=100.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-        data=facts,
-    )
-    return spec, {"line_retrieval": docs}
-
-
-def dataset(docs: Docs, **_: Any) -> dict:
-    return dataset_of(docs, "line_retrieval")
 
 
 def last_number(text: str) -> int:

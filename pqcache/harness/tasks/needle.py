@@ -1,25 +1,27 @@
 """`needle`: one sentence hidden in a long text at every length x depth of a grid (PQCache, Fig. 8).
 
+    python run.py task=needle task.lengths=[1024,2048] task.depths=[0,50,100] limit=null
+
 The haystack is generated prose, or the .txt files of `task.haystack` (sorted by name, concatenated, repeated to the
-length). Two values per answer: `accuracy`, 1 if all three keywords are there, and `word_fraction`, the share of the
+length). Each answer has two values: `accuracy`, 1 if all three keywords are in it, and `word_fraction`, the share of the
 needle's words. The paper publishes no scorer; the keyword rule agrees with an LLM judge's verdicts (a test shows it).
 
-Deviations from the first needle test (G. Kamradt, 2023), which counts everything in tokens of the bare context:
-- A length is the whole prompt's: wrapper, question and chat template included, never exceeded.
-- Sentence ends are found in the text, not as "." tokens: tokenizers merge the full stop with what stands next to it.
+Deviations from the first needle test (G. Kamradt, 2023), which counts tokens of the bare context:
+- A length is the whole prompt's, with wrapper, question and chat template; it is never exceeded.
+- Sentence ends are looked for in the text, not as "." tokens: tokenizers merge the full stop with its neighbours.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.tasks.base import Built, Docs, SampleRow, TaskRequest, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, generation_task, require
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
@@ -32,20 +34,22 @@ TAIL = (
     "```\n        What is the best thing to do in San Francisco?"
     " Don't give information outside the document or repeat your findings."
 )
-MAX_NEW_TOKENS = 128
 
 EMBEDDED_GRID = ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
 GRID = ([1000 + 2900 * i for i in range(11)], [10 * i for i in range(11)])  # 1000..30000 x 0..100 percent
 
-SMALLEST_HAYSTACK = 1000  # characters; less would be one paragraph repeated over and over
+SMALLEST_HAYSTACK = 1000  # characters; less would repeat one paragraph over and over
 _SENTENCE_END = re.compile(r"\.[\"')\]]*(?=[\sA-Z]|$)")
 
 
 @dataclass(kw_only=True)
-class Options:
-    lengths: list[int] | None = None  # prompt tokens; null = the model's default grid
-    depths: list[int] | None = None  # percent of the text before the needle; null = the model's default grid
-    haystack: str | None = None  # folder of .txt files; null = generated prose
+class NeedleOptions:
+    # longest prompts in tokens, a column of the grid each; null: the model's default grid
+    lengths: list[int] | None = None
+    # percent of the text before the needle, a line of the grid each; null: the model's default grid
+    depths: list[int] | None = None
+    # folder of .txt files; null: generated prose
+    haystack: str | None = None
 
     def __post_init__(self) -> None:
         if self.lengths is not None:
@@ -58,6 +62,52 @@ class Options:
             require(good, "depths", self.depths, "must be a list of different percentages from 0 to 100")
         if self.haystack is not None:
             read_haystack(self.haystack)
+
+
+class Needle(Task[NeedleOptions]):
+    """One document per cell of the grid, shortest first; a limit keeps the first ones."""
+
+    Options = NeedleOptions
+    max_new_tokens = 128
+    figures = (Figure("heat_map", "heatmap"), Figure("heat_map", "heatmap_words", metric="word_fraction"))
+
+    def grid(self, model_name: str) -> list[tuple[int, int]]:
+        """All (length, depth) cells."""
+        lengths, depths = EMBEDDED_GRID if model_name == "embedded" else GRID
+        lengths, depths = self.options.lengths or lengths, self.options.depths or depths
+        return [(length, depth) for length in sorted(lengths) for depth in sorted(depths)]
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        tokens = max(length for length, _ in self.grid(model_name)[:limit])
+        return Longest(f"task.lengths={tokens}", tokens, self.max_new_tokens)
+
+    def build(self, request: TaskRequest) -> TaskSpec:
+        whole = self.grid(request.model_name)
+        grid = whole[: request.limit]
+        tokens = self._haystack(request.tokenizer, request.seed, max(length for length, _ in grid))
+        docs = []
+        for length, depth in grid:
+            prompt, count = make_prompt(tokens, request.count_tokens, length, depth)
+            meta = {"length": length, "depth": depth, "tokens": count}
+            docs.append({"prompt": prompt, "answer": ANSWER, "meta": meta})
+        config = generation_task(
+            "needle", docs, process_results, ["accuracy", "word_fraction"], max_new_tokens=self.max_new_tokens
+        )
+        note = f"{len(grid)} of {len(whole)} grid cells; limit=null for all" if len(grid) < len(whole) else None
+        return TaskSpec(lm_eval_tasks=[config], metric={"needle": "accuracy"}, note=note)
+
+    def _haystack(self, tokenizer: Any, seed: int, length: int) -> _Tokens:
+        """A text of at least `length` tokens."""
+        if self.options.haystack is None:
+            characters = 4 * length
+            while len(tokens := _Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))) < length:
+                characters *= 2
+            return tokens
+        text = read_haystack(self.options.haystack)
+        tokens = _Tokens(tokenizer, text)
+        if len(tokens) < length:
+            tokens = _Tokens(tokenizer, "\n".join([text] * (length // len(tokens) + 1)))
+        return tokens
 
 
 def _distinct(values: list[int]) -> bool:
@@ -133,82 +183,16 @@ def make_prompt(tokens: _Tokens, count_tokens: Callable[[str], int], length: int
     return prompt, count
 
 
-def _haystack(options: Options, tokenizer: Any, seed: int, longest: int) -> _Tokens:
-    """The text of at least `longest` tokens."""
-    if options.haystack is None:
-        characters = 4 * longest
-        while len(tokens := _Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))) < longest:
-            characters *= 2
-        return tokens
-    text = read_haystack(options.haystack)
-    tokens = _Tokens(tokenizer, text)
-    if len(tokens) < longest:
-        tokens = _Tokens(tokenizer, "\n".join([text] * (longest // len(tokens) + 1)))
-    return tokens
-
-
-def _grid(options: Options, limit: int | None, model_name: str) -> tuple[list[tuple[int, int]], int]:
-    """The (length, depth) cells to run, shortest first, and how many there are without the limit."""
-    default_lengths, default_depths = EMBEDDED_GRID if model_name == "embedded" else GRID
-    lengths, depths = options.lengths or default_lengths, options.depths or default_depths
-    grid = [(length, depth) for length in sorted(lengths) for depth in sorted(depths)]
-    return grid[:limit], len(grid)
-
-
-def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
-    grid, _ = _grid(options, limit, model_name)
-    tokens = max(length for length, _ in grid)
-    return f"task.lengths={tokens}", tokens
-
-
-def build(options: Options, request: TaskRequest) -> Built:
-    """One document per cell of the grid, shortest first; a limit keeps the first ones."""
-    grid, size = _grid(options, request.limit, request.model_name)
-    tokens = _haystack(options, request.tokenizer, request.seed, max(length for length, _ in grid))
-    docs = []
-    for length, depth in grid:
-        prompt, count = make_prompt(tokens, request.count_tokens, length, depth)
-        docs.append(
-            {"prompt": prompt, "answer": ANSWER, "meta": {"length": length, "depth": depth, "tokens": count}},
-        )
-    spec = TaskSpec(
-        name="needle",
-        lm_eval_tasks=["needle"],
-        metric={"needle": "accuracy"},
-        scale=100.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-        figure=draw,
-        note=f"{len(grid)} of {size} grid cells; limit=null for all" if len(grid) < size else None,
-    )
-    return spec, {"needle": docs}
-
-
-def dataset(docs: Docs, **_: Any) -> dict:
-    return dataset_of(docs, "needle")
-
-
 def keyword_accuracy(response: str) -> float:
     """1 if the answer names the sandwich, the park and the day, else 0."""
     return float(all(word in response.lower() for word in KEYWORDS))
 
 
 def word_fraction(response: str) -> float:
-    """Share of the needle's different words found in the answer; words are what stands between white space."""
-    wanted = set(ANSWER.lower().split())
-    return len(wanted & set(response.lower().split())) / len(wanted)
+    """Share of the needle's different words in the answer; words are separated by white space."""
+    words = set(ANSWER.lower().split())
+    return len(words & set(response.lower().split())) / len(words)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:
     return {"accuracy": keyword_accuracy(results[0]), "word_fraction": word_fraction(results[0])}
-
-
-def draw(rows: Sequence[SampleRow], folder: Path, title: str) -> Path | None:
-    """The heat map of one run: `heatmap.png` in its folder, and the numbers it shows in `heatmap.json`.
-
-    A second one, heatmap_words, shows the word fraction where the answers are at hand.
-    """
-    from pqcache.harness.report.heat_maps import save_heat_map
-
-    graded = [{**row, "score": 100 * word_fraction(row["response"])} for row in rows if "response" in row]
-    save_heat_map(graded, folder, title, "heatmap_words")
-    return save_heat_map(rows, folder, title)

@@ -1,47 +1,42 @@
 """`needle_pocket`: several needles with near-duplicate distractors, restated in free generation.
 
-Score: 100 x the share of value words restated at their place. The documents come from the embedded model's generator.
+    python run.py task=needle_pocket task.length=2048 method=pqcache budget=0.2
+
+Score: 100 x the share of value words restated at their place. The generator of the embedded model makes the documents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pqcache.embedded import needle_pocket as pocket
-from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
 
-MAX_NEW_TOKENS = 48
-DEFAULT_SAMPLES = 50  # where no limit is given: the documents are generated, there is no end to them
+DEFAULT_SAMPLES = 50  # without a limit; the generator never runs out of documents
 
 
 @dataclass(kw_only=True)
-class Options:
-    length: int = 2048  # prompt tokens at most, chat wrapping included
+class NeedlePocketOptions:
+    # longest prompt in tokens, chat template included
+    length: int = 2048
 
     def __post_init__(self) -> None:
         require(self.length >= 96, "length", self.length, "must be at least 96 tokens")
 
 
-def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
-    return f"task.length={options.length}", options.length
+class NeedlePocket(Task[NeedlePocketOptions]):
+    Options = NeedlePocketOptions
+    max_new_tokens = 48
 
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        return Longest(f"task.length={self.options.length}", self.options.length, self.max_new_tokens)
 
-def build(options: Options, request: TaskRequest) -> Built:
-    samples = request.samples(DEFAULT_SAMPLES)
-    docs = pocket.make_samples(samples, options.length, request.seed, request.tokenizer, request.count_tokens)
-    spec = TaskSpec(
-        name="needle_pocket",
-        lm_eval_tasks=["needle_pocket"],
-        metric={"needle_pocket": "score"},
-        scale=1.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
-    return spec, {"needle_pocket": docs}
-
-
-def dataset(docs: Docs, **_: Any) -> dict:
-    return dataset_of(docs, "needle_pocket")
+    def build(self, request: TaskRequest) -> TaskSpec:
+        samples = request.samples(DEFAULT_SAMPLES)
+        docs = pocket.make_samples(samples, self.options.length, request.seed, request.tokenizer, request.count_tokens)
+        config = generation_task("needle_pocket", docs, process_results, ["score"], max_new_tokens=self.max_new_tokens)
+        # the metric is 0..100 already
+        return TaskSpec(lm_eval_tasks=[config], metric={"needle_pocket": "score"}, scale=1.0)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

@@ -1,12 +1,14 @@
-"""Rows of published data sets: from the hub, or from a local folder. Everything that can be wrong is one line.
+"""Rows of published data sets: from the hub, or from local files. Every error is a one-line ValueError.
 
-    source = check_source("/data/longbench", constructed=True)       # in Options.__post_init__: no network, no files read
-    path = hub_file("zai-org/LongBench", "data.zip", None)           # in prepare(): before any model is loaded
-    path = local_file("/data/longbench", "hotpotqa.jsonl")
+    GSM8K = DataSet("openai/gsm8k", config="main", fields=("question", "answer"), files=("test.jsonl",))
+    check_source("/data/gsm8k", constructed=True, file=True)   # in an options' __post_init__; reads no file
+    rows, facts = GSM8K.read("/data/gsm8k", limit=20)          # facts go into TaskSpec.data, and so into the row
+
+    path = hub_file("zai-org/LongBench", "data.zip", None)     # one file of a data set
     rows = read_rows(path, fields=("input", "context", "answers"))
-    facts = {"sha256": {path.name: sha256(path)}}                    # into TaskSpec.data, and so into the row
 
-Only `hub_file` may use the network, and not under HF_HUB_OFFLINE=1. Its files lie in the hub's own cache.
+Only `DataSet.read` and `hub_file` use the network, and neither does under HF_HUB_OFFLINE=1. `DataSetTask` is a task over
+one such data set.
 """
 
 from __future__ import annotations
@@ -15,40 +17,131 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from pqcache.harness.tasks.base import require
+from pqcache.harness.tasks.base import Task, require
 
 HUB, CONSTRUCTED = "hub", "constructed"
 
+Rows = list[dict[str, Any]]
 
-def check_source(source: str, *, constructed: bool = False) -> str:
-    """`source` if it can be one: hub, constructed (where the task has rows of its own), or a folder that exists."""
+
+def check_source(source: str, *, constructed: bool = False, file: bool = False) -> str:
+    """`source` if it is valid: hub, constructed (if the task constructs rows), a folder, or with `file` a file."""
     words = [HUB, CONSTRUCTED] if constructed else [HUB]
-    folder = source not in words and Path(source).expanduser().is_dir()
-    allowed = f"is no folder; must be {' or '.join(words)}, or the path of a local folder"
-    require(folder or source in words, "source", source, allowed)
+    if source not in words:
+        path = Path(source).expanduser()
+        allowed = f"is no folder; must be {' or '.join(words)}, or the path of a local folder"
+        require(path.is_dir() or (file and path.is_file()), "source", source, allowed)
     return source
-
-
-def is_local(source: str) -> bool:
-    return source not in (HUB, CONSTRUCTED)
 
 
 def local_file(folder: str, *names: str) -> Path:
     """The first of the names that is a file in the folder."""
-    found = [path for name in names if (path := Path(folder).expanduser() / name).is_file()]
-    require(bool(found), "source", folder, f"holds no {' or '.join(names)}")
-    return found[0]
+    paths = [path for name in names if (path := Path(folder).expanduser() / name).is_file()]
+    require(bool(paths), "source", folder, f"holds no {' or '.join(names)}")
+    return paths[0]
+
+
+# -- whole data sets ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One split of a data set of the hub, and the names of its file in a local folder."""
+
+    repo: str
+    config: str | None = None
+    split: str = "test"
+    revision: str | None = None
+    # Keys that every row has.
+    fields: tuple[str, ...] = ()
+    files: tuple[str, ...] = ("test.jsonl", "test.jsonl.gz", "test.parquet")
+
+    def read(self, source: str, limit: int | None = None) -> tuple[Rows, dict[str, Any]]:
+        """(the first `limit` rows, the facts of their source). Rows are read once per process."""
+        rows, facts = _read_hub(self) if source == HUB else _read_local(self, source)
+        return rows[:limit], {**facts, "sha256": dict(facts["sha256"])}
+
+
+@lru_cache(maxsize=32)
+def _read_hub(data: DataSet) -> tuple[Rows, dict[str, Any]]:
+    import datasets
+
+    name = data.repo + (f"/{data.config}" if data.config else "")
+    try:
+        table = datasets.load_dataset(data.repo, data.config, split=data.split, revision=data.revision)
+    except Exception as error:  # gated, renamed, offline, no network, no space: the kinds differ by version
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ValueError(
+            f"task.source=hub: {name}, split {data.split}, cannot be had ({type(error).__name__}: {reason}); check network"
+            f" and access, or set task.source to a folder with {data.files[0]}, or to constructed"
+        ) from error
+    rows = [dict(row) for row in table]
+    if rows and (missing := [field for field in data.fields if field not in rows[0]]):
+        raise ValueError(f"task.source=hub: {name} lacks {', '.join(missing)}")
+    return rows, {"source": f"hub {name}", "revision": data.revision, "sha256": {data.split: digest(rows)}}
+
+
+def _read_local(data: DataSet, source: str) -> tuple[Rows, dict[str, Any]]:
+    path = Path(source).expanduser()
+    if not path.is_file():
+        path = local_file(source, *data.files)
+    return _read_file(path, data.fields, path.stat().st_mtime_ns), file_facts(path)
+
+
+@lru_cache(maxsize=32)
+def _read_file(path: Path, fields: tuple[str, ...], mtime: int) -> Rows:
+    return read_rows(path, fields=fields)
+
+
+class HasSource(Protocol):
+    """Options with the key `task.source`."""
+
+    source: str
+
+
+SourceT = TypeVar("SourceT", bound=HasSource)
+
+
+class DataSetTask(Task[SourceT]):
+    """A task over the rows of one data set, or over rows of the same format made here (task.source=constructed)."""
+
+    # Constructed rows where no limit is set.
+    default_samples = 50
+
+    def data_set(self) -> DataSet:
+        raise NotImplementedError
+
+    def construct(self, seed: int, number: int) -> dict[str, Any]:
+        """One constructed row; it depends on the seed and its number alone."""
+        raise NotImplementedError
+
+    def read(self, seed: int, limit: int | None) -> tuple[Rows, dict[str, Any]]:
+        """(rows, the facts of their source)"""
+        if self.options.source != CONSTRUCTED:
+            return self.data_set().read(self.options.source, limit)
+        count = self.default_samples if limit is None else limit
+        rows = [self.construct(seed, number) for number in range(count)]
+        return rows, constructed_facts(rows, seed)
+
+    def prepare(self, *, limit: int | None) -> None:
+        self.read(0, limit)
+
+
+# -- single files of the hub -------------------------------------------------------------------------------------------
 
 
 def hub_file(repo: str, filename: str, revision: str | None) -> Path:
-    """The path of a data set's file in the hub's cache, downloaded if it is not there yet."""
+    """The path of a data set's file in the hub's cache; it is downloaded if it is not there yet."""
     from huggingface_hub import constants, errors, hf_hub_download
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what comes of them is said below
+    # Its retries are not shown; their outcome is reported below.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
     name = f"{repo}{f'@{revision}' if revision else ''}"
     offline = bool(constants.HF_HUB_OFFLINE)
@@ -66,24 +159,42 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
         raise ValueError(f"task.source=hub: the data set {name} has no file {filename}") from error
     except errors.HFValidationError as error:
         raise ValueError(f"task.revision={revision}: {' '.join(str(error).split())}") from error
-    except (OSError, ValueError, RuntimeError) as error:  # offline, no network, no space: named differently by version
+    except (OSError, ValueError, RuntimeError) as error:  # offline, no network, no space: the kinds differ by version
         why = "HF_HUB_OFFLINE=1 and it is not in the cache" if offline else " ".join(f"{error}".split())[:200]
         way = "unset HF_HUB_OFFLINE to download it" if offline else "check the network"
         raise ValueError(f"task.source=hub: {filename} of {name} cannot be had ({why}); {way}, {local}") from error
     return Path(path)
 
 
+# -- facts: what a result row records of its data ----------------------------------------------------------------------
+
+
 def hub_facts(repo: str, filename: str, path: Path) -> dict[str, Any]:
-    """What a row keeps of a downloaded file: data set, commit (the snapshot folder's name) and content."""
-    at = path.parts
-    commit = at[at.index("snapshots") + 1] if "snapshots" in at else None
+    """Facts of a downloaded file: data set, commit (the name of the snapshot folder) and content."""
+    parts = path.parts
+    commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
     return {"source": f"hub {repo}", "revision": commit, "sha256": {filename: sha256(path)}}
 
 
+def file_facts(path: Path) -> dict[str, Any]:
+    """Facts of a local file."""
+    return {"source": str(path), "revision": None, "sha256": {path.name: sha256(path)}}
+
+
+def constructed_facts(rows: Rows, seed: int) -> dict[str, Any]:
+    """Facts of rows that were made here."""
+    return {"source": "constructed", "revision": None, "seed": seed, "sha256": {"rows": digest(rows)}}
+
+
+def digest(rows: Rows) -> str:
+    """SHA-256 of the rows as JSON."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def sha256(path: Path) -> str:
-    """The hex digest of a file's content; computed once while size and time stay the same."""
-    facts = path.stat()
-    return _sha256(str(path), facts.st_size, facts.st_mtime_ns)
+    """SHA-256 of a file's content, computed again only when its size or time changes."""
+    stat = path.stat()
+    return _sha256(str(path), stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
@@ -92,8 +203,11 @@ def _sha256(path: str, size: int, mtime: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a .jsonl, .jsonl.gz or .parquet file, each with at least `fields`; the first `limit` of them."""
+# -- files of rows -----------------------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
+    """The first `limit` rows of a .jsonl, .jsonl.gz or .parquet file, each with at least `fields`."""
     if path.suffix == ".parquet":
         import pandas as pd
 
@@ -108,11 +222,9 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
         return parse_lines(file, str(path), fields=fields, limit=limit)
 
 
-def parse_lines(
-    lines: Iterable[str], name: str, *, fields: Sequence[str] = (), limit: int | None = None
-) -> list[dict[str, Any]]:
-    """One JSON object per line, empty lines left out. name: of the file, for what is wrong with it."""
-    rows: list[dict[str, Any]] = []
+def parse_lines(lines: Iterable[str], name: str, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
+    """One JSON object per line; empty lines are skipped. name: the file's, for error messages."""
+    rows: Rows = []
     try:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(rows) >= limit:
@@ -132,3 +244,10 @@ def _checked(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
     if missing := [field for field in fields if field not in row]:
         raise ValueError(f"task.source: {where} lacks {', '.join(missing)}")
     return row
+
+
+@lru_cache(maxsize=8)
+def published_texts(task: str) -> dict[str, str]:
+    """The fixed parts of a benchmark's prompts, as its authors wrote them."""
+    file = resources.files("pqcache.harness.tasks").joinpath("prompts.json")
+    return json.loads(file.read_text(encoding="utf-8"))[task]

@@ -1,11 +1,11 @@
 """`xsum`: one-sentence summaries of news (Narayan et al., arXiv 1808.08745), as lm-eval's xsum asks for them (KVCrush).
 
-ROUGE-1, -2 and -L by `rouge_score` without stemming, mean F over documents; `task.rouge` says which is the score (KVCrush's
-"accuracy" names none; lm-eval's own figure is ROUGE-L). Zero-shot; an answer ends at its first line break, so a model that
-begins with one has said nothing.
+ROUGE-1, -2 and -L by `rouge_score` without stemming, mean F over documents. `task.rouge` chooses the score: KVCrush does not
+say which one its "accuracy" is; lm-eval's own figure is ROUGE-L. Zero-shot. An answer ends at its first line break, so an
+answer that begins with one is empty.
 
-Deviations: lm-eval takes the task from the package unitxt, whose prompt is rebuilt here without it (its instruction and the
-document; unitxt's own layout around them is left out).
+Deviations: lm-eval takes the task from the package unitxt. Its instruction and document are rebuilt here without unitxt's
+layout around them.
 """
 
 from __future__ import annotations
@@ -16,81 +16,62 @@ from random import Random
 from typing import Any, Literal
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks import data_set as published
-from pqcache.harness.tasks import sources
-from pqcache.harness.tasks.base import Built, Docs, TaskRequest, TaskSpec, dataset_of, require
+from pqcache.harness.tasks.base import TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
-FIELDS = ("document", "summary", "id")
-DATA = published.DataSet(
+DATA = DataSet(
     "EdinburghNLP/xsum",
     revision="refs/convert/parquet",
-    fields=FIELDS,
+    fields=("document", "summary", "id"),
     files=("test.jsonl", "test.parquet", "xsum.jsonl"),
 )
 PROMPT = "Summarize the following document: {document}."
-MAX_NEW_TOKENS = 256
-DEFAULT_SAMPLES = 50  # constructed rows, where no limit is given
 METRICS = ("rouge1", "rouge2", "rougeL")
 
 
 @dataclass(kw_only=True)
-class Options:
-    source: str = sources.HUB  # hub, constructed, or a file or folder with test.jsonl
-    rouge: Literal["rouge1", "rouge2", "rougeL"] = "rougeL"  # the score; the row's metrics have all three
-    sentences: int = 20  # of a constructed document
+class XSumOptions:
+    # hub, constructed, or a file or folder with test.jsonl
+    source: str = HUB
+    # the score; all three are in the row's metrics
+    rouge: Literal["rouge1", "rouge2", "rougeL"] = "rougeL"
+    # sentences of a constructed document
+    sentences: int = 20
 
     def __post_init__(self) -> None:
-        published.check(self.source)
+        check_source(self.source, constructed=True, file=True)
         require(self.sentences >= 1, "sentences", self.sentences, "must be at least 1")
 
 
-def longest(options: Options, *, limit: int | None, model_name: str) -> tuple[str, int]:
-    return "task=xsum", 0
+class XSum(DataSetTask[XSumOptions]):
+    Options = XSumOptions
+    max_new_tokens = 256
 
+    def data_set(self) -> DataSet:
+        return DATA
 
-def made(rng: Random, number: int, sentences: int) -> dict[str, str]:
-    """A row in the data set's format: the summary is a sentence that its document tells twice."""
-    told = [documents.filler_sentence(rng) for _ in range(sentences)]
-    summary = rng.choice(told)
-    told.insert(rng.randint(0, len(told)), summary)
-    return {"document": " ".join(told).removesuffix("."), "summary": summary, "id": str(number)}
+    def construct(self, seed: int, number: int) -> dict[str, Any]:
+        """A row in the data set's format: the summary is a sentence that stands twice in its document."""
+        rng = Random(f"xsum/{seed}/{number}")
+        sentences = [documents.filler_sentence(rng) for _ in range(self.options.sentences)]
+        summary = rng.choice(sentences)
+        sentences.insert(rng.randint(0, len(sentences)), summary)
+        return {"document": " ".join(sentences).removesuffix("."), "summary": summary, "id": str(number)}
 
-
-def read(options: Options, seed: int, limit: int | None) -> tuple[list[dict], dict[str, Any]]:
-    if options.source == sources.CONSTRUCTED:
-        count = limit if limit is not None else DEFAULT_SAMPLES
-        rows = [made(Random(f"xsum/{seed}/{i}"), i, options.sentences) for i in range(count)]
-        return rows, published.constructed(rows, seed)
-    return DATA.read(options.source, limit)
-
-
-def prepare(options: Options, *, limit: int | None) -> None:
-    read(options, 0, limit)
-
-
-def build(options: Options, request: TaskRequest) -> Built:
-    rows, facts = read(options, request.seed, request.limit)
-    docs = [
-        {
-            "prompt": PROMPT.format(document=row["document"]),
-            "answer": row["summary"],
-            "meta": {"id": str(row["id"])},
-        }
-        for row in rows
-    ]
-    spec = TaskSpec(
-        name="xsum",
-        lm_eval_tasks=["xsum"],
-        metric={"xsum": options.rouge},
-        scale=100.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-        data=facts,
-    )
-    return spec, {"xsum": docs}
-
-
-def dataset(docs: Docs, **_: Any) -> dict:
-    return dataset_of(docs, "xsum")
+    def build(self, request: TaskRequest) -> TaskSpec:
+        rows, facts = self.read(request.seed, request.limit)
+        docs = [
+            {
+                "prompt": PROMPT.format(document=row["document"]),
+                "answer": row["summary"],
+                "meta": {"id": str(row["id"])},
+            }
+            for row in rows
+        ]
+        config = generation_task(
+            self.name, docs, process_results, METRICS, max_new_tokens=self.max_new_tokens, until=["\n"]
+        )
+        return TaskSpec(lm_eval_tasks=[config], metric={self.name: self.options.rouge}, data=facts)
 
 
 @cache

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.tasks import TaskRequest, build_task, task_options
 from pqcache.harness.tasks import needle as task
+from pqcache.harness.tasks import task_of
+from tests.harness.tasks.building import build, count_tokens
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
 
@@ -35,37 +35,27 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return _tokenizer(pre_tokenizers.WhitespaceSplit(), None)
 
 
-def _count(tokenizer):
-    """Tokens of a wrapped prompt, as a run counts them; no model is needed for it."""
-    chat = bool(tokenizer.chat_template)
-    return LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
-
-
-def _build(tokenizer, *, limit: int | None = None, seed: int = 0, model: str = "embedded", **options):
-    spec, manager = build_task(
-        "needle",
-        options,
-        TaskRequest(seed=seed, limit=limit, model_name=model, tokenizer=tokenizer, count_tokens=_count(tokenizer)),
-    )
-    return spec, manager.load(spec.lm_eval_tasks)["tasks"]["needle"]
+def needle_docs(
+    tokenizer, *, limit: int | None = None, seed: int = 0, model: str = "embedded", **options
+) -> list[dict]:
+    _, tasks = build("needle", options, tokenizer, limit=limit, seed=seed, model=model)
+    return tasks["needle"][1]
 
 
 def test_the_length_is_never_exceeded_and_nearly_used_up(tokenizer) -> None:
-    _, found = _build(tokenizer, lengths=[512, 1024], depths=[0, 30, 100])
-    docs = list(found.test_docs())
+    docs = needle_docs(tokenizer, lengths=[512, 1024], depths=[0, 30, 100])
     assert [(d["meta"]["length"], d["meta"]["depth"]) for d in docs] == [
         (512, 0), (512, 30), (512, 100), (1024, 0), (1024, 30), (1024, 100),
     ]  # fmt: skip
     for doc in docs:
-        used = _count(tokenizer)(doc["prompt"])
+        used = count_tokens(tokenizer, doc["prompt"])
         assert used == doc["meta"]["tokens"]
         assert doc["meta"]["length"] - 16 <= used <= doc["meta"]["length"]
         assert doc["prompt"].count(task.NEEDLE) == 1
 
 
 def test_the_needle_stands_after_a_sentence_end_at_its_depth(tokenizer) -> None:
-    _, found = _build(tokenizer, lengths=[1024], depths=[0, 25, 50, 75, 100])
-    for doc in found.test_docs():
+    for doc in needle_docs(tokenizer, lengths=[1024], depths=[0, 25, 50, 75, 100]):
         before, _, after = doc["prompt"].partition(task.NEEDLE)
         before, after, depth = before.removeprefix(task.HEAD), after.removesuffix(task.TAIL), doc["meta"]["depth"]
         share = 100 * len(before) / len(before + after)
@@ -100,29 +90,23 @@ def test_tokenizers_without_offsets() -> None:
     fast.backend_tokenizer.decoder = decoders.ByteLevel()
     prompts = []
     for tokenizer in (fast, Slow(fast)):
-        _, found = _build(tokenizer, lengths=[512], depths=[50])
-        prompts.append(found.test_docs()[0]["prompt"])
+        (doc,) = needle_docs(tokenizer, lengths=[512], depths=[50])
+        prompts.append(doc["prompt"])
     assert prompts[0] == prompts[1]
 
 
 def test_default_grids(tokenizer) -> None:
-    _, small = _build(tokenizer, limit=1)
-    assert small.test_docs()[0]["meta"]["length"] == 1024
-    _, large = _build(tokenizer, limit=1, model="some/model")
-    assert large.test_docs()[0]["meta"]["length"] == 1000
-    lengths, depths = task.GRID
-    assert (lengths[-1], len(depths)) == (30_000, 11)
-    assert task.EMBEDDED_GRID == ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
+    assert needle_docs(tokenizer, limit=1)[0]["meta"]["length"] == 1024
+    assert needle_docs(tokenizer, limit=1, model="some/model")[0]["meta"]["length"] == 1000
+    small, large = (task_of("needle").longest(limit=None, model_name=model) for model in ("embedded", "some/model"))
+    assert (small.prompt, large.prompt) == (8192, 30_000)
 
 
 def test_a_limit_keeps_the_first_documents_and_the_seed_changes_the_text(tokenizer) -> None:
     options = {"lengths": [512, 300], "depths": [50, 0]}
-    _, whole = _build(tokenizer, **options)
-    _, part = _build(tokenizer, limit=2, **options)
-    _, other = _build(tokenizer, seed=1, **options)
-    prompts = whole.test_docs()["prompt"]
-    assert part.test_docs()["prompt"][:] == prompts[:2]
-    assert other.test_docs()["prompt"][0] != prompts[0]
+    docs = needle_docs(tokenizer, **options)
+    assert needle_docs(tokenizer, limit=2, **options) == docs[:2]
+    assert needle_docs(tokenizer, seed=1, **options)[0]["prompt"] != docs[0]["prompt"]
 
 
 def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> None:
@@ -131,22 +115,20 @@ def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> 
     (folder / "b.txt").write_text("Second file.\n" + filler_text(Random(2), 600))
     (folder / "a.txt").write_text("First file.\n" + filler_text(Random(3), 600))
     (folder / "c.md").write_text("No text file.")
-    _, found = _build(tokenizer, lengths=[2048], depths=[100], haystack=str(folder))
-    prompt = found.test_docs()[0]["prompt"]
+    prompt = needle_docs(tokenizer, lengths=[2048], depths=[100], haystack=str(folder))[0]["prompt"]
     assert prompt.index("First file.") < prompt.index("Second file.")
     assert prompt.count("First file.") > 1
     assert "No text file." not in prompt
 
 
 def test_bad_haystacks_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    options = task_options("needle")
     empty, tiny = tmp_path / "empty", tmp_path / "tiny"
     empty.mkdir()
     tiny.mkdir()
     (tiny / "a.txt").write_text("Too little.")
     for folder, reason in [(tmp_path / "none", "is no folder"), (empty, "no .txt"), (tiny, "at least 1000")]:
         with pytest.raises(ValueError, match=reason) as error:
-            options(haystack=str(folder))
+            task_of("needle", {"haystack": str(folder)})
         assert str(error.value).startswith(f"task.haystack={folder}: ")
         assert "\n" not in str(error.value)
 
@@ -157,12 +139,12 @@ def test_bad_haystacks_are_refused_before_anything_is_built(tmp_path: Path) -> N
 def test_bad_grids_are_refused(bad: dict) -> None:
     (key,) = bad
     with pytest.raises(ValueError, match=rf"^task\.{key}="):
-        task_options("needle")(**bad)
+        task_of("needle", bad)
 
 
 def test_a_length_without_room_is_refused(tokenizer) -> None:
     with pytest.raises(ValueError, match=r"^task\.lengths=20: is too short; .* take \d+ tokens$"):
-        _build(tokenizer, lengths=[20])
+        needle_docs(tokenizer, lengths=[20])
 
 
 def test_scores() -> None:
@@ -189,6 +171,5 @@ def test_the_keyword_rule_agrees_with_the_judge(shared_data: Path) -> None:
 @pytest.mark.shared
 def test_real_essays(shared_data: Path) -> None:
     tokenizer = _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), TEMPLATE)
-    _, found = _build(tokenizer, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
-    (doc,) = found.test_docs()
-    assert 1000 <= _count(tokenizer)(doc["prompt"]) <= 1024
+    (doc,) = needle_docs(tokenizer, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
+    assert 1000 <= count_tokens(tokenizer, doc["prompt"]) <= 1024

@@ -3,126 +3,149 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib import resources
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
-from lm_eval import simple_evaluate
-from lm_eval.api.model import LM
+from lm_eval import evaluate
 
-from pqcache.embedded import load_tokenizer
-from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.tasks import TaskRequest, build_task, needle, needle_pocket, pocket, task_options
+from pqcache.harness.tasks import TASKS, task_class, task_of
+from tests.harness.tasks.building import Answer, build, request_of
 
-MADE = ("needle", "needle_pocket", *pocket.SUITES)  # of documents that are made here, answered by the embedded model
-SMALL = {name: {"length": 512} for name in MADE} | {"needle": {"lengths": [512, 640], "depths": [0, 50, 100]}}
-ALONE = [name for name in MADE if name != "pocket"]  # of one lm-eval task
-SOME = ["needle", "needle_pocket", "pocket", "pocket_chain"]  # the group runs every family
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer()
-
-
-def asked(tokenizer, *, seed: int, limit: int) -> TaskRequest:
-    """Tokens of a wrapped prompt are counted as a run counts them; no model is needed for it."""
-    chat = bool(tokenizer.chat_template)
-    count = LoadedModel("m", None, tokenizer, chat, None, None).count  # type: ignore[arg-type]
-    return TaskRequest(seed=seed, limit=limit, model_name="embedded", tokenizer=tokenizer, count_tokens=count)
-
-
-class Answers(LM):
-    """Answers with what the document says, or with nothing."""
-
-    def __init__(self, right: bool) -> None:
-        super().__init__()
-        self.right = right
-
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        return [request.doc["answer"] if self.right else "" for request in requests]
-
-    def loglikelihood(self, requests, disable_tqdm: bool = False):
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
-        raise NotImplementedError
+POCKET = [name for name in TASKS if name.startswith("pocket_")]
+# Documents that are generated, and answered by the embedded model.
+GENERATED: dict[str, dict[str, Any]] = {name: {"length": 512} for name in ("needle_pocket", "pocket", *POCKET)}
+GENERATED["needle"] = {"lengths": [512, 640], "depths": [0, 50, 100]}
+# Rows of published data sets, constructed.
+CONSTRUCTED: dict[str, dict[str, Any]] = {
+    "gsm8k_cot": {},
+    "gsm8k_cot_long": {"shots": 2},
+    "humaneval": {"execute": True},
+    "line_retrieval": {"lines": 20},
+    "pg19": {"tokens": 600, "stride": 200},
+    "ruler": {"length": 640, "families": ["niah_single_3", "vt", "qa_2"]},
+    "xsum": {"sentences": 6},
+}
 
 
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("name", SOME)
-def test_through_lm_eval(name: str, right: bool, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["needle", "needle_pocket", "pocket"])
+def test_through_lm_eval(name: str, right: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", None)  # the documents never pass through the datasets cache
-    spec, manager = build_task(name, SMALL[name], asked(tokenizer, seed=0, limit=3))
-    results = simple_evaluate(
-        Answers(right), tasks=spec.lm_eval_tasks, task_manager=manager, limit=3, bootstrap_iters=0, log_samples=True
-    )
-    for task, metric in spec.metric.items():
-        samples = results["samples"][task]
-        assert len(samples) == 3
-        assert [s[metric] * spec.scale for s in samples] == [100.0 if right else 0.0] * 3
+    task = task_of(name, GENERATED[name])
+    spec, loaded = task.load(request_of(tokenizer, limit=2))
+    results = evaluate(Answer(None if right else ""), loaded, limit=2, bootstrap_iters=0, log_samples=True)
+    assert results is not None
+    assert results["samples"].keys() == spec.metric.keys()
+    for lm_eval_task, metric in spec.metric.items():
+        samples = results["samples"][lm_eval_task]
+        assert len(samples) == 2
+        assert [s[metric] * spec.scale for s in samples] == [100.0 if right else 0.0] * 2
         assert all(s["doc"]["meta"]["tokens"] <= s["doc"]["meta"]["length"] for s in samples)
-        assert samples[0]["arguments"][0][1]["max_gen_toks"] <= spec.max_new_tokens
+        assert samples[0]["arguments"][0][1]["max_gen_toks"] <= task.max_new_tokens
+
+
+def test_the_pocket_group_has_every_family() -> None:
+    assert len(POCKET) == 8
+    assert task_of("pocket").max_new_tokens == max(task_of(name).max_new_tokens for name in POCKET)
 
 
 @pytest.mark.parametrize("name", ["needle", "needle_pocket", "pocket_chain"])
-def test_a_larger_limit_only_adds_documents(name: str, tokenizer) -> None:
+def test_a_larger_limit_only_adds_documents(name: str, tokenizer: Any) -> None:
     prompts = []
     for limit in (2, 4):
-        spec, manager = build_task(name, SMALL[name], asked(tokenizer, seed=3, limit=limit))
-        (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
-        prompts.append(list(task.test_docs()["prompt"]))
+        _, tasks = build(name, GENERATED[name], tokenizer, seed=3, limit=limit)
+        ((_, docs),) = tasks.values()
+        prompts.append([doc["prompt"] for doc in docs])
     assert len(prompts[1]) == 4
     assert prompts[1][:2] == prompts[0]
 
 
-@pytest.mark.parametrize("module", [needle, needle_pocket])
-def test_definition_and_module_agree(module, tokenizer) -> None:
-    name = module.__name__.rpartition(".")[2]
-    text = resources.files("pqcache.harness.tasks").joinpath(f"{name}.yaml").read_text()
-    definition = yaml.load(text.replace("!function ", ""), Loader=yaml.SafeLoader)
-    assert definition["task"] == name
-    assert definition["generation_kwargs"]["max_gen_toks"] == module.MAX_NEW_TOKENS
-
-
-@pytest.mark.parametrize(("name", "length"), [(name, None if name == "needle" else 2048) for name in ALONE])
-def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, length: int | None, tokenizer) -> None:
+@pytest.mark.parametrize("name", [name for name in GENERATED if name != "pocket"])
+def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, tokenizer: Any) -> None:
     """The first answer token comes from exact prefill attention: only what follows measures a method."""
-    options = {"length": length} if length else SMALL[name]
-    spec, manager = build_task(name, options, asked(tokenizer, seed=1, limit=4))
-    (task,) = manager.load(spec.lm_eval_tasks)["tasks"].values()
-    sizes = [len(tokenizer(doc["answer"], add_special_tokens=False)["input_ids"]) for doc in task.test_docs()]
+    options = GENERATED[name] if name == "needle" else {"length": 2048}
+    _, tasks = build(name, options, tokenizer, seed=1, limit=4)
+    ((_, docs),) = tasks.values()
+    sizes = [len(tokenizer(doc["answer"], add_special_tokens=False)["input_ids"]) for doc in docs]
     assert min(sizes) >= 8
-    assert max(sizes) + 1 <= spec.max_new_tokens
+    assert max(sizes) + 1 <= task_of(name, options).max_new_tokens
 
 
-def test_the_pocket_group_is_the_unweighted_mean_of_its_families(tokenizer) -> None:
-    spec, manager = build_task("pocket", {"length": 512}, asked(tokenizer, seed=0, limit=1))
-    assert set(spec.metric) == set(MADE) - {"needle", "needle_pocket", "pocket"}
-    for task in manager.load(spec.lm_eval_tasks)["tasks"].values():
-        assert (
-            task.config.generation_kwargs["max_gen_toks"] == pocket.NEW_TOKENS[task.config.task.removeprefix("pocket_")]
-        )
-    results = simple_evaluate(Answers(True), tasks=spec.lm_eval_tasks, task_manager=manager, limit=1, bootstrap_iters=0)
-    assert results["groups"]["pocket"]["score,none"] == 1.0
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_constructed_rows_are_seeded_and_a_limit_only_adds(name: str, tokenizer: Any) -> None:
+    options = {"source": "constructed", **CONSTRUCTED[name]}
+    task_of(name, options).prepare(limit=2)
+    spec, few = build(name, options, tokenizer, limit=2)
+    _, more = build(name, options, tokenizer, limit=3)
+    _, other = build(name, options, tokenizer, limit=2, seed=1)
+    assert set(spec.metric) == set(few)
+    assert spec.data["source"] == "constructed"
+    assert re.fullmatch("[0-9a-f]{64}", spec.data["sha256"]["rows"])
+    for key, (_, docs) in few.items():
+        assert docs == more[key][1][: len(docs)]
+        assert docs != other[key][1]
+        assert len(more[key][1]) == 3
 
 
-def test_options_have_types_and_defaults() -> None:
-    defaults = {name: {f.name: f.default for f in dataclasses.fields(task_options(name))} for name in MADE}
-    assert defaults["needle_pocket"] == defaults["pocket"] == defaults["pocket_chain"] == {"length": 2048}
-    assert defaults["needle"] == {"lengths": None, "depths": None, "haystack": None}
+# -- options ---------------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_task_gets_a_did_you_mean() -> None:
+@pytest.mark.parametrize("name", TASKS)
+def test_options_have_defaults_and_a_task_is_made_of_them(name: str) -> None:
+    task = task_of(name)
+    assert task.name == name
+    assert dataclasses.asdict(task.options).keys() == {f.name for f in dataclasses.fields(task_class(name).Options)}
+    prompt = task.longest(limit=None, model_name="embedded")
+    assert prompt.option.startswith("task")
+    assert prompt.prompt >= 0 and prompt.answer >= 1
+
+
+def test_an_unknown_task_gets_a_did_you_mean() -> None:
     with pytest.raises(ValueError, match="^task=needle_poket: unknown task; did you mean needle_pocket"):
-        task_options("needle_poket")
+        task_class("needle_poket")
 
 
-def test_a_prompt_too_short_for_pocket_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^task\.length=511: must be at least 512"):
-        task_options("pocket")(length=511)
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_missing_data_is_one_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^task\.source=") as error:
+        task_of(name, {**CONSTRUCTED[name], "source": str(tmp_path)}).prepare(limit=1)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^task\.source=nowhere"):
+        task_of(name, {"source": "nowhere"})
 
 
-def test_a_prompt_too_short_for_needle_pocket_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^task\.length=10: must be at least"):
-        task_options("needle_pocket")(length=10)
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("pocket", {"length": 511}, "task.length=511: must be at least 512"),
+        ("needle_pocket", {"length": 10}, "task.length=10: must be at least"),
+        ("gsm8k_cot_long", {"shots": 11}, "task.shots=11: must be from 0 to 10"),
+        ("gsm8k_cot_long", {"tokens": 5}, "task.tokens=5: must be at least 64"),
+        ("humaneval", {"timeout": 0.0}, "task.timeout=0.0: must be seconds above 0"),
+        ("line_retrieval", {"lines": 0}, "task.lines=0: must be at least 1"),
+        ("pg19", {"stride": 0}, "task.stride=0: must be at least 1"),
+        ("ruler", {"length": 500}, "task.length=500: must be at least 512"),
+        ("ruler", {"families": ["niah_singel_1"]}, "task.families=niah_singel_1: unknown; did you mean niah_single_1?"),
+        ("xsum", {"sentences": 0}, "task.sentences=0: must be at least 1"),
+    ],
+)
+def test_bad_options_are_one_line(name: str, options: dict, line: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(line)):
+        task_of(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("humaneval", {"source": "constructed"}, "task.execute=false: task=humaneval runs programs"),
+        ("pg19", {"mode": "stream", "tokens": 500}, "task.prefill=1024: must leave tokens of task.tokens=500"),
+        ("pg19", {"tokens": 500, "stride": 600}, "task.stride=600: gives no position"),
+        ("line_retrieval", {"lines": 201}, "task.lines=201: source=hub has 100, 150"),
+        ("ruler", {"length": 5000}, "task.length=5000: source=hub has 4096"),
+    ],
+)
+def test_options_that_are_wrong_together(name: str, options: dict, line: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(line)):
+        task_of(name, options).check()

@@ -1,0 +1,151 @@
+"""`gsm8k_cot_long`: GSM8K with ten long worked examples before the question (PQCache, section 4.2.3, Fig. 9a).
+
+The ten examples are rows of GSM8K's train split, eight with nine steps of reasoning and two with eight. The prompt is
+PQCache's, byte for byte: one line break, not two, before the question, and no cue after it; no chat template. The scorer
+is PQCache's too: the last number before the next "Question:", without sign and thousands separators.
+
+    python run.py -m task=gsm8k_cot_long method=full,pqcache budget=256,512,1024,2048     # accuracy over attended tokens
+    python run.py -m task=gsm8k_cot_long task.tokens=1024,2048 method=full                # over prompt tokens
+
+Deviations:
+- An answer ends where the scorer stops reading it, not always after 256 tokens; the score is the same.
+- A prompt that does not fit the model is refused (the released code does not cut these prompts either).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.gsm8k import constructed
+from pqcache.harness.tasks.sources import (
+    CONSTRUCTED,
+    HUB,
+    DataSet,
+    DataSetTask,
+    Rows,
+    check_source,
+    constructed_facts,
+    digest,
+    read_rows,
+)
+
+FIELDS = ("question", "answer")
+TEST = DataSet("openai/gsm8k", config="main", fields=FIELDS, files=("test.jsonl", "gsm8k_test.jsonl", "test.parquet"))
+TRAIN = DataSet("openai/gsm8k", config="main", split="train", fields=FIELDS, files=("train.jsonl", "train.parquet"))
+EXEMPLARS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)  # rows of the train split, in the prompt's order
+STEPS = (9,) * 8 + (8,) * 2  # lines of reasoning of each
+CUE = "\nLet's think step by step\n"
+END = "\nQuestion: "
+
+
+@dataclass(kw_only=True)
+class Gsm8kCotLongOptions:
+    # hub, constructed, or a folder with test.jsonl and train.jsonl
+    source: str = HUB
+    # worked examples in the prompt
+    shots: int = 10
+    # longest prompt in tokens: examples are left out from the front; null: all of them
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_source(self.source, constructed=True, file=True)
+        require(0 <= self.shots <= len(EXEMPLARS), "shots", self.shots, f"must be from 0 to {len(EXEMPLARS)}")
+        require(self.tokens is None or self.tokens >= 64, "tokens", self.tokens, "must be at least 64, or null")
+
+
+class Gsm8kCotLong(DataSetTask[Gsm8kCotLongOptions]):
+    Options = Gsm8kCotLongOptions
+    max_new_tokens = 256
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        tokens = self.options.tokens
+        return Longest(f"task.tokens={tokens}", tokens or 0, self.max_new_tokens)
+
+    def data_set(self) -> DataSet:
+        return TEST
+
+    def construct(self, seed: int, number: int) -> dict[str, Any]:
+        return constructed.numbered_problem(seed, number)
+
+    def read_all(self, seed: int, limit: int | None) -> tuple[Rows, Rows, dict[str, Any]]:
+        """(the ten rows of the examples, the test rows, the facts of their source)"""
+        rows, facts = self.read(seed, limit)
+        if self.options.source == CONSTRUCTED:
+            examples: Rows = [constructed.problem(Random(f"gsm8k/{seed}/{i}"), n) for i, n in enumerate(STEPS)]
+            return examples, rows, constructed_facts(examples + rows, seed)
+        examples = exemplars(self.options.source)
+        facts["sha256"]["examples"] = digest(examples)
+        return examples, rows, facts
+
+    def prepare(self, *, limit: int | None) -> None:
+        self.read_all(0, limit)
+
+    def build(self, request: TaskRequest) -> TaskSpec:
+        example_rows, rows, facts = self.read_all(request.seed, request.limit)
+        examples = [worked(row) for row in example_rows[: self.options.shots]]
+        docs = []
+        for row in rows:
+            kept = self._fitting(examples, row["question"], request.tokenizer)
+            prompt = prompt_of(kept, row["question"])
+            docs.append({"prompt": prompt, "answer": row["answer"], "meta": {"shots": len(kept)}})
+        config = generation_task(
+            self.name,
+            docs,
+            process_results,
+            ["accuracy"],
+            max_new_tokens=self.max_new_tokens,
+            until=[END],
+            wrapper="none",
+        )
+        return TaskSpec(lm_eval_tasks=[config], metric={self.name: "accuracy"}, data=facts)
+
+    def _fitting(self, examples: list[str], question: str, tokenizer: Any) -> list[str]:
+        """The last examples whose prompt has at most `task.tokens` tokens."""
+        most = self.options.tokens
+        while most is not None and len(tokenizer(prompt_of(examples, question), verbose=False)["input_ids"]) > most:
+            require(bool(examples), "tokens", most, "is too short for a question alone")
+            examples = examples[1:]
+        return examples
+
+
+def worked(row: dict[str, Any]) -> str:
+    """A train row as an example: question, cue, reasoning without calculator marks, and the answer."""
+    reasoning, answer = re.sub(r"<<.*?>>", "", row["answer"]).split("\n#### ")
+    return f"Question: {row['question']}{CUE}{reasoning}\nThe answer is {answer}"
+
+
+def exemplars(source: str) -> Rows:
+    """The ten train rows; of a folder from train.jsonl, or from a train*.jsonl whose rows have a `train_index`."""
+    by_index: dict[int, dict[str, Any]] = {}
+    folder = Path(source).expanduser()
+    if source == HUB or any((folder / name).is_file() for name in TRAIN.files):
+        rows, _ = TRAIN.read(source)
+        by_index = dict(enumerate(rows))
+    else:
+        for path in sorted(folder.glob("train*.jsonl")):
+            for row in read_rows(path, fields=FIELDS):
+                by_index.setdefault(int(row.get("train_index", -1)), row)
+    missing = [index for index in EXEMPLARS if index not in by_index]
+    require(not missing, "source", source, f"holds no train.jsonl with rows {', '.join(map(str, missing))} of GSM8K")
+    return [by_index[index] for index in EXEMPLARS]
+
+
+def prompt_of(examples: list[str], question: str) -> str:
+    """Blank lines between the examples, one line break before the question."""
+    return "\n\n".join(examples) + f"{END}{question}\n" if examples else f"Question: {question}\n"
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text, without its sign."""
+    numbers = re.findall(r"\d*\.?\d+", text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None
+
+
+def process_results(doc: dict, results: list[str]) -> dict[str, float]:
+    number = last_number(results[0].split(END)[0])
+    return {"accuracy": float(number is not None and number == last_number(doc["answer"]))}

@@ -1,0 +1,259 @@
+"""Rows in LongBench's format, made here to try out `task=longbench*` without its data (`task.source=constructed`).
+
+    construct("hotpotqa", 3, tokens=1024, seed=0, count=lambda text: len(tokenizer(text)["input_ids"]))
+
+The rows have their data set's layout (passages, paragraphs, few-shot examples, code), and their text holds the answer.
+They do not show how well a model reads the real rows. Row i depends on (data set, seed, tokens, i) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+from pqcache.embedded.documents import filler_sentence
+
+SHORTEST = 128  # tokens; the fixed parts of every layout need that much
+NOMINAL_WORDS = (2000, 6000, 12000)  # LongBench-E: lengths that rows state in turn, one for each bucket
+
+Count = Callable[[str], int]
+
+_NAMES = (
+    "Alder Birch Cedar Dorrit Elwin Fallon Garrick Hollis Imogen Jasper Keston Larkin Mabel Nolan Orla Perrin".split()
+)
+_THINGS = "harbour bridge archive mill orchard theatre quarry station garden chapel market library".split()
+_VALUES = "amber cobalt crimson emerald ivory jade maroon ochre pearl russet scarlet silver teal umber violet".split()
+_TOWNS = "Ashford Brightwater Colwick Dunmere Eastmoor Fernley Greystone Highfield Inverlea Kingsport".split()
+_CLASSES = {
+    "Food": "What do the people of {t} eat in winter ?",
+    "Date": "When was the {o} of {t} opened ?",
+    "Animal": "What kind of bird lives near the {o} ?",
+    "Price": "How much did the {o} of {t} cost ?",
+    "Individual": "Who built the {o} of {t} ?",
+    "Distance, linear measure": "How far is it from {t} to the {o} ?",
+    "Currency type": "What money was used in {t} ?",
+    "Reason": "Why was the {o} of {t} closed ?",
+}  # fmt: skip
+
+
+class _Writer:
+    """One row's random choices, and its room in tokens."""
+
+    def __init__(self, rng: Random, room: int, count: Count) -> None:
+        self.rng, self.room, self.count = rng, room, count
+
+    def pick(self, words: list[str], n: int) -> list[str]:
+        return self.rng.sample(words, n)
+
+    def sentences(self, n: int) -> str:
+        return " ".join(filler_sentence(self.rng) for _ in range(n))
+
+    def fill(self, make: Callable[[int], str], fixed: str, least: int = 0) -> list[str]:
+        """make(0), make(1), ...: as many pieces as fit beside the text `fixed`, with one token to join each; at least `least`."""
+        room = self.room - self.count(fixed)
+        pieces: list[str] = []
+        while True:
+            piece = make(len(pieces))
+            room -= self.count(piece) + 1
+            if room < 0 and len(pieces) >= least:
+                return pieces
+            pieces.append(piece)
+
+    def put(self, piece: str, among: list[str]) -> list[str]:
+        """The pieces with one more at a random place."""
+        at = self.rng.randint(0, len(among))
+        return [*among[:at], piece, *among[at:]]
+
+
+def _fact(w: _Writer) -> tuple[str, str, str]:
+    """(sentence, question, answer)"""
+    (thing,), (town,), colours = w.pick(_THINGS, 1), w.pick(_TOWNS, 1), w.pick(_VALUES, 2)
+    answer = " and ".join(colours)
+    return f"The {thing} of {town} is painted {answer}.", f"In which colours is the {thing} of {town} painted?", answer
+
+
+def _document(w: _Writer) -> dict[str, Any]:
+    """A fact in a long text."""
+    fact, question, answer = _fact(w)
+    filler = w.fill(lambda i: w.sentences(1), fact + question)
+    return {"context": " ".join(w.put(fact, filler)), "input": question, "answers": [answer]}
+
+
+def _passages(w: _Writer) -> dict[str, Any]:
+    """Numbered passages; two of them lead to the answer."""
+    fact, _, answer = _fact(w)
+    (name,) = w.pick(_NAMES, 1)
+    town, thing = fact.split(" is ")[0].split(" of ")[1], fact.split(" ")[1]
+    link = f"{name} was born in {town}."
+    question = f"In which colours is the {thing} of {name}'s home town painted?"
+    filler = w.fill(lambda i: f"Passage {i}:\n{w.sentences(2)}", f"Passage 1:\n{fact}\nPassage 2:\n{link}{question}")
+    bodies = [piece.partition("\n")[2] for piece in filler]
+    bodies = w.put(link, w.put(fact, bodies))
+    return {
+        "context": "\n".join(f"Passage {i}:\n{body}" for i, body in enumerate(bodies, 1)),
+        "input": question,
+        "answers": [answer],
+    }
+
+
+def _report(w: _Writer, title: str = "Section") -> dict[str, Any]:
+    """A text in parts, to be summarized; no input."""
+    fact, _, _ = _fact(w)
+    filler = w.fill(lambda i: f"{title} {i + 1}:\n{w.sentences(2)}", f"{title} 1:\n{fact}")
+    parts = [piece.partition("\n")[2] for piece in filler]
+    return {
+        "context": "\n".join(f"{title} {i}:\n{part}" for i, part in enumerate(w.put(fact, parts), 1)),
+        "input": "",
+        "answers": [" ".join([fact, *(part.partition(".")[0] + "." for part in parts[:2])])],
+    }
+
+
+def _meeting(w: _Writer) -> dict[str, Any]:
+    speakers = w.pick(_NAMES, 3)
+    fact, _, _ = _fact(w)
+    question = f"What did {speakers[0]} say about the colours?"
+    own = f"{speakers[0]}: {fact}"
+    filler = w.fill(lambda i: f"{speakers[i % 3]}: {w.sentences(1)}", own + question)
+    return {"context": "\n".join(w.put(own, filler)), "input": question, "answers": [f"{speakers[0]} said: {fact}"]}
+
+
+def _labels(w: _Writer) -> dict[str, Any]:
+    classes = list(_CLASSES)
+
+    def example() -> tuple[str, str]:
+        label = w.rng.choice(classes)
+        return _CLASSES[label].format(t=w.pick(_TOWNS, 1)[0], o=w.pick(_THINGS, 1)[0]), label
+
+    question, label = example()
+    last = f"Question: {question}\nType:"
+    shots = w.fill(lambda i: "Question: {}\nType: {}".format(*example()), last)
+    return {"context": "\n".join(shots), "input": last, "answers": [label], "all_classes": classes}
+
+
+def _trivia(w: _Writer) -> dict[str, Any]:
+    def example(_: int) -> str:
+        fact, question, answer = _fact(w)
+        return f"Passage:\n{fact} {w.sentences(1)}\nQuestion:\n{question}\nAnswer:\n{answer}"
+
+    fact, question, answer = _fact(w)
+    last = f"Passage:\n{fact}\nQuestion:\n{question}\nAnswer:\n"
+    return {"context": "\n\n\n".join(w.fill(example, last)), "input": last, "answers": [answer, answer.split()[0]]}
+
+
+def _dialogues(w: _Writer) -> dict[str, Any]:
+    def dialogue() -> tuple[str, str]:
+        one, two = w.pick(_NAMES, 2)
+        fact, question, answer = _fact(w)
+        return f"Dialogue: {one}: {question}\n{two}: {answer}\nSummary: ", f"{two} tells {one}: {fact}"
+
+    last, summary = dialogue()
+    return {"context": "\n".join(w.fill(lambda i: "".join(dialogue()), last)), "input": last, "answers": [summary]}
+
+
+def _paragraphs(w: _Writer) -> list[str]:
+    sentences = max(1, w.room // 1024)  # there are 30 paragraphs at most
+    made = w.fill(lambda i: f"Paragraph {i + 1}: {w.sentences(sentences)}", "", least=2)
+    return [piece.partition(": ")[2] for piece in made]
+
+
+def _number(paragraphs: list[str]) -> str:
+    return "\n\n".join(f"Paragraph {i}: {text}" for i, text in enumerate(paragraphs, 1))
+
+
+def _repeats(w: _Writer) -> dict[str, Any]:
+    paragraphs = _paragraphs(w)
+    for i in range(1, len(paragraphs), 3):
+        paragraphs[i] = min(paragraphs[i - 1], paragraphs[i], key=w.count)
+        paragraphs[i - 1] = paragraphs[i]
+    return {"context": _number(paragraphs), "input": "", "answers": [str(len(set(paragraphs)))]}
+
+
+def _retrieval(w: _Writer) -> dict[str, Any]:
+    w.room -= max(48, w.room // 16)  # the input repeats a paragraph
+    paragraphs = _paragraphs(w)[:30]
+    at = w.rng.randrange(len(paragraphs))
+    return {
+        "context": _number(paragraphs),
+        "input": "It is told that " + paragraphs[at][0].lower() + paragraphs[at][1:],
+        "answers": [f"Paragraph {at + 1}"],
+    }
+
+
+def _function(w: _Writer) -> str:
+    thing, (colour,) = w.pick(_THINGS, 2), w.pick(_VALUES, 1)
+    return f"def {thing[0]}_{colour}({thing[1]}):\n    return {thing[1]} + {w.rng.randrange(100)}\n"
+
+
+def _code(w: _Writer) -> dict[str, Any]:
+    body, answer = "def paint(wall, colour):\n    wall.colour = colour\n", "    return wall"
+    return {"context": "\n".join([*w.fill(lambda i: _function(w), body), body]), "input": "", "answers": [answer]}
+
+
+def _repository(w: _Writer) -> dict[str, Any]:
+    (colour,) = w.pick(_VALUES, 1)
+    body = f"# Path: src/main.py\nfrom colours import mix_{colour}\n\ndef main(wall):\n"
+    needed = f"def mix_{colour}(wall):\n    return wall\n"
+    functions = w.put(needed, w.fill(lambda i: _function(w), "# Path: src/colours.py\n" + needed + body))
+    return {
+        "context": "# Path: src/colours.py\n" + "\n".join(functions),
+        "input": body,
+        "answers": [f"    return mix_{colour}(wall)"],
+    }
+
+
+_LAYOUTS: dict[str, Callable[[_Writer], dict[str, Any]]] = {
+    "narrativeqa": _document,
+    "qasper": _document,
+    "multifieldqa_en": _document,
+    "hotpotqa": _passages,
+    "2wikimqa": _passages,
+    "musique": _passages,
+    "gov_report": _report,
+    "qmsum": _meeting,
+    "multi_news": lambda w: _report(w, "Passage"),
+    "trec": _labels,
+    "triviaqa": _trivia,
+    "samsum": _dialogues,
+    "passage_count": _repeats,
+    "passage_retrieval_en": _retrieval,
+    "repobench-p": _repository,
+    "lcc": _code,
+}
+
+
+def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: bool = False) -> list[dict[str, Any]]:
+    """`n` rows. Context and input of each have together at most `tokens` tokens, counted by `count`.
+
+    e: rows of LongBench-E, which state NOMINAL_WORDS as their lengths.
+    """
+    counted = lru_cache(maxsize=4096)(count)
+    rows = []
+    for i in range(n):
+        room = tokens
+        while True:
+            row = _LAYOUTS[dataset](_Writer(Random(f"longbench/{dataset}/{seed}/{tokens}/{i}"), room, counted))
+            row_tokens = count(row["context"]) + count(row["input"])
+            if row_tokens <= tokens:
+                break
+            # joined pieces may have more tokens than separate ones
+            room -= max(row_tokens - tokens, 4)
+            if room < 0:
+                raise ValueError(
+                    f"task.constructed_tokens={tokens}: too small for a row of {dataset} with this tokenizer"
+                )
+        words = len(f"{row['context']} {row['input']}".split())
+        rows.append(
+            {
+                "input": row["input"],
+                "context": row["context"],
+                "answers": row["answers"],
+                "length": NOMINAL_WORDS[i % len(NOMINAL_WORDS)] if e else words,
+                "dataset": dataset,
+                "language": "en" if dataset not in ("repobench-p", "lcc") else "python",
+                "all_classes": row.get("all_classes"),
+                "_id": f"constructed-{dataset}-{seed}-{i}",
+            }
+        )
+    return rows

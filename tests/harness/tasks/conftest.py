@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pqcache.embedded import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The embedded model's."""
+    return load_tokenizer()

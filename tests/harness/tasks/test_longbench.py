@@ -1,0 +1,192 @@
+"""LongBench as the official code runs it: prompts byte by byte, truncation, stopping, scores, buckets.
+
+The digests are of prompts that the official templates give with str.format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqcache.harness.tasks import TASKS, sources, task_of
+from pqcache.harness.tasks.longbench import data_sets
+from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
+from pqcache.harness.tasks.longbench.data_sets import DATASETS, bucket_of, fill, max_length, score
+from tests.harness.tasks.building import build, write_rows
+
+ROW = {
+    "input": "Who said {context} {} first?\n",
+    "context": "Line one has {input} and {braces}.\n\n  Line two: \\n 100 % 'quoted' \"text\"",
+    "answers": ["x"],
+    "length": 9,
+    "dataset": "d",
+    "language": "en",
+    "all_classes": None,
+    "_id": "1",
+}
+PROMPTS = {
+    "narrativeqa": "03074dd8c9961be8",
+    "qasper": "20e8605c08dc08d6",
+    "multifieldqa_en": "549b721e02a6541b",
+    "hotpotqa": "78167a95fdb8c604",
+    "2wikimqa": "78167a95fdb8c604",
+    "musique": "78167a95fdb8c604",
+    "gov_report": "30d092b1e2546976",
+    "qmsum": "f098ce7542cbc633",
+    "multi_news": "7dcd91ca75d26130",
+    "trec": "5ba10cf21fd63b2d",
+    "triviaqa": "e90c76f837675063",
+    "samsum": "bc18276605e3b5a8",
+    "passage_count": "ed6f2e9faa39b750",
+    "passage_retrieval_en": "5bc91e93ad4090b7",
+    "repobench-p": "29d512cdfabaee02",
+    "lcc": "e938a9f8fdbd350f",
+}
+NEW_TOKENS = {
+    **dict.fromkeys(["narrativeqa", "qasper", "samsum"], 128),
+    **dict.fromkeys(["multifieldqa_en", "trec", "lcc", "repobench-p"], 64),
+    **dict.fromkeys(["hotpotqa", "2wikimqa", "musique", "triviaqa", "passage_count", "passage_retrieval_en"], 32),
+    **dict.fromkeys(["gov_report", "qmsum", "multi_news"], 512),
+}
+
+
+def make_row(**fields: Any) -> dict[str, Any]:
+    return {**ROW, "context": "The cat sat.", "input": "Who?", **fields}
+
+
+def write_files(folder: Path, **files: list[dict]) -> Path:
+    """<data set>.jsonl of each; an underscore before p stands for repobench-p's hyphen."""
+    for name, rows in files.items():
+        write_rows(folder / f"{name.replace('repobench_p', 'repobench-p')}.jsonl", rows)
+    return folder
+
+
+def digest(*texts: str) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode() + (b"\0" if len(texts) > 1 else b""))
+    return found.hexdigest()[:16]
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_prompts_are_the_official_ones_to_the_byte(dataset: str) -> None:
+    assert digest(fill(dataset, ROW)) == PROMPTS[dataset]
+
+
+@pytest.mark.shared
+def test_prompts_of_real_rows(shared_data: Path) -> None:
+    for name, dataset, expected in (
+        ("multi_news", "multi_news", "daf97320e7bee672"),
+        ("multifieldqa_zh", "multifieldqa_en", "3d4a55ef55f2439d"),  # rows of another language, with the same fields
+        ("passage_retrieval_zh", "passage_retrieval_en", "986f29b39692aab7"),
+    ):
+        rows = sources.read_rows(shared_data / "longbench" / f"{name}.jsonl", fields=data_sets.FIELDS)
+        assert digest(*(fill(dataset, row) for row in rows)) == expected
+
+
+def test_answers_lengths_and_groups_are_the_official_ones() -> None:
+    assert {name: task_of(f"longbench_{name}").max_new_tokens for name in DATASETS} == NEW_TOKENS
+    assert len(DATASETS) == 16
+    assert set(task_of("longbench").datasets()) == set(DATASETS)
+    assert set(task_of("longbench_e").datasets()) == set(DATASETS) - {"narrativeqa", "musique", "qmsum"}
+    assert {"longbench", "longbench_e", *(f"longbench_{name}" for name in DATASETS)} <= set(TASKS)
+
+
+def test_another_template_than_the_official_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {**DATASETS, "qasper": data_sets.Official("qa_f1", 128, "0" * 16)}
+    monkeypatch.setattr(data_sets, "DATASETS", changed)
+    data_sets.template.cache_clear()
+    with pytest.raises(ValueError, match=r"qasper.*install lm-eval"):
+        data_sets.template("qasper")
+    data_sets.template.cache_clear()
+
+
+def test_published_truncation_lengths() -> None:
+    assert max_length("meta-llama/Llama-2-7b-chat-hf") == max_length("llama-2-7b-chat") == 3500
+    assert max_length("mistralai/Mistral-7B-Instruct-v0.2") == 32000
+    assert max_length("meta-llama/Llama-3.1-8B-Instruct") == 130_000
+    assert max_length("zai-org/glm-4-9b-chat-hf") == max_length("glm4-9b-chat") == 31_500
+    assert max_length("meta-llama/Meta-Llama-3-8B-Instruct") == 7500
+    assert max_length("embedded") is None
+
+
+def settings_of(dataset: str, tokenizer: Any, **options: Any) -> dict[str, Any]:
+    """What the adapter is told to do with the prompts of a data set."""
+    options = {"source": "constructed", "constructed_tokens": SHORTEST, "datasets": [dataset], **options}
+    _, tasks = build("longbench", options, tokenizer, limit=1)
+    ((task, _),) = tasks.values()
+    return task.config.generation_kwargs
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_definitions_say_what_the_official_code_does(dataset: str, tokenizer: Any) -> None:
+    settings = settings_of(dataset, tokenizer)
+    assert settings["until"] == [] and settings["do_sample"] is False
+    assert settings["max_gen_toks"] == NEW_TOKENS[dataset]
+    few_shot_or_code = dataset in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+    assert settings["wrapper"] == ("none" if few_shot_or_code else "inst")
+    assert settings.get("stop_token") == ("\n" if dataset == "samsum" else None)
+    assert (settings["cut_middle"], settings["longest_answer"]) == (0, 512)
+
+
+def test_options_change_how_prompts_are_cut_and_wrapped(tokenizer: Any) -> None:
+    settings = settings_of("trec", tokenizer, unwrapped=[], wrapper="template", max_length=4000)
+    assert (settings["wrapper"], settings["cut_middle"]) == ("template", 4000)
+
+
+# -- scores ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_answer_counts_and_few_shot_answers_end_with_their_first_line() -> None:
+    assert score("hotpotqa", "the red cat", ["a dog", "red cat"], None) == 1.0
+    assert score("triviaqa", "\n\nred cat\nand more words", ["red cat"], None) == 1.0
+    assert score("hotpotqa", "\n\nred cat\nand more words", ["red cat"], None) == pytest.approx(4 / 7)
+    assert score("samsum", "\na b c d\nx", ["a b c d"], None) == pytest.approx(1.0)
+    assert score("gov_report", "a b. ", ["a b c"], None) == pytest.approx(0.667, abs=1e-3)  # nothing is stripped
+    assert score("trec", "Animal\nFood", ["Animal"], ["Food", "Animal"]) == 1.0
+    assert score("lcc", "   \n    return x", ["    return x"], None) == 0.4  # a line of blanks is the first line
+    assert score("lcc", "", ["return x"], None) == 0.0
+    assert score("passage_count", "There are 5 of 12", ["5"], None) == 0.5
+    assert score("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], None) == 1.0
+
+
+def test_buckets() -> None:
+    assert [bucket_of(n) for n in (0, 3999, 4000, 7999, 8000, 30_000)] == [
+        "0-4k", "0-4k", "4-8k", "4-8k", "8k+", "8k+",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_constructed_rows_have_the_format_and_the_length(dataset: str, tokenizer: Any) -> None:
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for tokens in (SHORTEST, 600):
+        rows = construct(dataset, 3, tokens, 0, count)
+        assert rows == construct(dataset, 3, tokens, 0, count)
+        assert rows[:2] == construct(dataset, 2, tokens, 0, count)
+        assert rows != construct(dataset, 3, tokens, 1, count)
+        for row in rows:
+            assert tuple(row) == data_sets.FIELDS
+            data_sets.check_row(dataset, row, "row")
+            taken = count(row["context"]) + count(row["input"])
+            assert taken <= tokens
+            assert tokens < 600 or taken > tokens / 2
+    assert (rows[0]["input"] == "") == (dataset in ("gov_report", "multi_news", "passage_count", "lcc"))
+    perfect = score(dataset, rows[0]["answers"][0], rows[0]["answers"], rows[0]["all_classes"])
+    assert perfect == pytest.approx(1.0)
+
+
+def test_documents_of_a_task_do_not_carry_the_context_twice(tokenizer: Any) -> None:
+    options = {"source": "constructed", "constructed_tokens": 200}
+    _, tasks = build("longbench_trec", options, tokenizer, limit=1)
+    task, (doc,) = tasks["longbench_trec"]
+    assert "context" not in doc
+    assert task.doc_to_text(doc) == doc["prompt"]
+    assert task.process_results(doc, doc["answers"]) == {"score": 1.0}

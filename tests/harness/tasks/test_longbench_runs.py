@@ -1,0 +1,235 @@
+"""LongBench from the command line: whole runs on the embedded model, and where rows come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+import run
+from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.run import adapter as lm
+from pqcache.harness.run import models
+from pqcache.harness.tasks.longbench.constructed import construct
+from pqcache.harness.tasks.longbench.data_sets import BUCKETS, DATASETS, UNWRAPPED
+from tests.harness.tasks.test_longbench import make_row, write_files
+
+# -- whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """run.py without any way to the network; answers end after 8 tokens."""
+
+    def no_network(*_: Any, **__: Any) -> None:
+        raise AssertionError("something asked for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    original = lm.generate
+
+    def short(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
+        return original(*arguments, max_new_tokens=min(8, max_new_tokens), **options)
+
+    monkeypatch.setattr(lm, "generate", short)
+
+    def call(*arguments: str, model: str = f"model=hf model.path={tiny}") -> int:
+        base = [*model.split(), "method=full", f"out={tmp_path / 'out'}", "wandb=disabled"]
+        return run.main([*base, f"cache_dir={tmp_path / 'cache'}", *arguments])
+
+    return call
+
+
+def only_row(folder: Path) -> Row:
+    (path,) = folder.glob("out/*/row.json")
+    row = read_row(path)
+    assert row is not None
+    return row
+
+
+def test_every_data_set_on_the_embedded_model(
+    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {}
+    for dataset in DATASETS:
+        rows = construct(dataset, 2, 200, 7, lambda text: len(text) // 4)
+        files[dataset.replace("-", "_")] = rows
+    folder = write_files(tmp_path / "data", **files)
+    arguments = ["task=longbench", f"task.source={folder}", "limit=1", "task.max_length=160"]
+    assert start(*arguments, model="model=embedded") == 0
+    row = only_row(tmp_path)
+    assert list(row["tasks"]) == [f"longbench_{name}" for name in DATASETS]
+    assert row["n_samples"] == 16
+    means = [t["score"] for t in row["tasks"].values()]
+    assert row["score"] == pytest.approx(sum(means) / 16)
+    protocol = row["prompt_protocol"]
+    assert protocol["truncation"] == "middle, to 160 tokens before wrapping"
+    assert protocol["truncated_prompts"] == 16
+    assert protocol["wrapper"] == "chat template / none"
+    assert [name.removeprefix("longbench_") for name in protocol["unwrapped"]] == [
+        name for name in DATASETS if name in UNWRAPPED
+    ]
+    assert protocol["bos_count"] == 1
+    assert row["prompt_tokens"] < 200
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first prompt")]
+    assert shown == [
+        f"first prompt: longbench_narrativeqa sample 0, {protocol['first_prompt']['tokens']} tokens,"
+        f" sha256 {protocol['first_prompt']['sha256'][:16]}"
+    ]
+    content = (folder / "hotpotqa.jsonl").read_bytes()
+    assert row["data"]["source"] == "local folder"
+    assert len(row["data"]["sha256"]) == 16
+    assert row["data"]["sha256"]["hotpotqa.jsonl"] == hashlib.sha256(content).hexdigest()
+
+
+def test_the_mean_over_data_sets_does_not_count_rows(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [make_row(input=f"Who{i}?", answers=["cat"]) for i in range(3)]
+    folder = write_files(tmp_path / "data", hotpotqa=rows, qasper=rows[:1], gov_report=rows)
+    answers = iter(["cat", "dog", "dog", "cat"])
+    monkeypatch.setattr(lm, "cut", lambda text, until: next(answers))
+    assert start("task=longbench", f"task.source={folder}", "task.datasets=[hotpotqa,qasper]", "limit=null") == 0
+    row = only_row(tmp_path)
+    assert {name: t["n_samples"] for name, t in row["tasks"].items()} == {
+        "longbench_hotpotqa": 3,
+        "longbench_qasper": 1,
+    }
+    assert row["score"] == pytest.approx((100 / 3 + 100) / 2)
+    assert set(row["data"]["sha256"]) == {"hotpotqa.jsonl", "qasper.jsonl"}  # the others are not read
+
+
+def test_longbench_e_has_a_sub_task_per_bucket(start: Callable[..., int], tmp_path: Path) -> None:
+    rows = [make_row(input=f"Who{n}?", length=n) for n in (9000, 3999, 4000, 100, 8000, 200)]
+    folder = write_files(tmp_path / "data", hotpotqa_e=rows, lcc_e=rows[1:2])
+    arguments = ["task=longbench_e", "task.datasets=[hotpotqa,lcc]", f"task.source={folder}", "limit=2"]
+    assert start(*arguments) == 0
+    assert {name: t["n_samples"] for name, t in only_row(tmp_path)["tasks"].items()} == {
+        "longbench_e_hotpotqa_0-4k": 2,
+        "longbench_e_hotpotqa_4-8k": 1,
+        "longbench_e_hotpotqa_8k+": 2,
+        "longbench_e_lcc_0-4k": 1,
+    }
+
+
+def test_constructed_rows_fill_every_bucket(start: Callable[..., int], tmp_path: Path) -> None:
+    options = ["task=longbench_e", "task.datasets=[trec]", "task.source=constructed", "task.constructed_tokens=200"]
+    assert start(*options, "limit=1") == 0
+    assert list(only_row(tmp_path)["tasks"]) == [f"longbench_e_trec_{name}" for name in BUCKETS]
+
+
+def test_samples_are_found_again_and_a_larger_limit_adds_to_them(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["task=longbench_samsum", "task.source=constructed", "task.constructed_tokens=200"]
+    assert start(*arguments, "limit=1") == 0
+    calls: list[int] = []
+    original = lm.generate
+
+    def counting(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(*args, **options)
+
+    monkeypatch.setattr(lm, "generate", counting)
+    assert start(*arguments, "limit=3") == 0
+    assert len(calls) == 2
+    assert only_row(tmp_path)["n_samples"] == 3
+
+
+# -- where rows come from -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model was loaded for a wrong command")
+
+    monkeypatch.setattr(models, "load", load)
+
+
+def one_line(start: Callable[..., int], capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert start(*arguments) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_wrong_folders_and_files_end_in_one_line(
+    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_files(tmp_path / "data", qasper=[make_row()], trec=[make_row()])
+    (folder / "hotpotqa.jsonl").write_text('{"input": "", \n')
+    (folder / "lcc.jsonl").write_text('{"input": "", "context": ""}\n')
+    (folder / "musique.jsonl").write_text("\n")
+    source = f"task.source={folder}"
+    cases = {
+        ("task=longbench_qasper", "task.source=/no/such/folder"): ["task.source=/no/such/folder", "hub or constructed"],
+        ("task=longbench_narrativeqa", source): ["holds no narrativeqa.jsonl"],
+        ("task=longbench_hotpotqa", source): ["hotpotqa.jsonl is no JSON lines file"],
+        ("task=longbench_lcc", source): ["lcc.jsonl, line 1", "lacks answers, length"],
+        ("task=longbench_musique", source): ["musique.jsonl holds no row"],
+        ("task=longbench_trec", source): ["trec.jsonl, row 1", "all_classes"],
+        ("task=longbench_e", source): ["holds no qasper_e.jsonl"],
+        ("task=longbench", "task.datasets=[hotpot]"): ["task.datasets=hotpot", "did you mean hotpotqa?"],
+        ("task=longbench_e", "task.datasets=[qmsum]"): ["task.datasets=qmsum", "known"],
+        ("task=longbench_qasper", "task.datasets=[qasper]"): ["task.datasets", "unknown key"],
+        ("task=longbench", "task.datasets=[]"): ["task.datasets", "at least one"],
+        ("task=longbench", "task.datasets=[lcc,lcc]"): ["task.datasets", "once"],
+        ("task=longbench", "task.unwrapped=[trek]"): ["task.unwrapped=trek", "did you mean trec?"],
+        ("task=longbench", "task.wrapper=templat"): ["task.wrapper=templat", "did you mean template?"],
+        ("task=longbench_qasper", source, "task.revision=main"): ["task.revision=main", "source=hub"],
+        ("task=longbench_qasper", source, "task.max_length=3"): ["task.max_length=3", "at least 64"],
+        ("task=longbench_qasper", source, "task.max_length=4000"): ["task.max_length=4000", "4096"],
+        ("task=longbench_qasper", "task.source=constructed", "task.constructed_tokens=9"): ["constructed_tokens=9"],
+        ("task=longbench_qaspr",): ["did you mean longbench_qasper?"],
+    }
+    for arguments, expected in cases.items():
+        line = one_line(start, capsys, *arguments)
+        assert all(word in line for word in expected), line
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_offline_without_the_archive_ends_in_one_line_that_says_what_to_do(
+    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    line = one_line(start, capsys, "task=longbench")
+    assert "data.zip of zai-org/LongBench" in line
+    assert "HF_HUB_OFFLINE" in line and "task.source" in line
+
+
+def test_rows_of_the_hub_are_the_archives(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hub" / "snapshots" / "0123abcd"
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
+        archive.writestr("data/qasper.jsonl", "".join(json.dumps(make_row(_id=str(i))) + "\n" for i in range(3)))
+    asked: list[Any] = []
+
+    def download(repo: str, filename: str, *, revision: str | None, **_: Any) -> str:
+        asked.append((repo, filename, revision))
+        return str(folder / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert start("task=longbench_qasper", "task.revision=0123", "limit=2") == 0
+    assert set(asked) == {("zai-org/LongBench", "data.zip", "0123")}
+    row = only_row(tmp_path)
+    content = (folder / "data.zip").read_bytes()
+    assert row["data"] == {
+        "source": "hub zai-org/LongBench",
+        "revision": "0123abcd",
+        "sha256": {"data.zip": hashlib.sha256(content).hexdigest()},
+    }
+    assert row["n_samples"] == 2
+    capsys.readouterr()
+    assert "is not LongBench's archive" in one_line(start, capsys, "task=longbench_trec", "task.revision=0123")

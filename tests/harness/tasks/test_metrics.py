@@ -1,0 +1,61 @@
+"""LongBench's metrics against values of the official evaluation."""
+
+from __future__ import annotations
+
+import pytest
+
+from pqcache.harness.tasks import metrics
+
+
+def test_normalization() -> None:
+    assert metrics.normalized("The U.S.-led  A-team, an 'apple' & the\tend.") == "usled ateam apple end"
+
+
+def test_qa_f1() -> None:
+    assert metrics.qa_f1("The red cat.", "red cat") == 1.0
+    assert metrics.qa_f1("red red dog", "red cat") == pytest.approx(0.4)  # P = 1/3, R = 1/2
+    assert metrics.qa_f1("", "cat") == metrics.qa_f1("dog", "cat") == 0.0
+
+
+def test_rouge_l() -> None:
+    assert metrics.rouge_l("the cat sat on the mat", "the cat sat on the mat") == pytest.approx(0.999999995)
+    assert metrics.rouge_l("", "a b") == metrics.rouge_l(".", "a b") == 0.0
+    assert metrics.rouge_l("A b", "a b") == pytest.approx(0.5)  # case counts
+    assert metrics.rouge_l("a b. ", "a b c") == pytest.approx(0.667, abs=1e-3)
+
+
+def test_a_sentence_too_long_for_the_package_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_deep(*_: object, **__: object) -> None:
+        raise RecursionError  # what `rouge` ends in for two sentences of some 1500 words
+
+    monkeypatch.setattr("rouge.Rouge.get_scores", too_deep)
+    assert metrics.rouge_l("a b", "a b") == 0.0
+
+
+def test_classification() -> None:
+    classes = ["Food", "Food and drink", "Animal"]
+    assert metrics.classification("Animal", "Animal", classes) == 1.0
+    assert metrics.classification("Animal Food", "Animal", classes) == 0.5
+    assert metrics.classification("Food and drink", "Food and drink", classes) == 1.0  # "Food" is part of the right one
+    assert metrics.classification("nothing", "Animal", classes) == 0.0
+
+
+def test_a_class_right_after_a_removed_one_is_skipped_as_in_the_official_code() -> None:
+    assert metrics.classification("a b c", "a b c", ["a", "b", "a b c"]) == 0.5
+
+
+def test_numbers() -> None:
+    assert metrics.count("There are 5 of 12", "5") == 0.5
+    assert metrics.count("5.0", "5") == 0.5
+    assert metrics.count("none", "5") == 0.0
+    assert metrics.retrieval("Paragraph 12", "Paragraph 12") == 1.0
+    assert metrics.retrieval("1 and 12", "Paragraph 12") == 0.5
+    assert metrics.exact_number("from 3 to 1,234.", "1234") == 1.0
+    assert metrics.exact_number("1234 then 5", "1234") == metrics.exact_number("", "1234") == 0.0
+
+
+def test_code_similarity_takes_the_first_line_that_is_code() -> None:
+    assert metrics.code_similarity("\n\n# a comment\nreturn x\nreturn y", "return x") == 1.0
+    assert metrics.code_similarity("# only a comment", "return x") == 0.0
+    assert metrics.code_similarity("abcd", "abxd") == 0.75
+    assert metrics.code_similarity("", "x") == 0.0

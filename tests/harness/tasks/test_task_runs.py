@@ -1,0 +1,112 @@
+"""Tasks through the command, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.run import adapter as lm
+
+
+@pytest.fixture
+def call(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run one command with constructed rows and answers of 8 tokens: method -> row."""
+    original = lm.generate
+
+    def short(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
+        return original(*arguments, max_new_tokens=min(8, max_new_tokens), **options)
+
+    monkeypatch.setattr(lm, "generate", short)
+
+    def answer(*typed: str) -> dict[str, Row]:
+        base = [
+            "model=hf",
+            f"model.path={tiny}",
+            f"out={tmp_path / 'out'}",
+            "wandb=disabled",
+            f"cache_dir={tmp_path / 'c'}",
+        ]
+        source = [] if "task=needle" in typed else ["task.source=constructed"]
+        assert run.main([*base, *source, "limit=2", *typed]) == 0
+        rows = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
+        return {row["method"]: row for row in rows if row is not None}
+
+    return answer
+
+
+def test_perplexity_exact(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = call("-m", "task=pg19", "task.tokens=400", "task.stride=200", "method=full,pqcache", "budget=1.0")
+    full, everything = (rows[name]["tasks"]["pg19"]["metrics"]["perplexity"] for name in ("full", "pqcache"))
+    assert everything == pytest.approx(full, rel=1e-3)
+    row = rows["full"]
+    assert row["n_samples"] == 2
+    assert row["prompt_protocol"]["wrapper"] == "none"
+    assert row["data"]["perplexity"].startswith("exact")
+    curves = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/perplexity.json")]
+    assert all(curve["lengths"] == [201, 401] for curve in curves)
+    assert curves[0]["perplexity"][-1] == pytest.approx(full, rel=1e-3)
+    capsys.readouterr()
+    call("task=pg19", "task.tokens=400", "task.stride=200", "method=full")
+    assert "metrics   perplexity" in capsys.readouterr().out
+
+
+def test_perplexity_streaming(call: Any) -> None:
+    typed = ["task=pg19", "task.mode=stream", "task.tokens=300", "task.prefill=200"]
+    row = call(*typed, "method=streaming", "budget=0.3")["streaming"]
+    (score,) = row["sample_scores"]["pg19"].values()
+    assert score == pytest.approx(100 / row["tasks"]["pg19"]["metrics"]["perplexity"])
+    assert row["generated_tokens"] == 100  # scored: after the prompt and the first token fed
+    assert row["tpot_p50_ms"] > 0
+
+
+def test_answers_begin_inside_the_models_turn(call: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    prompts: list[str] = []
+    original = lm.generate
+
+    def spy(model: Any, method: Any, ids: Any, **options: Any) -> Any:
+        prompts.append(tokenizer.decode(ids[0]))
+        return original(model, method, ids, **options)
+
+    monkeypatch.setattr(lm, "generate", spy)
+    rows = call("task=ruler", "task.length=640", "task.families=[niah_single_1,qa_1]", "method=full")
+    assert set(rows["full"]["tasks"]) == {"ruler_niah_single_1", "ruler_qa_1"}
+    assert len(prompts) == 4
+    assert all(text.endswith((" mentioned in the provided text is", " Answer:")) for text in prompts)
+    assert all(text.index("provided text?") < text.rindex("provided text is") for text in prompts if "magic" in text)
+
+
+def test_figures_are_drawn_beside_the_row(call: Any, tmp_path: Path) -> None:
+    call("task=needle", "task.lengths=[512]", "task.depths=[0,100]", "method=full")
+    (folder,) = (tmp_path / "out").iterdir()
+    assert {"heatmap.png", "heatmap_words.png"} <= {path.name for path in folder.iterdir()}
+    for name in ("heatmap", "heatmap_words"):
+        samples = json.loads((folder / f"{name}.json").read_text())["samples"]
+        assert [sample["meta"]["depth"] for sample in samples] == [0, 100]
+
+
+def test_prompts_without_a_chat(call: Any) -> None:
+    row = call("task=gsm8k_cot_long", "task.shots=1", "method=full")["full"]
+    assert row["prompt_protocol"]["unwrapped"] == ["gsm8k_cot_long"]
+    assert row["data"]["source"] == "constructed"
+
+
+def test_both_readings_are_in_the_row(call: Any) -> None:
+    row = call("task=gsm8k_cot", "method=full", "limit=1")["full"]
+    assert set(row["tasks"]["gsm8k_cot"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
+
+
+def test_programs_are_run_only_when_allowed(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        call("task=humaneval", "method=full")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: task.execute=false: task=humaneval runs programs")
+    assert not (tmp_path / "out").exists()
+    assert call("task=humaneval", "task.execute=true", "method=full", "limit=1")["full"]["score"] in (0.0, 100.0)
