@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pqcache.selective.layer import DenseLayer
+from pqcache.selective.dense import DenseLayer
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 

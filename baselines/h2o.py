@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod, Scorer
-from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.buffer import Buffer, take_tokens
 

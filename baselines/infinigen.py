@@ -15,9 +15,10 @@ from pqcache.selective.attach import attach, attention_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.calibration import Calibration
+from pqcache.selective.dense import DenseLayer, dense_prefill
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
-from pqcache.selective.layer import DenseLayer, LayerContext, dense_prefill
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.rope import project_query, rotate

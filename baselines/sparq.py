@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import torch
 
+from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.group import top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
-from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from pqcache.selective import rope
+from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
-from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.resident import ResidentStore
 

@@ -23,12 +23,13 @@ from pqcache.selective.attention import partial
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.group import per_head
-from pqcache.selective.layer import LayerContext, SelectiveLayer, exact_copy
+from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.quantization import QuantizationMethod, attend_coded
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod, RetrievalStore
 from pqcache.selective.shape import ModelShape
+from pqcache.selective.staged import exact_copy
 from pqcache.store.resident import ResidentStore
 
 

@@ -12,8 +12,9 @@ from baselines.infllm.memory import MASS, ROTATED, VALUE, BlockMemory, pure_rota
 from pqcache.selective import rope
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
+from pqcache.selective.dense import dense_prefill
 from pqcache.selective.index import Candidates, Selected
-from pqcache.selective.layer import LayerContext, SelectiveLayer, Step, dense_prefill
+from pqcache.selective.layer import LayerContext, SelectiveLayer, Step
 from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
 

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from pqcache.diagnostics import measures as m
+from pqcache.selective.attention import row_mask
+from pqcache.selective.dense import DenseLayer
 from pqcache.selective.index import Selected
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, WatchedCall, Watcher, row_mask
+from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.resident import ResidentStore
 

@@ -35,8 +35,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from pqcache.atomic import write_bytes
+from pqcache.selective.dense import DenseLayer
 from pqcache.selective.index import Selected
-from pqcache.selective.layer import DenseLayer, WatchedCall, Watcher
+from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.shape import ModelShape
 
 FORMAT = "pqcache-selection-trace"

@@ -264,10 +264,6 @@ class PQCache(RetrievalMethod):
     kmeans_device: str = "cpu"
     codes_store: str = "resident"
 
-    def __post_init__(self) -> None:
-        self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
-        super().__post_init__()
-
     def validate(self) -> None:
         super().validate()
         self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
@@ -279,6 +275,9 @@ class PQCache(RetrievalMethod):
         self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")
+
+    def setup(self) -> None:
+        self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
 
     def rounds(self, count: int) -> int:
         """Most K-Means rounds for `count` keys per head."""

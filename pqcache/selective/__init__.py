@@ -4,11 +4,13 @@ from pqcache.selective.attach import attach
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, Likelihood, decode_loop, generate, likelihood
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, StagedLayer, WatchedCall, Watcher
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.shared_prefill import OwnPrefill, Prefill, record
+from pqcache.selective.staged import StagedLayer
 
 __all__ = [
     "Budget",

@@ -34,6 +34,13 @@ def attend_one(
     return out.reshape(n, 1, h, d)
 
 
+def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:
+    """(n, 1, length) bool, True where row r has a token; None if all rows are full."""
+    if len(set(lengths)) == 1:
+        return None
+    return (torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None])[:, None]
+
+
 def causal_mask(past: Sequence[int], counts: Sequence[int], t: int, length: int, device: torch.device) -> torch.Tensor:
     """Which of `length` stored tokens each of t new query columns sees: (n, 1, t, length) bool.
 

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from pqcache.selective.attention import attend_one, partial
+from pqcache.selective.attention import attend_one, partial, row_mask
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import top_tokens
-from pqcache.selective.layer import LayerContext, StagedLayer, row_mask
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
+from pqcache.selective.staged import StagedLayer
 from pqcache.store.buffer import Buffer, dense, take_tokens
 from pqcache.store.resident import ResidentStore
 

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.selective.attention import row_mask
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index_options import IndexOptions
-from pqcache.selective.layer import LayerContext, row_mask
+from pqcache.selective.layer import LayerContext
 from pqcache.store.buffer import Buffer
 
 SCOPES = ("candidates", "all")

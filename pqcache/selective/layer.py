@@ -1,7 +1,7 @@
-"""SelectiveLayer: one transformer layer's cache, which owns attention in all phases; and DenseLayer, which keeps all.
+"""SelectiveLayer: one transformer layer's cache, which owns attention in all phases.
 
 A forward pass reaches a layer twice: transformers calls `update` with the new keys and values, then the attention function
-calls `attend` with the queries. Everything happens in `attend`; `update` only remembers that it ran.
+calls `attend` with the queries. Everything happens in `attend`; `update` counts the new columns.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
-from pqcache.selective.attention import attend_one, causal_mask
 from pqcache.selective.shape import NotApplicable
 from pqcache.selective.substitute import StepParts, Substitute, substitute_for
-from pqcache.selective.support import standard_probabilities, weighted_values
-from pqcache.store.base import Store
-from pqcache.store.resident import ResidentStore
 
 if TYPE_CHECKING:
     from pqcache.selective.cache import SelectiveCache
@@ -35,7 +31,7 @@ class Step:
     t: int  # columns of this block
     past: list[int]  # tokens seen before
     counts: list[int]  # real tokens in this block: each row's last counts[r] columns
-    final: list[int]  # tokens seen when the current prompt or turn will have ended
+    final: list[int]  # tokens seen at the end of the current prompt or turn
     ends_prompt: bool  # the block holds the last token of the prompt, or of a new turn
     first: bool  # nothing was seen before
     masks: dict = field(default_factory=dict)  # causal masks of this pass, shared by its layers
@@ -52,7 +48,7 @@ class Step:
 
 @dataclass
 class LayerContext:
-    """What the attention module knew when it was called; filled by the forward pre-hook."""
+    """The inputs of one call of an attention module; filled by the forward pre-hook."""
 
     layer_idx: int
     module: nn.Module
@@ -66,9 +62,8 @@ class LayerContext:
     step: Step  # what this forward pass is
     last_only: bool = False  # the last layer of a pass for the last token's logits: no other row is used
     scaling: float = field(init=False)  # set by the attention function
-    probs: torch.Tensor | None = (
-        None  # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
-    )
+    # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
+    probs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +102,9 @@ class SelectiveLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.shape = shape
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
-        self.owner: weakref.ref[SelectiveCache] | None = (
-            None  # set by the cache; weak, so that a dropped cache is freed at once
-        )
-        self.selected: Any = None  # what the current decode step chose, for observers; retrieval.Selected, or None
+        # set by the cache; weak, so that a dropped cache is freed at once
+        self.owner: weakref.ref[SelectiveCache] | None = None
+        self.selected: Any = None  # what the current decode step chose, for observers: index.Selected, or None
 
     # -- what a family writes ---------------------------------------------------------------------------------------
 
@@ -144,7 +138,7 @@ class SelectiveLayer(CacheLayerMixin):
         """The same moment of the layer before, whose context this is: the place to speculate one layer ahead."""
 
     def wait(self) -> None:
-        """Let everything that runs beside the model (copies, index builds: `cache.lanes`) end."""
+        """Wait for everything that runs beside the model (copies, index builds: `cache.lanes`)."""
         if self.substitute is not None:
             self.substitute.finish()
 
@@ -188,7 +182,7 @@ class SelectiveLayer(CacheLayerMixin):
         self.take_back()
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
-            ctx.cache.note_resident()  # the peak: this layer's prompt still whole beside what earlier layers settled
+            ctx.cache.note_resident()  # the peak: this layer still holds its whole prompt, earlier layers have settled theirs
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
         self._show(q, k, v, out, ctx)
@@ -292,162 +286,3 @@ class SelectiveLayer(CacheLayerMixin):
         raise NotImplementedError("a selective cache decides itself where its tensors live")
 
     prefetch = offload
-
-
-def dense_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    store: ResidentStore | None,
-    ctx: LayerContext,
-) -> torch.Tensor:
-    """Exact causal attention of a block over everything in `store` (None or empty: the block alone). Returns (n, t, h, d).
-
-    With `store`, the block must already be in it. Where only the last token's row is used, the others are zero.
-    """
-    step = ctx.step
-    if store is not None and not step.first:
-        keys, values = store.view()
-        stored = tuple(length - count for length, count in zip(store.lengths, step.counts, strict=True))
-        key = (stored, keys.shape[2], q.device)
-        if key not in step.masks:
-            step.masks[key] = causal_mask(stored, step.counts, step.t, keys.shape[2], q.device)
-        mask = step.masks[key]
-        k, v = keys, values
-    if not ctx.last_only:
-        return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
-    out = q.new_zeros((q.shape[0], step.t, q.shape[1], v.shape[3]))
-    newest = None if mask is None else mask[:, :, -1:]
-    out[:, -1:] = ctx.cache.kernel(ctx.module, q[:, :, -1:], k, v, newest, scaling=ctx.scaling, dropout=0.0)[0]
-    return out
-
-
-class DenseLayer(SelectiveLayer):
-    """Keeps everything and attends to everything: the full cache, and the dense first layers of other methods."""
-
-    is_croppable = True
-    attends_all = True
-
-    def __init__(self, layer_idx: int, shape: ModelShape, make_store=ResidentStore) -> None:
-        super().__init__(layer_idx, shape)
-        self.make_store = make_store
-        self.clear()
-
-    def clear(self) -> None:
-        self.store = self.make_store()
-
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
-    ) -> torch.Tensor:
-        self.store.append(k, v, ctx.step.counts)
-        return dense_prefill(q, k, v, mask, self.store, ctx)
-
-    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        self.store.append(k, v)
-        keys, values = self.store.view()
-        lengths = self.store.lengths
-        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
-        return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
-
-    def step_parts(self) -> StepParts:
-        return StepParts(self.store)
-
-    def prepare_capture(self, tokens: int) -> Substitute:
-        if self.substitute is None:
-            self.substitute = substitute_for(self.store.view()[0], self.step_parts)
-        return super().prepare_capture(tokens)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.store.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return self.store.tensors()
-
-    def truncate(self, tokens: int) -> None:
-        self.store.truncate(tokens)
-
-
-class StagedLayer(SelectiveLayer):
-    """Base of layers that treat a prompt as a whole: K and V are staged exactly until the prompt ends, then settled.
-
-    Chunked prefill thus equals one-shot prefill. A new turn unpacks what was kept, attends to it exactly, and settles again.
-    `staged` may be the layer's own store (nothing is copied then), so whoever maps rows maps it once.
-    """
-
-    def __init__(self, layer_idx: int, shape: ModelShape) -> None:
-        super().__init__(layer_idx, shape)
-        self.staged: ResidentStore | None = None
-        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # a prompt that came in one unpadded block
-        self.clear()
-
-    # -- what a family writes ---------------------------------------------------------------------------------------
-
-    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        """Take over the whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
-        raise NotImplementedError
-
-    def unpack(self) -> ResidentStore:
-        """What is kept, exactly attendable, at the start of a new turn; the new tokens are appended to it."""
-        raise NotImplementedError
-
-    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
-        """Called per prompt block, before it is settled: q (n, h, t, d) against all staged keys (n, h_kv, length, d).
-
-        Row r holds stored[r] entries, the last ctx.step.counts[r] of them this block's (`causal_mask` wants the difference).
-        """
-
-    # -- the flow ---------------------------------------------------------------------------------------------------
-
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
-    ) -> torch.Tensor:
-        step = ctx.step
-        if step.first and step.ends_prompt and not step.padded:
-            self.fresh = (k, v)
-            if ctx.cache.attn == "standard":
-                ctx.probs = standard_probabilities(q, k, mask, ctx.scaling)
-            self.observe(q, k, step.total, ctx)
-            if ctx.probs is not None:
-                probs, ctx.probs = ctx.probs, None
-                return weighted_values(probs, v)
-            return dense_prefill(q, k, v, mask, None, ctx)
-        if self.staged is None:
-            self.staged = ResidentStore() if step.first else self.unpack()
-        self.staged.append(k, v, step.counts)
-        self.staged.reserve(self.staged.length + max(a - b for a, b in zip(step.final, step.total, strict=True)))
-        self.observe(q, self.staged.view()[0], self.staged.lengths, ctx)
-        return dense_prefill(q, k, v, mask, self.staged, ctx)
-
-    def finish_prompt(self, ctx: LayerContext) -> None:
-        if self.fresh is not None:
-            self.settle(*self.fresh, ctx.step.total, ctx)
-        else:
-            assert self.staged is not None
-            self.settle(*self.staged.view(), self.staged.lengths, ctx)
-        self.fresh = self.staged = None
-
-    def clear(self) -> None:
-        self.fresh = self.staged = None
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.staged is not None:
-            self.staged.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        held = [] if self.staged is None else self.staged.tensors()["device"]
-        return {"device": [*held, *(self.fresh or ())]}
-
-
-def exact_copy(store: Store) -> ResidentStore:
-    """Everything a store holds, decoded and on the device."""
-    copy = ResidentStore()
-    copy.load(*store.view(), store.lengths)
-    return copy
-
-
-def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:
-    """(n, 1, length) bool, True where row r has a token; None if all rows are full."""
-    if len(set(lengths)) == 1:
-        return None
-    return (torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None])[:, None]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pqcache.naming import closest
 from pqcache.selective.budget import Budget, Plan
+from pqcache.selective.dense import DenseLayer
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +122,6 @@ class Method:
 
     def layers(self, shape: ModelShape) -> list[SelectiveLayer]:
         """One layer object per transformer layer; the first `dense_layers` keep and attend everything."""
-        from pqcache.selective.layer import DenseLayer
-
         assert self.dense_layers is not None
         return [
             DenseLayer(i, shape) if i < self.dense_layers else self.make_layer(i, shape) for i in range(shape.n_layers)

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 
 from pqcache.selective.attention import Part, merge, partial
-from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
+from pqcache.selective.staged import StagedLayer, exact_copy
 from pqcache.store.packed import Codec, PackedStore, PackedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
 

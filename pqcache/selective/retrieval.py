@@ -14,13 +14,14 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 
-from pqcache.selective.attention import attend_one, partial
+from pqcache.selective.attention import attend_one, partial, row_mask
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
-from pqcache.selective.layer import LayerContext, StagedLayer, exact_copy, row_mask
+from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.staged import StagedLayer, exact_copy
 from pqcache.selective.substitute import StepParts
 from pqcache.store.base import RetrievalStore, Served
 from pqcache.store.block_cache import POLICIES, BlockCacheStore

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.layer import DenseLayer, LayerContext, SelectiveLayer, WatchedCall, Watcher
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 

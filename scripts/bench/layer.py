@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.attach import attention_modules
-from pqcache.selective.layer import DenseLayer, LayerContext, Step
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import synchronize
 from scripts.bench.timing import DROPPED_STEPS, seconds
 

@@ -18,7 +18,8 @@ from baselines.infllm.block_store import HostBlockStore
 from baselines.infllm.layer import InfLLMLayer
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, rope
 from pqcache.selective.column_sums import add_column_sums
-from pqcache.selective.layer import DenseLayer, LayerContext, Step
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import attention_kernel

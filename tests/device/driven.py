@@ -7,7 +7,8 @@ import torch
 
 from pqcache.pq import PQCache
 from pqcache.selective import Budget
-from pqcache.selective.layer import DenseLayer, LayerContext, Step, Watcher
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.layer import LayerContext, Step, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes

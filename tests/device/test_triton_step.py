@@ -9,7 +9,7 @@ import torch
 from pqcache import kernels
 from pqcache.device.step import DeviceStep
 from pqcache.device.switch import interpreted, on_device
-from pqcache.selective.layer import DenseLayer
+from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import NotApplicable
 from tests.device.driven import CLOSE, SHAPE, Driven, made
 

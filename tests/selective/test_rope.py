@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from baselines.full import Full
 from pqcache.selective import SelectiveCache, attach, rope
-from pqcache.selective.layer import DenseLayer
+from pqcache.selective.dense import DenseLayer
 from tests.invariants.cases import _SMALL, ARCHITECTURES
 
 

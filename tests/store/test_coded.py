@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pqcache.selective.attention import partial
-from pqcache.selective.layer import row_mask
+from pqcache.selective.attention import partial, row_mask
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.buffer import take_tokens
 from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, TokenCodec, pack_all_but

@@ -1,0 +1,93 @@
+"""StagedLayer: base of the layers that treat a prompt as a whole."""
+
+from __future__ import annotations
+
+import torch
+
+from pqcache.selective.dense import dense_prefill
+from pqcache.selective.layer import LayerContext, SelectiveLayer
+from pqcache.selective.shape import ModelShape
+from pqcache.selective.support import standard_probabilities, weighted_values
+from pqcache.store.base import Store
+from pqcache.store.resident import ResidentStore
+
+
+class StagedLayer(SelectiveLayer):
+    """Stages K and V exactly until the prompt ends, then settles them: chunked prefill equals prefill in one block.
+
+    A new turn unpacks what was kept, attends to it exactly, and settles again. `staged` may be the layer's own store, so that
+    nothing is copied: a subclass then maps its rows once.
+    """
+
+    def __init__(self, layer_idx: int, shape: ModelShape) -> None:
+        super().__init__(layer_idx, shape)
+        self.staged: ResidentStore | None = None
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # a prompt that came in one unpadded block
+        self.clear()
+
+    # -- what a family writes ---------------------------------------------------------------------------------------
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """The prompt is complete: evict, index or pack it.
+
+        k, v (n, h_kv, >= max(lengths), d): row r's tokens are at 0 .. lengths[r]-1.
+        """
+        raise NotImplementedError
+
+    def unpack(self) -> ResidentStore:
+        """At the start of a new turn: everything kept, decoded. The turn's tokens are appended to it."""
+        raise NotImplementedError
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        """Called per prompt block, before it is settled: q (n, h, t, d) against all staged keys (n, h_kv, length, d).
+
+        Row r holds stored[r] entries; the last ctx.step.counts[r] of them are this block's. `causal_mask` takes the difference.
+        """
+
+    # -- the flow ---------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        step = ctx.step
+        if step.first and step.ends_prompt and not step.padded:
+            self.fresh = (k, v)
+            if ctx.cache.attn == "standard":
+                ctx.probs = standard_probabilities(q, k, mask, ctx.scaling)
+            self.observe(q, k, step.total, ctx)
+            if ctx.probs is not None:
+                probs, ctx.probs = ctx.probs, None
+                return weighted_values(probs, v)
+            return dense_prefill(q, k, v, mask, None, ctx)
+        if self.staged is None:
+            self.staged = ResidentStore() if step.first else self.unpack()
+        self.staged.append(k, v, step.counts)
+        self.staged.reserve(self.staged.length + max(a - b for a, b in zip(step.final, step.total, strict=True)))
+        self.observe(q, self.staged.view()[0], self.staged.lengths, ctx)
+        return dense_prefill(q, k, v, mask, self.staged, ctx)
+
+    def finish_prompt(self, ctx: LayerContext) -> None:
+        if self.fresh is not None:
+            self.settle(*self.fresh, ctx.step.total, ctx)
+        else:
+            assert self.staged is not None
+            self.settle(*self.staged.view(), self.staged.lengths, ctx)
+        self.fresh = self.staged = None
+
+    def clear(self) -> None:
+        self.fresh = self.staged = None
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.staged is not None:
+            self.staged.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        held = [] if self.staged is None else self.staged.tensors()["device"]
+        return {"device": [*held, *(self.fresh or ())]}
+
+
+def exact_copy(store: Store) -> ResidentStore:
+    """Everything a store holds, decoded, on the device."""
+    copy = ResidentStore()
+    copy.load(*store.view(), store.lengths)
+    return copy
