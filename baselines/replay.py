@@ -13,7 +13,8 @@ from pqcache.diagnostics.trace import SUFFIX, Choice, Trace, prompt_hash
 from pqcache.selective.budget import Plan
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
+from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 
 

@@ -34,7 +34,7 @@ from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective import Budget
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 

@@ -27,7 +27,8 @@ from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.quantization import QuantizationMethod, attend_coded
-from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod, RetrievalStore
+from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
 from pqcache.store.resident import ResidentStore

@@ -21,7 +21,8 @@ from pqcache.selective.eviction import EvictionMethod, Evictor, kept_of
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
-from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
+from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
 

@@ -26,7 +26,8 @@ from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
-from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
+from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 
 SHARED = ("n_sink", "recent_ratio", "store", "reduce", "budget", "protocol", "dense_layers")  # set by this method

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from pqcache.selective.budget import Plan
     from pqcache.selective.layer import LayerContext
-    from pqcache.selective.retrieval import RetrievalLayer
+    from pqcache.selective.retrieval_layer import RetrievalLayer
     from pqcache.selective.substitute import PQCodes
 
 

@@ -1,280 +1,40 @@
 """Family: keep every token, pick the ones a query attends to.
 
-A method writes an `Index` (index.py) with build, append and score, and a RetrievalMethod with make_index. The layer stores K
-and V, keeps sinks and local window, masks, gathers, attends and counts.
+A method writes an `Index` (index.py) with build, append and score, and a RetrievalMethod with make_index:
+
+    @dataclass(kw_only=True)
+    class MyMethod(RetrievalMethod):
+        name: ClassVar[str] = "mymethod"
+        rank: int = 8  # each hyper-parameter is a field
+
+        def validate(self) -> None:
+            super().validate()
+            self.require("rank", self.rank >= 1, "an int >= 1")
+
+        def make_index(self, layer_idx: int, shape: ModelShape) -> MyIndex:
+            return MyIndex(self)
+
+The layer (retrieval_layer.py) stores K and V, keeps sinks and local window, masks, gathers, attends and counts.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-
-from pqcache.selective.attention import attend_one, partial, row_mask
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.group import REDUCTIONS, per_head
-from pqcache.selective.index import Candidates, Index, Selected, Selection
-from pqcache.selective.layer import LayerContext
+from pqcache.selective.group import REDUCTIONS
+from pqcache.selective.index import Index
 from pqcache.selective.method import Method
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.selective.staged import StagedLayer, exact_copy
-from pqcache.selective.substitute import StepParts
-from pqcache.store.base import RetrievalStore, Served
+from pqcache.store.base import RetrievalStore
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
 
 STORES = ("resident", "host", "block_cache")
-
-
-class RetrievalLayer(StagedLayer):
-    """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
-
-    offers_steps = True
-
-    def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:
-        self.method = method
-        super().__init__(layer_idx, shape)
-
-    def clear(self) -> None:
-        super().clear()
-        self.store: RetrievalStore | None = None
-        self.index = self.new_index()
-        self.plans: list[Plan] = []  # per row, frozen when the prompt ends
-        self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
-
-    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.plans = self.make_plans(lengths, ctx)
-        window = 1 + max(self.index.max_local(plan) for plan in self.plans)
-        known, self.store = self.store, self.new_store(window, ctx)
-        self.store.use_lanes(ctx.cache.lanes)
-        if self.store.whole and self.staged is not None:
-            self.store = self.staged
-        else:
-            self.store.load(k, v, lengths, known)
-        built = [False] * len(lengths)
-        if not self.method.budget.is_everything:
-            built = self.index.build(k, v, lengths, ctx)
-        self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
-
-    def new_index(self) -> Index:
-        """An empty index that serves this layer."""
-        index = self.method.make_index(self.layer_idx, self.shape)
-        index.layer = cast(RetrievalLayer, weakref.proxy(self))  # weak, so that a dropped cache is freed at once
-        return index
-
-    def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
-        """How each row's budget is spent; row r stores lengths[r] tokens."""
-        return [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
-
-    def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
-        """The store to load a prompt, or everything after a new turn, into; by default the method's."""
-        return self.method.make_store(window, ctx.cache.ledger.move)
-
-    def attend_chosen(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        ctx: LayerContext,
-        log_weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of q (n, h, 1, d) over the tokens read, keys and values (n, h_kv or h, m, d): (n, 1, h, d).
-
-        valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
-        """
-        if log_weight is None:
-            return attend_one(q, keys, values, ctx.scaling, valid)
-        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
-        part = partial(q, keys, values, ctx.scaling, mask, bias=log_weight[:, :, None])
-        return part.out.transpose(1, 2).to(q.dtype)
-
-    def unpack(self) -> ResidentStore:
-        assert self.store is not None
-        return cast(ResidentStore, self.store) if self.store.whole else exact_copy(self.store)
-
-    def on_layer_input(self, ctx: LayerContext) -> None:
-        self.index.on_layer_input(ctx)
-
-    def on_previous_input(self, ctx: LayerContext) -> None:
-        self.index.on_previous_input(ctx)
-
-    def wait(self) -> None:
-        super().wait()
-        self.index.wait()
-        if self.store is not None:
-            self.store.wait()
-
-    def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
-        """This step's candidates and local windows; the current token is already stored, or (`ahead`) not yet."""
-        assert self.store is not None
-        sinks, lengths = self.method.n_sink, [length + ahead for length in self.store.lengths]
-        local = [self.index.local(plan, length - 1) for plan, length in zip(self.plans, lengths, strict=True)]
-        ends = [max(sinks, length - 1 - window) for length, window in zip(lengths, local, strict=True)]
-        k = [
-            end - sinks if dense else min(plan.k, end - sinks)
-            for end, plan, dense in zip(ends, self.plans, self.dense, strict=True)
-        ]
-        return Candidates(sinks, ends, k, lengths), local
-
-    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        assert self.store is not None
-        self.store.append(k, v)
-        if not all(self.dense):
-            self.index.append(k, v, self.store.lengths, ctx)
-        cand, local = self.candidates()
-        selection = None
-        if cand.everything and self.store.whole:
-            out, tokens = self._attend_all(q, ctx)
-        else:
-            selection = self._select(q, cand, ctx)
-            out, tokens = self._attend(q, selection, cand, local, ctx)
-        self.index.end_step()
-        self._note(selection, tokens, cand, local, ctx)
-        return out
-
-    def _select(self, q: torch.Tensor, cand: Candidates, ctx: LayerContext) -> Selection | None:
-        """The tokens between sinks and local window that this step attends; None if there are none."""
-        if max(cand.k) == 0:
-            return None
-        if cand.everything:
-            return cand.select_all(q.device)
-        return self.index.select(q, cand, self.shape.h_kv, ctx)
-
-    def _attend_all(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, Tokens]:
-        """Attention over everything stored, in place: (n, 1, h, d), and the mean number of tokens."""
-        assert self.store is not None
-        keys, values = self.store.view()
-        valid = row_mask(self.store.lengths, keys.shape[2], q.device)
-        return attend_one(q, keys, values, ctx.scaling, valid), _mean_tokens(keys.shape[2], valid)
-
-    def _attend(
-        self, q: torch.Tensor, selection: Selection | None, cand: Candidates, local: list[int], ctx: LayerContext
-    ) -> tuple[torch.Tensor, Tokens]:
-        """Attention over [sinks | selected | local window and current token]: (n, 1, h, d), and the mean number of tokens."""
-        store = self.store
-        assert store is not None
-        sinks, newest = min(cand.sinks, max(cand.lengths)), min(max(local) + 1, max(cand.lengths))
-        indices = None if selection is None else selection.indices
-        valid = _valid(sinks, selection, newest, cand, local, q.device)
-        weight = None if selection is None else _weights(selection, sinks, newest, q.shape[1])
-        out = None
-        if valid is None and weight is None and indices is not None:
-            out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
-        if out is None:
-            keys, values = store.read(sinks, indices, newest, self.shape.group)
-            out = self.attend_chosen(q, keys, values, valid, ctx, weight)
-        if selection is not None:
-            if store.served is not None:
-                self._note_hits(store.served, cand, ctx)
-            out = _with_estimate(out, selection)
-        return out, _mean_tokens(sinks + newest + (0 if indices is None else indices.shape[2]), valid)
-
-    def _note(
-        self, selection: Selection | None, tokens: Tokens, cand: Candidates, local: list[int], ctx: LayerContext
-    ) -> None:
-        """Tell ledger and observers what this step attended."""
-        union = None
-        if selection is not None and self.shape.h_kv < selection.indices.shape[1]:
-            union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(cand.lengths))
-        ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
-        if ctx.cache.observers or ctx.cache.watchers:
-            self.selected = Selected(cand.sinks, None if selection is None else selection.indices, cand, local)
-
-    def step_parts(self) -> StepParts | None:
-        if type(self) is not RetrievalLayer:  # a subclass changes parts of a step, and so does all of it itself
-            return None
-        assert self.store is not None
-        codes, n_sink = self.index.pq_codes(), self.method.n_sink
-        if codes is None or any(self.dense) or min(plan.k for plan in self.plans) < 1:
-            return None
-        if any(length < n_sink + plan.local for length, plan in zip(self.store.lengths, self.plans, strict=True)):
-            return None  # sinks and local window overlap
-        return StepParts(self.store, codes, self.plans, n_sink)
-
-    def selection_of(self, indices: torch.Tensor) -> Selected:
-        cand, local = self.candidates()
-        return Selected(cand.sinks, indices, cand, local)
-
-    @staticmethod
-    def _note_hits(served: Served, cand: Candidates, ctx: LayerContext) -> None:
-        """Tell the ledger what the cache served, and what as many tokens chosen at random would have."""
-        rows = zip(served.lookups, served.held, cand.ends, strict=True)
-        by_chance = sum(lookups * min(1.0, held / max(1, hi - cand.sinks)) for lookups, held, hi in rows)
-        ctx.cache.ledger.look_up(sum(served.lookups), sum(served.hits), by_chance)
-
-    def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
-        """Mean number of distinct positions per KV head in indices (n, h, k), where query heads chose apart."""
-        n, h_kv = indices.shape[0], self.shape.h_kv
-        marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
-        marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # -1, padding, falls on column 0
-        return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        if self.store is not None and self.store is not self.staged:  # else it has just been mapped
-            self.store.map_rows(index)
-        self.index.map_rows(index)
-        rows = index.tolist()
-        self.plans = [self.plans[i] for i in rows] if self.plans else []
-        self.dense = [self.dense[i] for i in rows] if self.dense else []
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers: dict[str, list[torch.Tensor]] = {}
-        for part in (super().tensors(), {} if self.store is None else self.store.tensors(), self.index.tensors()):
-            for tier, tensors in part.items():
-                tiers.setdefault(tier, []).extend(tensors)
-        return tiers
-
-
-Tokens = float | torch.Tensor  # a mean over rows and heads; a tensor where only the device knows it
-
-
-def _mean_tokens(read: int, valid: torch.Tensor | None) -> Tokens:
-    """Tokens attended per query head, where `read` entries were read of which `valid` (n, H, m) are tokens of their own."""
-    return read if valid is None else valid.sum(-1, dtype=torch.float32).mean()
-
-
-def _valid(
-    sinks: int, selection: Selection | None, newest: int, cand: Candidates, local: list[int], device: torch.device
-) -> torch.Tensor | None:
-    """(n, H, m) bool over [first sinks | selected | `newest` last tokens]; None if every entry is a token of its own."""
-    lengths = cand.lengths
-    ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
-    apart = lengths[0] >= cand.sinks + local[0] + 1 and newest == local[0] + 1  # else sinks and window overlap
-    if not ragged and apart and (selection is None or not selection.padded):
-        return None
-    ends = torch.tensor(lengths, device=device)[:, None]
-    windows = torch.tensor(local, device=device)[:, None]
-    n, heads = len(lengths), 1 if selection is None else selection.indices.shape[1]
-    first = torch.arange(sinks, device=device)[None] < ends
-    position = ends - newest + torch.arange(newest, device=device)[None]
-    last = (position >= cand.sinks) & (position >= ends - 1 - windows)
-    parts = [first[:, None].expand(n, heads, -1), last[:, None].expand(n, heads, -1)]
-    if selection is not None:
-        parts.insert(1, selection.indices >= 0)
-    return torch.cat(parts, dim=2)
-
-
-def _weights(selection: Selection, sinks: int, newest: int, h: int) -> torch.Tensor | None:
-    """The selection's log-weights over [sinks | selected | newest], 0 outside the selection: (n, h, m). None if it has none."""
-    if selection.log_weight is None:
-        return None
-    return F.pad(per_head(selection.log_weight, h), (sinks, newest))
-
-
-def _with_estimate(out: torch.Tensor, selection: Selection) -> torch.Tensor:
-    """The output (n, 1, h, d) with the tokens left out, as far as the selection estimates them."""
-    if selection.share is None or selection.mean is None:
-        return out
-    share = selection.share[:, None, :, None].to(out.dtype)
-    mean = per_head(selection.mean, out.shape[2])[:, None].to(out.dtype)
-    return share * out + (1 - share) * mean
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from baselines.streaming import StreamingLLM
 from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, SelectiveCache, attach, generate
-from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from tests.invariants.conftest import build
 from tests.invariants.drive import Session, tokens
 

@@ -22,7 +22,7 @@ from baselines.oracle import Oracle
 from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
-from pqcache.selective.retrieval import RetrievalLayer
+from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
