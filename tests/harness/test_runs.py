@@ -135,11 +135,12 @@ def test_what_the_model_is_too_small_for_is_refused_before_its_weights(
 
 
 def test_a_grid_longer_than_the_model_is_refused_unless_the_limit_cuts_it(tiny: Path) -> None:
-    from pqcache.harness.tasks import longest_prompt
+    from pqcache.harness.tasks import task_of
 
-    key, tokens, _ = longest_prompt("needle", {}, limit=None, model_name="hf")
-    assert (key, tokens) == ("task.lengths=30000", 30000)
-    assert longest_prompt("needle", {}, limit=20, model_name="hf")[1] == 3900
+    needle = task_of("needle")
+    whole = needle.longest(limit=None, model_name="hf")
+    assert (whole.option, whole.prompt) == ("task.lengths=30000", 30000)
+    assert needle.longest(limit=20, model_name="hf").prompt == 3900
 
 
 def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import run
 from pqcache import methods as registry
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as lm
-from pqcache.harness.run import models, session
+from pqcache.harness.run import models
+from pqcache.harness.tasks import Task
 from pqcache.selective import NotApplicable
 from tests.harness.cells import REPO, Command, rows
 
@@ -23,9 +24,9 @@ def test_sweep_ends_with_one_table_and_full_runs_once(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int], monkeypatch: Any
 ) -> None:
     loads: list[int] = []
-    original, builder = models.load, session.build_task
+    original, load_task = models.load, Task.load
     monkeypatch.setattr(models, "load", lambda *a: loads.append(1) or original(*a))
-    monkeypatch.setattr(session, "build_task", lambda *a, **k: loads.append(2) or builder(*a, **k))
+    monkeypatch.setattr(Task, "load", lambda *a: loads.append(2) or load_task(*a))
     assert command("-m", "method=oracle,full,int8", "budget=0.1,0.2", "limit=2") == 0
     assert sorted(loads) == [1, 2]  # model and task once
     assert sorted(rows(tmp_path / "out")) == ["full 1.0", "int8 1.0", "oracle 0.1", "oracle 0.2"]

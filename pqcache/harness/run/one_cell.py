@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks.manager import TaskDict
 
 from pqcache.harness.config.cells import Cell, open_folder, write_status
+from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import latency_rounds, tracking
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Busy, SampleLog
-from pqcache.harness.run.session import Session
-from pqcache.harness.tasks import TaskSpec
+from pqcache.harness.run.session import Session, task_of_cell
+from pqcache.harness.tasks import Figure, TaskSpec
 
 
 @dataclass
@@ -116,8 +118,7 @@ def _run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     old = read_row(path)
     if old is not None and old["n_samples"] > row["n_samples"]:
         return Outcome("ok", row, kept=True)
-    if spec.figure is not None and answers:
-        _draw(spec, answers, cell.folder, cell.label)
+    _draw(task_of_cell(cell).figures, answers, cell.folder, cell.label)
     if old is not None and lm.resumed == len(lm.used) and old["sample_scores"] == row["sample_scores"]:
         return Outcome("ok", old)  # nothing was measured: the row stays as it is
     write_row(path, row)
@@ -146,7 +147,7 @@ def make_adapter(
         attn=cell.run.attn,
         seed=cell.identity["seed"],
         question_as_decode=cell.run.question_as_decode,
-        max_new_tokens=spec.max_new_tokens,
+        max_new_tokens=task_of_cell(cell).max_new_tokens,
         scorer=scorer if spec.value is None else None,
         label=cell.label,
         facts=session.facts(loaded.device),
@@ -197,6 +198,7 @@ def _scored_answers(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict
                         "doc_id": entry["doc_id"],
                         "key": f"{entry['doc_id']}:{entry['doc_hash'][:8]}",
                         "score": spec.value(entry[metric]) if spec.value else float(entry[metric]) * spec.scale,
+                        "metrics": {name: entry[name] for name in entry["metrics"]},
                         "response": entry["resps"][0][0],
                         "target": entry["target"],
                         "meta": entry["doc"].get("meta"),
@@ -206,9 +208,10 @@ def _scored_answers(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict
     return answers
 
 
-def _draw(spec: TaskSpec, answers: list[dict[str, Any]], folder: Path, title: str) -> None:
-    assert spec.figure is not None
+def _draw(figures: Iterable[Figure], answers: list[dict[str, Any]], folder: Path, title: str) -> None:
+    """Draw the figures that the task names."""
     try:
-        spec.figure(answers, folder, title)
+        for figure in figures:
+            sample_figures.draw(figure, answers, folder, title)
     except Exception as error:  # the samples are on disk; the same command draws it again
         print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)

@@ -14,8 +14,7 @@ from pqcache.harness.config import smoke
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.check import Refused, existing
 from pqcache.harness.run import models
-from pqcache.harness.run.session import Session, model_key
-from pqcache.harness.tasks import longest_prompt, prepare_task
+from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.selective import NotApplicable
 
 
@@ -31,12 +30,11 @@ def check_data(plan: RunPlan) -> None:
     """Refuse tasks whose published data is not available."""
     errors: dict[str, list[str]] = {}
     for cell in plan.cells:
-        options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
         key = json.dumps([cell.identity["task"], cell.run.limit], sort_keys=True)
         if key not in errors and cell.skip is None:
             errors[key] = []
             try:
-                prepare_task(cell.identity["task"]["name"], options, limit=cell.run.limit)
+                task_of_cell(cell).prepare(limit=cell.run.limit)
             except ValueError as error:
                 errors[key] = [_one_line(error)]
     if lines := [line for group in errors.values() for line in group]:
@@ -102,11 +100,10 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
     if cell.run.smoke:  # its prompts and answers are cut to what fits
         return lines
     max_length = models.longest(text, cell.identity["model"])
-    options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
-    key, prompt, new = longest_prompt(cell.identity["task"]["name"], options, limit=cell.run.limit, model_name=name)
-    if max_length is not None and prompt + new > max_length:
+    longest = task_of_cell(cell).longest(limit=cell.run.limit, model_name=name)
+    if max_length is not None and longest.prompt + longest.answer > max_length:
         lines.append(
-            f"{key}: with {new} new tokens more than the {max_length} tokens {name} was made for"
+            f"{longest.option}: with {longest.answer} new tokens more than the {max_length} tokens {name} was made for"
             " (model.max_length, or its config's max_position_embeddings)"
         )
     return lines

@@ -9,7 +9,7 @@ from pqcache.harness.config import environment, smoke
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.run import models
 from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.tasks import TaskRequest, TaskSpec, build_task
+from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
 if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 def model_key(cell: Cell) -> str:
     """Cells with the same key use the same loaded model."""
     return json.dumps([cell.identity["model"], cell.run.smoke], sort_keys=True)
+
+
+def task_of_cell(cell: Cell) -> Task[Any]:
+    """The cell's task with its options."""
+    options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+    return task_of(cell.identity["task"]["name"], options)
 
 
 class Session:
@@ -51,10 +57,9 @@ class Session:
 
     def task(self, cell: Cell, loaded: LoadedModel) -> tuple[TaskSpec, TaskDict]:
         """The cell's task: its specification, and lm-eval's task objects with their documents."""
-        options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
-        name, seed, limit = cell.identity["task"]["name"], cell.identity["seed"], cell.run.limit
+        seed, limit = cell.identity["seed"], cell.run.limit
         chat = loaded.chat if cell.run.smoke else None
-        key = json.dumps([name, options, seed, limit, chat], sort_keys=True)
+        key = json.dumps([cell.identity["task"], seed, limit, chat], sort_keys=True)
         if key not in self._tasks:
             request = TaskRequest(
                 seed=seed,
@@ -63,15 +68,15 @@ class Session:
                 tokenizer=loaded.tokenizer,
                 count_tokens=loaded.count,
             )
-            spec, manager = build_task(name, options, request)
+            task = task_of_cell(cell)
+            spec, loaded_tasks = task.load(request)
             if spec.note is not None:
-                print(f"{name}: {spec.note}", flush=True)
-            tasks = manager.load(spec.lm_eval_tasks)
-            for task in tasks["tasks"].values():
-                if task.get_config("num_fewshot") is None:
-                    task.set_config(key="num_fewshot", value=0)
-                task.set_fewshot_seed(seed=seed)
-            self._tasks[key] = spec, tasks
+                print(f"{task.name}: {spec.note}", flush=True)
+            for lm_eval_task in loaded_tasks["tasks"].values():
+                if lm_eval_task.get_config("num_fewshot") is None:
+                    lm_eval_task.set_config(key="num_fewshot", value=0)
+                lm_eval_task.set_fewshot_seed(seed=seed)
+            self._tasks[key] = spec, loaded_tasks
         return self._tasks[key]
 
     def show_prompt(self, prompt: dict[str, Any] | None) -> None:

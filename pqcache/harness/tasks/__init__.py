@@ -69,45 +69,12 @@ def task_of(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
     return cls(name, cls.Options(**(options or {})))
 
 
-# -- until the callers take Task objects -------------------------------------------------------------------------------
-
-
-class _Loaded:
-    def __init__(self, tasks: Any) -> None:
-        self.tasks = tasks
-
-    def load(self, _: object) -> Any:
-        return self.tasks
+# -- until the configuration takes Task objects ------------------------------------------------------------------------
 
 
 def task_options(name: str) -> type:
     return task_class(name).Options
 
 
-def longest_prompt(name: str, options: dict[str, Any], *, limit: int | None, model_name: str) -> Longest:
-    return task_of(name, options).longest(limit=limit, model_name=model_name)
-
-
 def check_task(name: str, options: dict[str, Any]) -> None:
     task_of(name, options).check()
-
-
-def prepare_task(name: str, options: dict[str, Any], *, limit: int | None) -> None:
-    task_of(name, options).prepare(limit=limit)
-
-
-def build_task(name: str, options: dict[str, Any], request: TaskRequest) -> tuple[TaskSpec, Any]:
-    task = task_of(name, options)
-    spec, tasks = task.load(request)
-    spec.max_new_tokens = task.max_new_tokens
-
-    def draw(rows: Any, folder: Any, title: str) -> None:
-        from pqcache.harness.report import sample_figures
-        from pqcache.harness.tasks.needle import word_fraction
-
-        rows = [{**row, "metrics": {"word_fraction": word_fraction(str(row["response"]))}} for row in rows]
-        for figure in task.figures:
-            sample_figures.draw(figure, rows, folder, title)
-
-    spec.figure = draw if task.figures else None
-    return spec, _Loaded(tasks)

@@ -79,8 +79,6 @@ class TaskSpec:
     scale: float = 100.0
     # metric -> score, where a factor is not enough. Such samples are scored when all answers are there.
     value: Callable[[Any], float] | None = None
-    max_new_tokens: int = 0
-    figure: Callable[[Any, Any, str], Any] | None = None
     # One line to print when the documents are made.
     note: str | None = None
     # row["data"]: source, revision and SHA-256 of the files
