@@ -9,8 +9,9 @@ layer: there attention, output projection and MLP are computed for that token al
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -63,6 +64,14 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return modules  # type: ignore[return-value]
 
 
+def rotary_of(decoder: nn.Module, attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The rotary embedding of one attention module: some models (Gemma 3) have one per kind of layer in a shared module."""
+    shared: nn.Module = decoder.rotary_emb  # type: ignore[assignment]
+    if "layer_type" in inspect.signature(shared.forward).parameters:
+        return functools.partial(shared, layer_type=attention.layer_type)
+    return shared
+
+
 def after_attention(decoder: nn.Module, attention: nn.Module) -> list[nn.Module]:
     """What the last decoder layer computes token by token after its attention; of fewer tokens it gives fewer rows.
 
@@ -78,7 +87,7 @@ class Hooks:
     def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config
         self.modules = attention_modules(model)
-        self.rotary = model.get_decoder().rotary_emb
+        self.rotary = [rotary_of(model.get_decoder(), module) for module in self.modules]
         self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
 
     def register(self, model: PreTrainedModel) -> list[RemovableHandle]:
@@ -127,7 +136,7 @@ class Hooks:
             sin=sin,
             position_ids=kwargs.get("position_ids"),
             modules=self.modules,
-            rotary=self.rotary,
+            rotary=self.rotary[index],
             step=cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
             last_only=cache.last_only and index == len(self.modules) - 1,
         )

@@ -7,6 +7,7 @@ calls `attend` with the queries. Everything happens in `attend`; `update` counts
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ class LayerContext:
     sin: torch.Tensor
     position_ids: torch.Tensor | None  # (1 or n, t)
     modules: list[nn.Module]  # the attention modules of all layers, for speculation one layer ahead
-    rotary: nn.Module  # the model's rotary embedding: cos, sin for other positions
+    # the model's rotary embedding: cos, sin for other positions
+    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     step: Step  # what this forward pass is
     last_only: bool = False  # the last layer of a pass for the last token's logits: no other row is used
     scaling: float = field(init=False)  # set by the attention function

@@ -7,6 +7,7 @@ variants (GLM, Phi-3) need no case here.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def unrotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.T
     return torch.cat([back[..., :rotary] / scale, back[..., rotary:]], dim=-1)
 
 
-def tables(rotary: nn.Module, like: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(
+    rotary: Callable[..., Any], like: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin for `position_ids` (n, t) in the dtype of `like`, from the model's own rotary embedding."""
     return rotary(like, position_ids=position_ids)
 

@@ -13,6 +13,7 @@ Scores and bytes equal those of a run with a prefill of its own. Times of the pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -46,7 +47,7 @@ class Call:
     sin: torch.Tensor
     position_ids: torch.Tensor | None
     modules: list[nn.Module]
-    rotary: nn.Module
+    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     scaling: float
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

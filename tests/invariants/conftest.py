@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.invariants.cases import ARCHITECTURES, CASES, Case
+from tests.invariants.cases import ARCHITECTURES, CASES, pairs
 
 
 @functools.cache
@@ -22,6 +22,17 @@ def build(architecture: str) -> PreTrainedModel:
     return model
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of `model` and `case` runs over the pairs of cases.py: one architecture per case."""
+    if "case" not in metafunc.fixturenames:
+        return
+    if "model" not in metafunc.fixturenames:
+        metafunc.parametrize("case", CASES, ids=lambda case: case.id)
+        return
+    chosen = [pytest.param(case, name, id=f"{case.id}-{name}") for case, name in pairs(metafunc.definition.name)]
+    metafunc.parametrize(("case", "model"), chosen, indirect=["model"])
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Matrices of 64 columns gain nothing from a second thread, and lose much where cores are shared."""
@@ -31,7 +42,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
 
@@ -39,8 +50,3 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return build("llama")
-
-
-@pytest.fixture(params=CASES, ids=lambda case: case.id)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.param

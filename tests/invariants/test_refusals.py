@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import DynamicCache, Gemma2Config, MistralConfig, PreTrainedModel
@@ -10,7 +13,7 @@ from baselines.full import Full
 from baselines.oracle import Oracle
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
-from tests.invariants.cases import _SMALL, Case
+from tests.invariants.cases import SMALL, Case
 from tests.invariants.conftest import build
 from tests.invariants.drive import Session, logits, pad_left, tokens
 
@@ -20,40 +23,45 @@ def test_outside_attach_the_cache_refuses(llama: PreTrainedModel) -> None:
         llama(torch.tensor([tokens(10, 1)]), past_key_values=SelectiveCache(llama, Full()))
 
 
+@torch.no_grad()
 def test_attach_leaves_nothing_behind_and_serves_other_caches(llama: PreTrainedModel) -> None:
-    def hooks() -> list[int]:
-        return [id(h) for m in llama.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
-
-    before, installed = llama.config._attn_implementation, hooks()  # transformers may have left hooks of its own
     ids = torch.tensor([tokens(30, 1)])
     plain = llama(ids).logits
-    with attach(llama), attach(llama):
-        torch.testing.assert_close(llama(ids, past_key_values=DynamicCache(config=llama.config)).logits, plain)
-        torch.testing.assert_close(llama(ids).logits, plain)
-    assert llama.config._attn_implementation == before
-    assert hooks() == installed
+    cache = SelectiveCache(llama, Oracle(n_sink=4, budget=Budget(ratio=0.2)))
+    with attach(llama):
+        with attach(llama):
+            torch.testing.assert_close(llama(ids, past_key_values=DynamicCache(config=llama.config)).logits, plain)
+            torch.testing.assert_close(llama(ids).logits, plain)
+        torch.testing.assert_close(llama(ids, past_key_values=cache).logits, plain)
+    torch.testing.assert_close(llama(ids).logits, plain)
+    with pytest.raises(RuntimeError, match="with attach"):
+        llama(ids[:, :1], past_key_values=cache)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None  # no hook, module or context of the model holds it
 
 
 @torch.no_grad()
-def test_a_failed_pass_is_noticed(llama: PreTrainedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_is_noticed(model: PreTrainedModel, case: Case) -> None:
     """Layers before the failure have stored the token, the others have not: going on would be silently wrong."""
-    cache = SelectiveCache(llama, case.make())
-    with attach(llama):
-        session = Session(llama, cache, [tokens(60, 1)])
-        with monkeypatch.context() as patch:
-            patch.setattr(llama.model.layers[1].self_attn.q_proj, "forward", _fail)
-            with pytest.raises(MemoryError):
-                session.step([5])
+    cache = SelectiveCache(model, case.make())
+    with attach(model):
+        session = Session(model, cache, [tokens(60, 1)])
+        failure = model.model.layers[1].register_forward_pre_hook(_fail)
+        with pytest.raises(MemoryError):
+            session.step([5])
+        failure.remove()
         with pytest.raises(RuntimeError, match="did not finish"):
             session.step([5])
         # other caches are not caught by what the failed pass left, and a new request is as good as any
         ids = torch.tensor([tokens(20, 2)])
         torch.testing.assert_close(
-            llama(ids, past_key_values=DynamicCache(config=llama.config)).logits, llama(ids).logits
+            model(ids, past_key_values=DynamicCache(config=model.config)).logits, model(ids).logits
         )
     case.close(
-        logits(llama, case.make(), [tokens(60, 1)], [[5]], cache=cache),
-        logits(llama, case.make(), [tokens(60, 1)], [[5]]),
+        logits(model, case.make(), [tokens(60, 1)], [[5]], cache=cache),
+        logits(model, case.make(), [tokens(60, 1)], [[5]]),
     )
 
 
@@ -62,16 +70,16 @@ def _fail(*args: object, **kwargs: object) -> None:
 
 
 @torch.no_grad()
-def test_a_refused_block_can_be_repeated(llama: PreTrainedModel, case: Case) -> None:
-    cache = SelectiveCache(llama, case.make())
+def test_a_refused_block_can_be_repeated(model: PreTrainedModel, case: Case) -> None:
+    cache = SelectiveCache(model, case.make())
     ids = torch.tensor([tokens(60, 1)])
-    with attach(llama):
+    with attach(model):
         cache.begin([60])
-        llama(ids[:, :40], past_key_values=cache)
+        model(ids[:, :40], past_key_values=cache)
         with pytest.raises(ValueError, match="crosses the end of the prompt"):
-            llama(ids[:, 20:], past_key_values=cache)
-        last = llama(ids[:, 40:], past_key_values=cache).logits[:, -1]
-    case.close(last, logits(llama, case.make() if case.sparse_prefill else None, ids.tolist(), [])[:, -1])
+            model(ids[:, 20:], past_key_values=cache)
+        last = model(ids[:, 40:], past_key_values=cache).logits[:, -1]
+    case.close(last, logits(model, case.make() if case.sparse_prefill else None, ids.tolist(), [])[:, -1])
 
 
 @torch.no_grad()
@@ -101,32 +109,32 @@ def test_a_hole_after_the_prompt_is_refused(llama: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def test_additive_float_masks_mean_what_they_say(llama: PreTrainedModel, case: Case) -> None:
+def test_additive_float_masks_mean_what_they_say(model: PreTrainedModel, case: Case) -> None:
     ids = torch.tensor([tokens(20, 1)])
     additive = torch.full((20, 20), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)[None, None]
-    with attach(llama):
-        cache = SelectiveCache(llama, case.make())
-        llama(ids, attention_mask=additive, past_key_values=cache)
+    with attach(model):
+        cache = SelectiveCache(model, case.make())
+        model(ids, attention_mask=additive, past_key_values=cache)
         assert cache.pads == [0]
         assert cache.past == [20]
 
 
 @torch.no_grad()
-def test_padding_without_position_ids_equals_padding_with_them(llama: PreTrainedModel, case: Case) -> None:
+def test_padding_without_position_ids_equals_padding_with_them(model: PreTrainedModel, case: Case) -> None:
     ids, mask = pad_left([tokens(90, 1), tokens(40, 2)])
-    with attach(llama):
-        cache = SelectiveCache(llama, case.make())
-        llama(ids, attention_mask=mask, past_key_values=cache)
+    with attach(model):
+        cache = SelectiveCache(model, case.make())
+        model(ids, attention_mask=mask, past_key_values=cache)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        got = llama(torch.tensor([[7], [7]]), attention_mask=mask, past_key_values=cache).logits[:, -1]
-    case.close(got[1:], logits(llama, case.make(), [tokens(40, 2)], [[7]])[:, -1])
+        got = model(torch.tensor([[7], [7]]), attention_mask=mask, past_key_values=cache).logits[:, -1]
+    case.close(got[1:], logits(model, case.make(), [tokens(40, 2)], [[7]])[:, -1])
 
 
 @torch.no_grad()
-def test_crop_undoes_or_refuses_whole(llama: PreTrainedModel, case: Case) -> None:
-    cache = SelectiveCache(llama, case.make(dense_layers=1))
-    with attach(llama):
-        session = Session(llama, cache, [tokens(50, 1)])
+def test_crop_undoes_or_refuses_whole(model: PreTrainedModel, case: Case) -> None:
+    cache = SelectiveCache(model, case.make(dense_layers=1))
+    with attach(model):
+        session = Session(model, cache, [tokens(50, 1)])
         session.step([5])
         cache.crop(0)
         with pytest.raises(ValueError, match="crop"):
@@ -136,7 +144,7 @@ def test_crop_undoes_or_refuses_whole(llama: PreTrainedModel, case: Case) -> Non
                 cache.crop(-60)
             cache.crop(-1)
             session.mask = session.mask[:, :-1]
-            case.close(session.step([6]), logits(llama, case.make(), [tokens(50, 1)], [[6]])[:, -1])
+            case.close(session.step([6]), logits(model, case.make(), [tokens(50, 1)], [[6]])[:, -1])
         else:
             with pytest.raises(NotImplementedError):
                 cache.crop(-1)
@@ -145,14 +153,14 @@ def test_crop_undoes_or_refuses_whole(llama: PreTrainedModel, case: Case) -> Non
 
 
 @torch.no_grad()
-def test_our_loop_and_generate_share_a_cache(llama: PreTrainedModel, case: Case) -> None:
+def test_our_loop_and_generate_share_a_cache(model: PreTrainedModel, case: Case) -> None:
     """A turn through our decode loop, the next one through model.generate."""
     from pqcache.selective import decode_loop
 
-    cache = SelectiveCache(llama, case.noop())
+    cache = SelectiveCache(model, case.noop())
     first, second = torch.tensor([tokens(40, 1)]), torch.tensor([tokens(10, 2)])
-    with attach(llama):
-        new, _ = decode_loop(llama, cache, first, max_new_tokens=5)
+    with attach(model):
+        new, _ = decode_loop(model, cache, first, max_new_tokens=5)
         history = torch.cat([first, torch.tensor([new]), second], 1)
         options = {
             "do_sample": False,
@@ -160,16 +168,16 @@ def test_our_loop_and_generate_share_a_cache(llama: PreTrainedModel, case: Case)
             "max_new_tokens": 6,
             "attention_mask": torch.ones_like(history),
         }
-        ours = llama.generate(history, past_key_values=cache, **options)
-    assert torch.equal(ours, llama.generate(history, **options))
+        ours = model.generate(history, past_key_values=cache, **options)
+    assert torch.equal(ours, model.generate(history, **options))
 
 
 def test_unwritten_memory_reaches_no_result(
-    llama: PreTrainedModel, case: Case, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever torch.empty returns: rows of different length leave entries unwritten, and 0 * NaN is NaN."""
     rows, steps = [tokens(90, 1), tokens(12, 2)], [[5, 5]] * 4
-    clean = logits(llama, case.make(), rows, steps)
+    clean = logits(model, case.make(), rows, steps)
     empty = torch.empty
 
     def dirty(*args, **kwargs):
@@ -177,7 +185,7 @@ def test_unwritten_memory_reaches_no_result(
         return out.fill_(float("nan")) if out.is_floating_point() else out.fill_(100)
 
     monkeypatch.setattr(torch, "empty", dirty)
-    case.close(logits(llama, case.make(), rows, steps), clean)
+    case.close(logits(model, case.make(), rows, steps), clean)
 
 
 @torch.no_grad()
@@ -216,7 +224,7 @@ def test_union_of_query_heads_is_reported(llama: PreTrainedModel) -> None:
 
 
 def test_unsupported_models_are_refused() -> None:
-    gemma = Gemma2Config(**_SMALL, head_dim=16)
+    gemma = Gemma2Config(**SMALL, head_dim=16)
     with pytest.raises(ValueError, match="soft-capped"):
         SelectiveCache(gemma, Full())
 
@@ -226,7 +234,7 @@ def test_a_sample_beyond_the_sliding_window_is_refused_before_it_starts(case: Ca
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MistralConfig(**_SMALL, sliding_window=64)).double().eval()
+    model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=64)).double().eval()
     ids = torch.tensor([tokens(50, 1)])
     assert len(generate(model, case.make(), ids, max_new_tokens=14).token_ids) == 14
     with pytest.raises(NotApplicable, match="sliding window of 64"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +15,6 @@ from baselines.snapkv import SnapKV
 from pqcache.selective import Budget, OwnPrefill, Prefill, generate, record
 from tests.invariants import drive
 from tests.invariants.cases import Case
-from tests.invariants.conftest import build
 
 NEW = 8
 
@@ -24,19 +25,23 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def recorded(ids: torch.Tensor) -> Prefill:
-    return record(build("llama"), ids)
+def recording(ids: torch.Tensor) -> Callable[[PreTrainedModel], Prefill]:
+    """The recorded prefill of a model, made once."""
+    return functools.cache(lambda model: record(model, ids))
 
 
-def test_as_with_its_own_prefill(llama: PreTrainedModel, case: Case, ids: torch.Tensor, recorded: Prefill) -> None:
+def test_as_with_its_own_prefill(
+    model: PreTrainedModel, case: Case, ids: torch.Tensor, recording: Callable[[PreTrainedModel], Prefill]
+) -> None:
+    recorded = recording(model)
     torch.manual_seed(0)
-    own = generate(llama, case.make(), ids, max_new_tokens=NEW)
+    own = generate(model, case.make(), ids, max_new_tokens=NEW)
     torch.manual_seed(0)
     if case.sparse_prefill:
         with pytest.raises(OwnPrefill):
-            generate(llama, case.make(), ids, max_new_tokens=NEW, prefill=recorded)
+            generate(model, case.make(), ids, max_new_tokens=NEW, prefill=recorded)
         return
-    shared = generate(llama, case.make(), ids, max_new_tokens=NEW, prefill=recorded)
+    shared = generate(model, case.make(), ids, max_new_tokens=NEW, prefill=recorded)
     assert shared.prefill_s is None
     assert shared.tt2t_s is None
     times = {"prefill_s", "tt2t_s", "step_s", "index_build_s", "index_work_s"}
@@ -62,6 +67,9 @@ def test_writing_into_the_recording_is_found(llama: PreTrainedModel, ids: torch.
         generate(llama, Full(), ids, max_new_tokens=2, prefill=recorded)
 
 
-def test_another_prompt_is_refused(llama: PreTrainedModel, ids: torch.Tensor, recorded: Prefill) -> None:
+def test_another_prompt_is_refused(
+    llama: PreTrainedModel, ids: torch.Tensor, recording: Callable[[PreTrainedModel], Prefill]
+) -> None:
+    recorded = recording(llama)
     with pytest.raises(ValueError, match="prefill of 90 tokens: allowed is the prompt's 80"):
         generate(llama, Full(), ids[:, :80], max_new_tokens=2, prefill=recorded)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from baselines.full import Full
 from pqcache.selective import SelectiveCache, attach, rope
 from pqcache.selective.dense import DenseLayer
-from tests.invariants.cases import _SMALL, ARCHITECTURES
+from tests.invariants.cases import ARCHITECTURES, SMALL
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama-yarn"])
@@ -17,7 +17,7 @@ from tests.invariants.cases import _SMALL, ARCHITECTURES
 def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if architecture == "llama-yarn":  # yarn scales cos and sin: un-rotating must undo that, too
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
-        config = LlamaConfig(**_SMALL, rope_parameters=scaling)
+        config = LlamaConfig(**SMALL, rope_parameters=scaling)
     else:
         config = ARCHITECTURES[architecture]()
     torch.manual_seed(0)
