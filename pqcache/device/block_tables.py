@@ -38,7 +38,7 @@ class BlocksOnDevice:
         # chosen tokens per complete block
         self.counts = torch.zeros((n, self.width), dtype=torch.int32, device=device)
         # block and slot of what comes in
-        self.came = torch.full((n, blocks.topk, 2), -1, device=device)
+        self.incoming = torch.full((n, blocks.topk, 2), -1, device=device)
         # tokens looked up and found, blocks refilled
         self.tally = torch.zeros((n, 3), dtype=torch.long, device=device)
         # tokens found, were the cache filled at random
@@ -90,12 +90,12 @@ class BlocksOnDevice:
 
         blocks = self.blocks
         triton_blocks.admit(
-            self.counts, self.slot, self.content, self.uses, self.stamp, self.clock, self.came, self.tally, self.chance,
-            cursor, plan, heads=self.heads, origin=blocks.n_sink, block=blocks.block, least=self.width,
+            self.counts, self.slot, self.content, self.uses, self.stamp, self.clock, self.incoming, self.tally, self.chance,
+            cursor, plan, heads=self.heads, n_sink=blocks.n_sink, block=blocks.block, min_columns=self.width,
             lfu=blocks.policy == "lfu",
         )  # fmt: skip
         cache, host = (self.cache[0].rows, self.cache[1].rows), (self.host[0].rows, self.host[1].rows)
-        triton_blocks.refill(cache, host, self.came, blocks.block)
+        triton_blocks.refill(cache, host, self.incoming, blocks.block)
 
     def join(self) -> None:
         """What the caller's stream does next comes after the last change."""
@@ -125,4 +125,4 @@ class BlocksOnDevice:
 
     def tensors(self) -> list[torch.Tensor]:
         tables = [self.slot, self.content, self.uses, self.stamp, self.clock]
-        return [*tables, self.counts, self.came, self.tally, self.chance]
+        return [*tables, self.counts, self.incoming, self.tally, self.chance]

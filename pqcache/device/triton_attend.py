@@ -1,8 +1,8 @@
-"""Attention of one query token over [sinks | chosen | recent] tokens on a CUDA device, wherever they lie.
+"""Attention of one query token over [sinks | chosen | local] tokens on a CUDA device, read where they are stored.
 
-Split over the tokens so that the whole device works on one token (flash decoding), the parts joined by their log-sum-exp; the
-query heads of a group share one read of K and V. Chosen rows are read through their indices, or from a buffer into which
-`gather` has brought them, which reads pinned host memory directly: only the chosen rows cross, and no host thread waits.
+The tokens are split, so that the whole device works on one query (flash decoding); the parts are joined by their log-sum-exp.
+The query heads of a group share one read of K and V. Chosen tokens are read through their indices, or from a buffer that
+`gather` has filled from pinned host memory: only chosen tokens cross, and no host thread waits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton.language as tl
 
 _TILE = 64  # tokens per visit
 _ROWS = 16  # rows of the query tile: what a matrix instruction takes; a group is padded to it
+# where a source has its tokens: one after the other, by a list of entries, in a ring
+_IN_ORDER, _PICKED, _RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -45,108 +47,106 @@ def _tile(
 
 
 @triton.jit
-def _attend(
-    q, sink_k, sink_v, chosen_k, chosen_v, recent_k, recent_v, indices, cursor, plan, parts, lse,
-    scaling, ring, origin, widest, splits,
-    sink_row, sink_head, sink_line, chosen_row, chosen_head, chosen_line, recent_row, recent_head, recent_line,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    CHOSEN: tl.constexpr, INDEXED: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr,
+def _segment(
+    query, keys, values, line, start, end, shift, ring, picks, n_sink, high, mass, result, inside, real, scaling,
+    TILE: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program = (row and KV head, split); parts (n, HEADS, splits, G, D) and lse (n, HEADS, splits, G) fp32.
+    """Tokens start .. end-1 of the list join the running softmax; token e is at entry e + shift of keys and values.
 
-    ONE: the three sources are one buffer, position p at entry p.
+    KIND _PICKED: at entry picks[e + shift] - n_sink. _RING: at entry (e + shift) % ring. line: numbers between two entries.
     """
-    task = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    for first in range(start, end, TILE):
+        token = first + tl.arange(0, TILE)
+        mask = token < end
+        entry = token + shift
+        if KIND == _PICKED:
+            entry = tl.load(picks + entry, mask=mask, other=0) - n_sink
+        if KIND == _RING:
+            entry = entry % ring
+        high, mass, result = _tile(
+            query, keys, values, entry.to(tl.int64) * line, mask, high, mass, result, inside, real, scaling, WIDE
+        )
+    return high, mass, result
+
+
+@triton.jit
+def _one_buffer(
+    query, keys, values, line, start, end, sinks, count, shift, picks, high, mass, result, inside, real, scaling,
+    TILE: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The same for tokens of all three kinds in one buffer, position p at entry p; local token e is at position e + shift."""
+    for first in range(start, end, TILE):
+        token = first + tl.arange(0, TILE)
+        mask = token < end
+        entry = tl.where(token < sinks, token, token + shift)
+        if CHOSEN:
+            picked = (token >= sinks) & (token < sinks + count)
+            entry = tl.where(picked, tl.load(picks + token - sinks, mask=picked & mask, other=0), entry)
+        high, mass, result = _tile(
+            query, keys, values, entry.to(tl.int64) * line, mask, high, mass, result, inside, real, scaling, WIDE
+        )
+    return high, mass, result
+
+
+@triton.jit
+def _attend(
+    q, sink_k, sink_v, chosen_k, chosen_v, local_k, local_v, indices, cursor, plan, parts, lse,
+    scaling, ring, n_sink, widest, splits,
+    sink_row, sink_head, sink_line, chosen_row, chosen_head, chosen_line, local_row, local_head, local_line,
+    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    CHOSEN: tl.constexpr, CHOSEN_KIND: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program = (row and KV head, split): its share of the list [sinks | chosen | local].
+
+    Writes parts (n, HEADS, splits, G, D) and lse (n, HEADS, splits, G) fp32. ONE: the three sources are one buffer, position p
+    at entry p.
+    """
+    task, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, row = task % HEADS, task // HEADS
     length = tl.load(cursor + row).to(tl.int32) + 1
-    sinks = tl.load(plan + row * 4)
-    count = tl.load(plan + row * 4 + 1)
-    recent = tl.load(plan + row * 4 + 2) + 1
+    sinks, count = tl.load(plan + row * 4), tl.load(plan + row * 4 + 1)
+    local = tl.load(plan + row * 4 + 2) + 1
     if tl.load(plan + row * 4 + 3) != 0:  # everything
-        sinks, count, recent = 0, 0, length
-    total = sinks + count + recent
+        sinks, count, local = 0, 0, length
+    total = sinks + count + local
     share = tl.cdiv(tl.cdiv(total, splits), TILE) * TILE
     start = split * share
     end = tl.minimum(start + share, total)
-    line = tl.arange(0, ROWS)
-    inside = tl.arange(0, DIMS)
+    group, inside = tl.arange(0, ROWS), tl.arange(0, DIMS)
     real = inside < D
-    query = tl.load(q + (task * G + line)[:, None] * D + inside[None], mask=(line < G)[:, None] & real[None], other=0.0)
-    high = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    both = (group < G)[:, None] & real[None]
+    query = tl.load(q + (task * G + group)[:, None] * D + inside[None], mask=both, other=0.0)
+    high, mass = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIMS], tl.float32)
-    column = tl.arange(0, TILE)
-    mine = indices + task * widest
+    picks, to_local = indices + task * widest, length - local - sinks - count
     sink_k += row * sink_row + head * sink_head
     sink_v += row * sink_row + head * sink_head
     if ONE:
-        for first in range(start, end, TILE):
-            entry = first + column
-            mask = entry < end
-            spot = tl.where(entry < sinks, entry, length - recent + (entry - sinks - count))
-            if CHOSEN:
-                picked = (entry >= sinks) & (entry < sinks + count)
-                spot = tl.where(picked, tl.load(mine + entry - sinks, mask=picked & mask, other=0), spot)
-            high, mass, result = _tile(
-                query,
-                sink_k,
-                sink_v,
-                spot.to(tl.int64) * sink_line,
-                mask,
-                high,
-                mass,
-                result,
-                inside,
-                real,
-                scaling,
-                WIDE,
-            )
+        high, mass, result = _one_buffer(
+            query, sink_k, sink_v, sink_line, start, end, sinks, count, to_local, picks, high, mass, result, inside,
+            real, scaling, TILE, CHOSEN, WIDE,
+        )  # fmt: skip
     else:
-        for first in range(start, tl.minimum(end, sinks), TILE):
-            entry = first + column
-            mask = entry < tl.minimum(end, sinks)
-            high, mass, result = _tile(
-                query,
-                sink_k,
-                sink_v,
-                entry.to(tl.int64) * sink_line,
-                mask,
-                high,
-                mass,
-                result,
-                inside,
-                real,
-                scaling,
-                WIDE,
-            )
+        high, mass, result = _segment(
+            query, sink_k, sink_v, sink_line, start, tl.minimum(end, sinks), 0, ring, picks, 0, high, mass, result,
+            inside, real, scaling, TILE, _IN_ORDER, WIDE,
+        )  # fmt: skip
         if CHOSEN:
             chosen_k += row * chosen_row + head * chosen_head
             chosen_v += row * chosen_row + head * chosen_head
-            for first in range(tl.maximum(start, sinks), tl.minimum(end, sinks + count), TILE):
-                entry = first + column
-                mask = entry < tl.minimum(end, sinks + count)
-                spot = entry - sinks
-                if INDEXED:
-                    spot = tl.load(mine + spot, mask=mask, other=0) - origin
-                high, mass, result = _tile(
-                    query, chosen_k, chosen_v, spot.to(tl.int64) * chosen_line, mask, high, mass, result, inside, real,
-                    scaling, WIDE,
-                )  # fmt: skip
-        recent_k += row * recent_row + head * recent_head
-        recent_v += row * recent_row + head * recent_head
-        for first in range(tl.maximum(start, sinks + count), end, TILE):
-            entry = first + column
-            mask = entry < end
-            spot = (length - recent + (entry - sinks - count)) % ring
-            high, mass, result = _tile(
-                query, recent_k, recent_v, spot.to(tl.int64) * recent_line, mask, high, mass, result, inside, real, scaling,
-                WIDE,
+            high, mass, result = _segment(
+                query, chosen_k, chosen_v, chosen_line, tl.maximum(start, sinks), tl.minimum(end, sinks + count), -sinks,
+                ring, picks, n_sink, high, mass, result, inside, real, scaling, TILE, CHOSEN_KIND, WIDE,
             )  # fmt: skip
-    result = result / tl.where(mass == 0.0, 1.0, mass)[:, None]
-    to = (task * splits + split) * G + line
-    tl.store(lse + to, tl.where(mass == 0.0, float("-inf"), high + tl.log(mass)), mask=line < G)
-    tl.store(parts + to[:, None] * D + inside[None], result, mask=(line < G)[:, None] & real[None])
+        local_k += row * local_row + head * local_head
+        local_v += row * local_row + head * local_head
+        high, mass, result = _segment(
+            query, local_k, local_v, local_line, tl.maximum(start, sinks + count), end, to_local, ring, picks, 0, high,
+            mass, result, inside, real, scaling, TILE, _RING, WIDE,
+        )  # fmt: skip
+    to = (task * splits + split) * G + group
+    tl.store(lse + to, tl.where(mass == 0.0, float("-inf"), high + tl.log(mass)), mask=group < G)
+    tl.store(parts + to[:, None] * D + inside[None], result / tl.where(mass == 0.0, 1.0, mass)[:, None], mask=both)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _merge(
 
 @triton.jit
 def _gather(
-    host_k, host_v, indices, plan, out_k, out_v, origin, widest, host_row, host_head, host_line,
+    host_k, host_v, indices, plan, out_k, out_v, n_sink, widest, host_row, host_head, host_line,
     HEADS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program = (tile of chosen rows, row and KV head)."""
@@ -183,7 +183,7 @@ def _gather(
     mask = entry < tl.load(plan + row * 4 + 1)
     inside = tl.arange(0, DIMS)
     both = mask[:, None] & (inside < D)[None]
-    spot = tl.load(indices + task * widest + entry, mask=mask, other=0).to(tl.int64) - origin
+    spot = tl.load(indices + task * widest + entry, mask=mask, other=0).to(tl.int64) - n_sink
     source = row * host_row + head * host_head + spot[:, None] * host_line + inside[None]
     to = (task * widest + entry)[:, None] * D + inside[None]
     key = tl.load(host_k + source, mask=both, other=0.0)
@@ -193,9 +193,9 @@ def _gather(
 
 
 def gather(
-    k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, plan: torch.Tensor, origin: int
+    k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, plan: torch.Tensor, n_sink: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows indices - origin of k, v (n, h_kv, capacity, d) in pinned memory, onto the device of indices (n, h_kv, k) int32.
+    """Rows indices - n_sink of k, v (n, h_kv, capacity, d) in pinned memory, onto the device of indices (n, h_kv, k) int32.
 
     Row r takes plan[r][1] of them; what stands behind them means nothing. Returns two (n, h_kv, k, d).
     """
@@ -204,7 +204,7 @@ def gather(
     out = [torch.empty((n, h_kv, widest, d), dtype=k.dtype, device=indices.device) for _ in range(2)]
     tile = 32
     _gather[(triton.cdiv(widest, tile), n * h_kv)](
-        k, v, indices, plan, *out, origin, widest, k.stride(0), k.stride(1), k.stride(2),
+        k, v, indices, plan, *out, n_sink, widest, k.stride(0), k.stride(1), k.stride(2),
         HEADS=h_kv, D=d, DIMS=triton.next_power_of_2(d), TILE=tile,
     )  # fmt: skip
     return out[0], out[1]
@@ -222,7 +222,7 @@ def attend(
     q: torch.Tensor,
     sinks: tuple[torch.Tensor, torch.Tensor],
     chosen: tuple[torch.Tensor, torch.Tensor] | None,
-    recent: tuple[torch.Tensor, torch.Tensor],
+    local: tuple[torch.Tensor, torch.Tensor],
     indices: torch.Tensor | None,
     cursor: torch.Tensor,
     plan: torch.Tensor,
@@ -230,16 +230,21 @@ def attend(
     ring: int,
     tokens: int,
     scaling: float,
-    origin: int = 0,
+    n_sink: int = 0,
     one: bool = False,
     advance: bool = False,
 ) -> torch.Tensor:
-    """Attention of q (n, h, 1, d) over [plan[r][0] sinks | plan[r][1] chosen | plan[r][2] + 1 recent] tokens: (n, 1, h, d).
+    """Attention of q (n, h, 1, d) over [plan[r][0] sinks | plan[r][1] chosen | plan[r][2] + 1 local] tokens: (n, 1, h, d).
 
     The newest token is at position cursor[r]; plan[r][3] = 1 attends everything up to it instead. Sources are pairs of K and V
-    (n, h_kv, entries, d), alike in strides: sinks by position, chosen by indices (n, h_kv, k) - origin, or in order where
-    indices is None, recent by position modulo `ring`. one: all three are the same buffer, by position. tokens: about how many are
-    attended, which decides the number of splits. advance: cursor += 1 afterwards.
+    (n, h_kv, entries, d), alike in strides:
+
+        sinks    by position
+        chosen   by indices (n, h_kv, k) - n_sink, or in order where indices is None
+        local    by position modulo `ring`
+
+    one: all three are the same buffer, by position. tokens: an estimate of how many are attended, which decides the number of
+    splits. advance: cursor += 1 afterwards.
     """
     n, h, _, d = q.shape
     h_kv = sinks[0].shape[1]
@@ -250,14 +255,14 @@ def attend(
     out = torch.empty((n, 1, h, d), dtype=q.dtype, device=q.device)
     dims = max(16, triton.next_power_of_2(d))
     middle = sinks if chosen is None else chosen
-    strides = [x.stride(i) for x in (sinks[0], middle[0], recent[0]) for i in range(3)]
+    strides = [x.stride(i) for x in (sinks[0], middle[0], local[0]) for i in range(3)]
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
     wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"
     _attend[(n * h_kv, splits)](
-        q.contiguous(), *sinks, *middle, *recent, cursor if indices is None else indices, cursor, plan, parts, lse,
-        scaling, ring, origin, 0 if indices is None else indices.shape[2], splits, *strides,
+        q.contiguous(), *sinks, *middle, *local, cursor if indices is None else indices, cursor, plan, parts, lse,
+        scaling, ring, n_sink, 0 if indices is None else indices.shape[2], splits, *strides,
         HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, triton.next_power_of_2(g)), TILE=_TILE,
-        CHOSEN=chosen is not None, INDEXED=indices is not None, ONE=one, WIDE=wide,
+        CHOSEN=chosen is not None, CHOSEN_KIND=_IN_ORDER if indices is None else _PICKED, ONE=one, WIDE=wide,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     _merge[(n * h,)](

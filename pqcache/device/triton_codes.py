@@ -1,10 +1,13 @@
-"""Selection by product-quantized score on a CUDA device: look-up, group softmax and top-k, without asking the host anything.
+"""Selection by product-quantized score on a CUDA device: look-up, group softmax and top-k. The host is asked for nothing.
 
-What changes from step to step (how many tokens there are) is read on the device, so that a recorded step can be replayed. The
-chain: `enter` stores the new token, codes it, and multiplies the query with every centroid; then, where joint codes are few
-(2 x 6 bits: 4096), a histogram of them, kept up to date token by token, and one small program per KV head give softmax
-and the k-th largest weight from a table of 4096 entries; else each token gets a weight of its own. Last, two passes over the
-codes write the chosen positions in ascending order: counts per block, then slots. Ties go to the lower position.
+The number of tokens is read on the device, so that a recorded step can be replayed. The chain of kernels:
+
+1. `enter` stores the new token, codes it, and multiplies the query with every centroid.
+2. Few joint codes (2 x 6 bits: 4096): one program per KV head takes softmax and the k-th largest weight from a table of 4096
+   entries and a histogram of the joint codes, which is kept up to date token by token. Else each token gets its own weight.
+3. Two passes over the codes write the chosen positions in ascending order: counts per block, then places in the output.
+
+Ties go to the lower position.
 """
 
 from __future__ import annotations
@@ -128,14 +131,14 @@ def _weigh(
         weights += share / tl.sum(share * count.to(tl.float32), 0)
     own = weights.to(tl.int32, bitcast=True)
     tl.store(bits + task * SIZE + entry, own)
-    wanted = tl.load(plan + row * 4 + 1)
+    k = tl.load(plan + row * 4 + 1)
     kth = tl.full([], 0, tl.int32)
     for place in range(31):
         trial = kth | (tl.full([], 1, tl.int32) << (30 - place))
-        enough = tl.sum(tl.where(own >= trial, count, 0), 0) >= wanted
+        enough = tl.sum(tl.where(own >= trial, count, 0), 0) >= k
         kth = tl.where(enough, trial, kth)
     tl.store(level + task * 2, kth)
-    tl.store(level + task * 2 + 1, wanted - tl.sum(tl.where(own > kth, count, 0), 0))
+    tl.store(level + task * 2 + 1, k - tl.sum(tl.where(own > kth, count, 0), 0))
 
 
 @triton.jit
@@ -204,7 +207,7 @@ def _wide_level(
     task = tl.program_id(0).to(tl.int64)
     row = task // HEADS
     tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    wanted = tl.load(plan + row * 4 + 1)
+    left = tl.load(plan + row * 4 + 1)  # of the k tokens, those not in a larger digit
     digit = tl.arange(0, 256)
     kth = tl.full([], 0, tl.int32)
     for shift in tl.static_range(24, -1, -8):
@@ -213,17 +216,16 @@ def _wide_level(
             token = start + tl.arange(0, TILE)
             own = tl.load(bits + task * width + token, mask=token < tokens, other=0)
             mask = token < tokens
-            if shift < 24:  # digits found so far; a shift by 32 is no shift
+            if shift < 24:  # the digits known so far; a shift by 32 is no shift
                 mask = mask & ((own >> (shift + 8)) == (kth >> (shift + 8)))
             counts += tl.histogram((own >> shift) & 255, 256, mask=mask)
         up_to = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # tokens of this digit or a larger one
-        found = tl.minimum(
-            tl.max(tl.where(up_to >= wanted, digit, 0), 0), 127 if shift == 24 else 255
-        )  # never the sign
-        wanted -= tl.sum(tl.where(digit > found, counts, 0), 0)
-        kth = kth | (found << shift)
+        # never the sign
+        level_digit = tl.minimum(tl.max(tl.where(up_to >= left, digit, 0), 0), 127 if shift == 24 else 255)
+        left -= tl.sum(tl.where(digit > level_digit, counts, 0), 0)
+        kth = kth | (level_digit << shift)
     tl.store(level + task * 2, kth)
-    tl.store(level + task * 2 + 1, wanted)
+    tl.store(level + task * 2 + 1, left)
 
 
 @triton.jit
@@ -354,8 +356,8 @@ def select(
     """Per row and KV head the plan[r][1] candidates of largest group-summed softmax weight, positions ascending.
 
     tables, amount: of `enter` and `histogram`; codes (n, h_kv * m, >= capacity). Candidates of row r are the positions n_sink ..
-    cursor[r] - plan[r][2] - 1; capacity: codes there may ever be. Returns (n, h_kv, widest) int32, of which row r's first
-    plan[r][1] mean something.
+    cursor[r] - plan[r][2] - 1; capacity: the most codes that there may be. Returns (n, h_kv, widest) int32, of which
+    row r's first plan[r][1] count.
     """
     n, h_kv, g, m, c = tables.shape
     blocks = max(1, triton.cdiv(capacity, _BLOCK))

@@ -54,7 +54,7 @@ def _calls(quick: bool) -> None:
             for indices in (chosen, None) if not one else (chosen,):
                 triton_attend.attend(
                     q, store, store, store, indices, cursor, plan, ring=capacity, tokens=1024, scaling=1.0,
-                    origin=0 if one else sinks, one=one, advance=True,
+                    n_sink=0 if one else sinks, one=one, advance=True,
                 )  # fmt: skip
         triton_attend.attend(
             q, store, None, store, None, cursor, plan, ring=capacity, tokens=1024, scaling=1.0, one=True
@@ -94,15 +94,15 @@ def _block_cache(
         : 1 if quick else 3
     ]:
         slot, tables = torch.zeros((n, capacity // block), dtype=torch.long), torch.zeros((n, slots), dtype=torch.long)
-        counts, came = torch.zeros(slot.shape, dtype=torch.int32), torch.zeros((n, topk, 2), dtype=torch.long)
+        counts, incoming = torch.zeros(slot.shape, dtype=torch.int32), torch.zeros((n, topk, 2), dtype=torch.long)
         tally, chance = torch.zeros((n, 3), dtype=torch.long), torch.zeros(n, dtype=torch.float64)
         triton_blocks.read(store, store, chosen, slot, counts, tally, cursor, plan, sinks, block)
         triton_blocks.admit(
-            counts, slot, tables, tables, tables, tally[:, 0], came, tally, chance, cursor, plan, heads=h_kv, origin=sinks,
-            block=block, least=1, lfu=lfu,
+            counts, slot, tables, tables, tables, tally[:, 0], incoming, tally, chance, cursor, plan, heads=h_kv, n_sink=sinks,
+            block=block, min_columns=1, lfu=lfu,
         )  # fmt: skip
         rows = store[0].transpose(1, 2), store[1].transpose(1, 2)
-        triton_blocks.refill(rows, rows, came, block)
+        triton_blocks.refill(rows, rows, incoming, block)
 
 
 def compile_all(target: int = 90, quick: bool = False) -> list[dict[str, Any]]:

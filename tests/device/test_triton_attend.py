@@ -88,7 +88,7 @@ def test_sinks_chosen_and_recent(n, h_kv, g, d, length, dtype, scale, seed):
     common["ring"] = size
     split = triton_attend.attend(q, first, gathered, ring, None, cursor, plan, **common)
     torch.testing.assert_close(split.float().cpu(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-    direct = triton_attend.attend(q, first, far, ring, indices, cursor, plan, origin=sinks, **common)
+    direct = triton_attend.attend(q, first, far, ring, indices, cursor, plan, n_sink=sinks, **common)
     torch.testing.assert_close(direct.float().cpu(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 

@@ -100,7 +100,7 @@ def test_a_long_trace_of_counts(policy, slots, topk):
         tables.join()
         ordered, blocks = counts.sort(dim=1, descending=True, stable=True)
         row, block, slot = store.admit(blocks[:, :topk], ordered[:, :topk] > 0)
-        came = tables.came.cpu()
+        came = tables.incoming.cpu()
         for r in range(2):
             mine = [(b, s) for b, s in came[r].tolist() if b >= 0]
             assert mine == [
