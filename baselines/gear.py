@@ -1,4 +1,19 @@
-"""GEAR: quantization, plus what it misses as a few outliers and a low-rank matrix (Kang et al., arXiv 2403.05527, section 3)."""
+"""GEAR: quantization, plus what it misses as a few outliers and a low-rank matrix (Kang et al., arXiv 2403.05527, section 3).
+
+Tokens are packed in blocks: codes, outliers with their positions, and two low-rank factors. Stored are codes, fp16 parameters
+and factors, outliers in the model's type, and positions of 16 bits (32 where a block or the channels exceed 32767). At 4 bits
+and 4096 channels this makes 3.05 (840 tokens), 2.75 (120) and 3.09 (3072) times fewer bytes than 16 bits (`accounted_ratio`;
+with 32-bit positions 2.88, 2.61, 2.91). The constant 3.00 of ZipCache's tables is none of them. Small blocks cost more: at 64
+tokens a channel has no outliers (floor of 0.64), but parameters.
+
+Deviations:
+- 2^bits - 1 steps per range, and outliers of keys counted from the block's tokens. The release has bits^2 - 1 steps, and a
+  count derived from the channels (9.5 % of 840 tokens at 4096).
+- Removed outliers leave the mean of the others, which never widens their range. The mean of all can.
+- Directions are made orthonormal in each round, not in the last alone: the same space, without overflow. The root of a
+  direction's size goes into either factor, to fit fp16.
+- Packed blocks are never compressed again. A new turn's tokens, after those buffered, are a block like the prompt's.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +34,8 @@ from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, p
 from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
 
 BACKBONES = ("kcvt", "kivi")
-FEW = 8  # buffers whose entries stand for many tokens each grow in steps of 8
-SMALL = 256  # blocks of up to so many tokens are decoded several at a time, longer ones in part
+FEW = 8  # growth step of buffers whose entries cover many tokens each
+SMALL = 256  # tokens of a block that is decoded with its neighbours; longer ones are decoded in part
 TILE = 1024  # tokens decoded at a time by `take`
 
 
@@ -63,7 +78,7 @@ def low_rank(error: torch.Tensor, rank: int, rounds: int, seed: int) -> tuple[to
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks of one row that follow each other and are alike."""
+    """Consecutive blocks of one row that have the same sizes."""
 
     start: int  # first token
     blocks: int
@@ -91,9 +106,8 @@ class BlockCodec(Codec):
     def __init__(self, bits: int, group: int | None, outliers: float, rank: int, rounds: int, seed: int) -> None:
         self.bits, self.group, self.outliers = bits, group, outliers
         self.rank, self.rounds, self.seed = rank, rounds, seed
-        self.parts: dict[
-            str, Buffer
-        ] = {}  # codes (n, h_kv, tokens, bytes), a (n, h_kv, numbers), b (n, h_kv, ranks, d)
+        # codes (n, h_kv, tokens, bytes), a (n, h_kv, numbers), b (n, h_kv, ranks, d); parameters and outliers: see subclasses
+        self.parts: dict[str, Buffer] = {}
         self.runs: list[list[Run]] = []  # per row
         self.shape = (0, 0, 0)  # n, h_kv, d
         self.dtype = torch.float32
@@ -204,7 +218,7 @@ class BlockCodec(Codec):
         return out[:, :, lo - offset : hi - offset]
 
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
-        """Outliers of keys are listed by channel, so a token cannot be looked up: all are decoded, one tile at a time."""
+        """Outliers of keys are stored by channel, so no token can be looked up: all are decoded, one tile at a time."""
         n, h, d = self.shape
         end = max(runs[-1].start + runs[-1].blocks * runs[-1].length if runs else 0 for runs in self.runs)
         out: torch.Tensor | None = None
@@ -252,13 +266,13 @@ class KeyCodec(BlockCodec):
             return out
         width = span[1] - span[0]
         blocks = codes.shape[2] // width
-        out = F.pad(out.unflatten(2, (blocks, width)), (0, 0, 0, 1))  # and a line for outliers of other tokens
+        out = F.pad(out.unflatten(2, (blocks, width)), (0, 0, 0, 1))  # the last line takes outliers of other tokens
         lo = run.offsets[1] + first * count
         values, positions = (
             self.parts[name].data[rows, :, lo : lo + blocks * count].unflatten(2, (blocks, count))
             for name in ("values", "positions")
         )
-        for i in range(0, count, SMALL):  # a share of the block, however long: a few at a time
+        for i in range(0, count, SMALL):  # a few at a time: they are a share of the block, however long
             at = positions[:, :, :, i : i + SMALL].long() - span[0]
             at = torch.where((at >= 0) & (at < width), at, width)
             out.scatter_(3, at, values[:, :, :, i : i + SMALL].float())
@@ -290,7 +304,7 @@ class ValueCodec(BlockCodec):
 
 
 class BlockStream(PackedStream):
-    """A prompt, or a turn with what was buffered before it, is one block; later ones have `residual` tokens and their own rank.
+    """A prompt, or a turn with the tokens buffered before it, is one block. Later ones have `residual` tokens and their own rank.
 
     Tokens that do not fill `unit`, the group of the backbone, wait in the tail.
     """
@@ -301,7 +315,7 @@ class BlockStream(PackedStream):
         codec.unit = unit
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
-        self.blocks.rank = self.ranks[0]  # what stays is one block
+        self.blocks.rank = self.ranks[0]  # the tokens that stay are one block
         super().retain(indices, counts)
 
     def pack(self, everything: bool = False) -> None:
@@ -329,38 +343,29 @@ def accounted_ratio(
 
 @dataclass(kw_only=True)
 class GEAR(QuantizationMethod):
-    """Every token as codes + outliers + a low-rank part, in blocks. Ignores the budget.
-
-    bits: of a code; 16 is the no-op. backbone: "kcvt" (keys per channel over a block, values per token over the channels of
-    all KV heads; the paper's choice at 4 bits) or "kivi" (groups of `group` tokens or channels; at 2 bits). outliers: share of
-    each such channel or token kept aside with its position, half of it from either end, floor(share / 2 * numbers) each.
-    rank, new_rank: of the rest's low-rank part per KV head, in the prompt's block and in later ones; rounds of power
-    iteration. residual: generated tokens buffered exactly until they make a block (the KCVT runs also use 20).
-    seed: of the iteration's start, the same for all rows, heads and blocks.
-
-    Stored: codes; fp16 parameters and factors; outliers in the model's type, with positions of 16 bits (32 where a block
-    or the channels exceed 32767). At 4 bits and 4096 channels this makes 3.05 (840 tokens), 2.75 (120) and 3.09 (3072) times
-    fewer bytes than 16 bits (`accounted_ratio`; with 32-bit positions 2.88, 2.61, 2.91); the constant 3.00 of ZipCache's
-    tables is none of them. Small blocks cost more: at 64 tokens a channel has no outliers (floor of 0.64), but parameters.
-
-    Deviations: 2^bits - 1 steps per range, and outliers of keys counted from the block's tokens: the release has bits^2 - 1
-    steps, and a count derived from the channels (9.5 % of 840 tokens at 4096). Removed outliers leave the mean of the others,
-    which never widens their range, as the mean of all can. Directions are made orthonormal in each round, not in the last
-    alone: the same space, without overflow; the root of a direction's size goes into either factor, to fit fp16. Packed
-    blocks are never compressed again; a new turn's tokens, after those buffered, are a block like the prompt's.
-    """
+    """Every token as codes + outliers + a low-rank part, in blocks. Ignores the budget."""
 
     name: ClassVar[str] = "gear"
     packs_prompt: ClassVar[bool] = True
 
+    # bits per code, 1 to 8; 16: the no-op
     bits: int = 4
+    # kcvt: keys per channel over a block, values per token over all KV heads (the paper's choice at 4 bits);
+    # kivi: groups of `group` tokens or channels (at 2 bits)
     backbone: str = "kcvt"
+    # tokens or channels per step and minimum, with backbone=kivi
     group: int = 64
+    # share of each channel or token kept apart with its position, half of it from either end
     outliers: float = 0.02
+    # rank of the low-rank part per KV head, in the prompt's block
     rank: int = 4
+    # rank in later blocks
     new_rank: int = 2
+    # rounds of power iteration
     rounds: int = 3
+    # generated tokens per block, exact until then (the KCVT runs also use 20)
     residual: int = 64
+    # seed of the iteration's start, the same for all rows, heads and blocks
     seed: int = 0
 
     def validate(self) -> None:

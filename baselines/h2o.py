@@ -1,4 +1,14 @@
-"""H2O: keep the tokens that received most attention, and the recent ones (Zhang et al., arXiv 2306.14048, Algorithm 1)."""
+"""H2O: keep the tokens that received most attention, and the recent ones (Zhang et al., arXiv 2306.14048, Algorithm 1).
+
+Heavy hitters are the keys with the largest accumulated attention.
+
+Deviations:
+- One choice per KV head, by the mean of its group's sums, in fp32. The paper has one KV head per query head.
+- Rows of a batch are chosen apart.
+- A new token attends beside a full budget, then one makes room. The release's mask simulation counts it inside, and hides a
+  token that leaves the window for one step.
+- A new turn adds to the sums.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +30,11 @@ MODES = ("dynamic", "static")
 
 
 class HeavyHitterScorer(Scorer):
-    """The attention every entry has received so far: per query head while a prompt comes in, then per KV head (mean)."""
+    """The attention every entry has received: per query head during a prompt, then per KV head (mean of the group)."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.h_kv, self.group = shape.h_kv, shape.group
-        self.prompt: torch.Tensor | None = None  # (n, h, final length) sums of the prompt that is coming in
+        self.prompt: torch.Tensor | None = None  # (n, h, final length), during a prompt
         self.sums: Buffer | None = None  # (n, h_kv, capacity) of the entries held
         self.counts: list[int] = []  # entries of `sums` per row
 
@@ -59,7 +69,7 @@ class HeavyHitterScorer(Scorer):
     def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
         assert self.sums is not None
         self.sums.reserve(probs.shape[2])
-        for row, length in enumerate(lengths):  # the place may still hold what was dropped from it
+        for row, length in enumerate(lengths):  # the slot may still hold a dropped entry's sum
             self.sums.data[row, :, self.counts[row] : length] = 0
         self.sums.data[:, :, : probs.shape[2]] += probs.unflatten(1, (self.h_kv, self.group)).mean(2)
         self.counts, self.sums.filled = list(lengths), probs.shape[2]
@@ -83,34 +93,29 @@ class HeavyHitterScorer(Scorer):
 
 @dataclass(kw_only=True)
 class H2O(EvictionMethod):
-    """Sinks, heavy hitters and the recent window; heavy hitters are the keys with the largest accumulated attention.
-
-    mode: "dynamic" drops one token per generated one, the lightest outside sinks and window, for good; "static" prunes once,
-    after the prompt.
-    recent_ratio: the window's share of what the sinks leave. recent: a window of so many tokens instead.
-    n_sink: None takes 32 under the aligned protocol (on top of a budget ratio, as for the other methods) and none under the
-    paper's.
-
-    Deviations: one choice per KV head, by the mean of its group's sums, in fp32 (the paper has one KV head per query head).
-    Rows of a batch are chosen apart. A new token attends beside a full budget and then makes room: the release's mask
-    simulation counts it inside, and hides a token that leaves the window for one step. A new turn adds to the sums.
-    """
+    """Sinks, heavy hitters and the local window."""
 
     name: ClassVar[str] = "h2o"
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
+    # dynamic: each generated token evicts the lightest one outside sinks and window; static: prune once, after the prompt
     mode: str = "dynamic"
+    # the window's share of the budget, sinks apart
     recent_ratio: float = 0.5
+    # tokens of the window; null: by recent_ratio
     recent: int | None = None
+    # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 0
     n_sink: int | None = None
 
     def validate(self) -> None:
-        if self.n_sink is None:
-            self.n_sink = 32 if self.protocol == "aligned" else 0
         self.require_one_of("mode", MODES)
         self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a number in [0, 1]")
         self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for recent_ratio")
-        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
+        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
+
+    def setup(self) -> None:
+        if self.n_sink is None:
+            self.n_sink = 32 if self.protocol == "aligned" else 0
 
     def check_budget(self) -> None:
         assert self.n_sink is not None
@@ -154,12 +159,12 @@ class H2O(EvictionMethod):
         return self.is_dynamic and not self.budget.is_everything
 
     def capacity(self, plan: Plan) -> int:
-        """As planned; a prompt of nothing but sinks leaves room for one token more, so that no sink must go."""
+        """As planned; a prompt of sinks alone leaves room for one token more, so that no sink is evicted."""
         return sys.maxsize if self.budget.is_everything else max(super().capacity(plan), plan.total, plan.sinks + 1)
 
     def window(self, plan: Plan) -> int:
         """Most recent tokens that a decode step may not drop."""
-        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt that grew
+        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt, longer by now
             plan = self.plan(self.budget.tokens, 0, 1)
         return max(1, plan.local)
 

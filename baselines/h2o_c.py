@@ -1,4 +1,11 @@
-"""H2O(C): H2O with the memory that the others spend on looking for tokens (PQCache, arXiv 2407.12820, section 4.1.3)."""
+"""H2O(C): H2O with the memory that other methods spend on their indexes (PQCache, arXiv 2407.12820, section 4.1.3).
+
+It holds N_C = floor(ratio * s + E / (bytes of a token's K and V)) tokens, E being the extra communication per layer of the
+compared methods.
+
+Deviations: as H2O's.
+- The paper's captions do not say whether sinks take part. Here they come on top of N_C under the aligned protocol.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +23,17 @@ COMM_BASES = ("kv", "k", "bytes")
 
 @dataclass(kw_only=True)
 class H2OC(H2O):
-    """Holds as many tokens as fit into the compared methods' selected K and V plus their extra communication.
-
-    N_C = floor(ratio * s + E / (bytes of a token's K and V)), E the extra communication per layer. comm_base says of what
-    it is taken: "kv" of the whole KV cache, comm_ratio of it, as the captions of tables 2 and 3 say (64 tokens at s = 8192);
-    "k" of the keys alone, of which SPARQ, InfLLM and PQ codes really read about comm_ratio (32 tokens); "bytes" is what PQ
-    codes of m sub-spaces and b bits weigh (24 tokens at m = 2, b = 6, d = 128).
-
-    Deviations: as H2O's. The paper's captions do not say whether sinks take part: they are on top of N_C under the aligned
-    protocol, as they are for the other methods.
-    """
+    """H2O with as many more tokens as the compared methods' extra communication weighs."""
 
     name: ClassVar[str] = "h2o_c"
 
+    # kv: comm_ratio of the whole KV cache (captions of tables 2 and 3); k: of the keys alone; bytes: of PQ codes
     comm_base: str = "kv"
+    # extra communication as a share of the KV cache or the keys
     comm_ratio: float = 1 / 128
+    # sub-spaces of the PQ codes, with comm_base=bytes
     m: int = 2
+    # bits per PQ code, with comm_base=bytes
     b: int = 6
 
     def validate(self) -> None:
@@ -40,7 +42,10 @@ class H2OC(H2O):
         self.require("comm_ratio", 0 <= self.comm_ratio <= 1, "a number in [0, 1]")
         self.require("m", self.m >= 1, "an int >= 1")
         self.require("b", self.b >= 1, "an int >= 1")
-        self.d = 128  # until a model says otherwise
+
+    def setup(self) -> None:
+        super().setup()
+        self.d = 128  # head dimension, until check_model
 
     def check_model(self, config: PreTrainedConfig) -> None:
         super().check_model(config)

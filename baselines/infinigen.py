@@ -1,4 +1,18 @@
-"""InfiniGen: retrieve tokens one layer ahead, by speculated queries (Lee et al., arXiv 2406.19707, section 4)."""
+"""InfiniGen: retrieve tokens one layer ahead, by speculated queries (Lee et al., arXiv 2406.19707, section 4).
+
+While a layer runs, its input under the next layer's query weights gives that layer's approximate query. An orthogonal matrix A
+per layer, computed once per model, turns queries and keys so that few columns carry most of q . k; speculation uses only
+these. There are no sinks and no local window. The first layer has no layer before it and stays dense; in the paper's protocol
+the first two do.
+
+Deviations:
+- The published system has no grouped queries. Here a group shares A, columns and choice.
+- Queries are rotated by position before the skew, as in the released Llama code, so the next layer's whole query projection
+  is computed and its skewed columns taken, instead of partial query weights.
+- The number of tokens is the mean over a row's heads, not over the batch.
+- The cap is a share of the prompt, not of the growing sequence.
+- There is no limit of host memory with victims.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +44,11 @@ if TYPE_CHECKING:
 
 COLUMN_RULES = ("q", "union", "abs_sum")
 SKEWS = ("svd", "none")
-_FORMAT = 1  # of the calibration files: raise it when what they hold changes
+_FORMAT = 1  # version of the calibration files
 
 
 def skew(q: torch.Tensor, k: torch.Tensor, how: str = "svd") -> dict[str, torch.Tensor]:
-    """How one layer is rotated, from calibration queries q (1, h, t, d) and keys k (1, h_kv, t, d), both after RoPE.
+    """One layer's rotation, from calibration queries q (1, h, t, d) and keys k (1, h_kv, t, d), both after RoPE.
 
     basis (h_kv, d, d): orthogonal A of right singular vectors of the group's queries, so that (q A)(k A)^T = q k^T while
     few columns of q A are large. q_sum, k_sum (h_kv, d): sums of |q A| and |k A| over tokens, per query head of the group.
@@ -53,9 +67,9 @@ def skew(q: torch.Tensor, k: torch.Tensor, how: str = "svd") -> dict[str, torch.
     return {name: x.to(exact).contiguous() for name, x in zip(names, (basis, *sums), strict=True)}
 
 
-def partial_basis(found: dict[str, torch.Tensor], rule: str, ratio: float) -> torch.Tensor:
+def partial_basis(layer: dict[str, torch.Tensor], rule: str, ratio: float) -> torch.Tensor:
     """The columns of A that are kept, in ascending order: (h_kv, d, r). With `union` a head may have fewer: zeros follow."""
-    basis, q_sum, k_sum = found["basis"], found["q_sum"], found["k_sum"]
+    basis, q_sum, k_sum = layer["basis"], layer["q_sum"], layer["k_sum"]
     h_kv, d, _ = basis.shape
     r = max(1, floor_share(d, ratio))
     if rule == "abs_sum":
@@ -69,9 +83,9 @@ def partial_basis(found: dict[str, torch.Tensor], rule: str, ratio: float) -> to
 
 
 class _ProbeLayer(DenseLayer):
-    """Attends as any dense layer, keeps nothing, and finds its rotation from the one block it sees."""
+    """Attends as any dense layer, stores nothing, and computes its rotation from the one block it sees."""
 
-    found: dict[str, torch.Tensor]
+    rotation: dict[str, torch.Tensor]  # what `skew` returns
     similarity = 1.0  # of this layer's attention input to that of the layer before: mean cosine
 
     def prefill(
@@ -79,7 +93,7 @@ class _ProbeLayer(DenseLayer):
     ) -> torch.Tensor:
         method = ctx.cache.method
         assert isinstance(method, _Probe)
-        self.found = skew(q, k, method.skew)
+        self.rotation = skew(q, k, method.skew)
         if method.hidden is not None:
             self.similarity = float(F.cosine_similarity(method.hidden.float(), ctx.hidden.float(), dim=-1).mean())
         method.hidden = ctx.hidden
@@ -88,13 +102,13 @@ class _ProbeLayer(DenseLayer):
 
 @dataclass(kw_only=True)
 class _Probe(Method):
-    """Not a method to run: a dense pass that watches queries and keys."""
+    """A dense pass for calibration, not a method to run."""
 
     name: ClassVar[str] = "infinigen_probe"
 
     skew: str = "svd"
 
-    def validate(self) -> None:
+    def setup(self) -> None:
         self.hidden: torch.Tensor | None = None  # attention input of the last layer that ran
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> _ProbeLayer:
@@ -103,15 +117,17 @@ class _Probe(Method):
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> dict[str, torch.Tensor]:
-    """`skew` of every layer on token ids (1, t), stacked: basis (L, h_kv, d, d), q_sum and k_sum (L, h_kv, d); and
-    similarity (L,), of each layer's attention input to that of the layer before."""
+    """`skew` of all L layers on token ids (1, t), stacked: basis (L, h_kv, d, d), q_sum and k_sum (L, h_kv, d).
+
+    similarity (L,): mean cosine of each layer's attention input to that of the layer before.
+    """
     cache = SelectiveCache(model, _Probe(skew=how))
     cache.begin([ids.shape[1]])
     with attach(model):
         model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
     layers = [layer for layer in cache.layers if isinstance(layer, _ProbeLayer)]
-    found = {name: torch.stack([layer.found[name] for layer in layers]) for name in ("basis", "q_sum", "k_sum")}
-    return {**found, "similarity": torch.tensor([layer.similarity for layer in layers])}
+    stacked = {name: torch.stack([layer.rotation[name] for layer in layers]) for name in ("basis", "q_sum", "k_sum")}
+    return {**stacked, "similarity": torch.tensor([layer.similarity for layer in layers])}
 
 
 class SpeculativeIndex(Index):
@@ -147,7 +163,7 @@ class SpeculativeIndex(Index):
         return (k.detach().to(self.basis.dtype) @ self.basis).to(k.dtype)
 
     def on_previous_input(self, ctx: LayerContext) -> None:
-        """What this layer's query would be if the layer before changed nothing: its input under this layer's weights."""
+        """Speculate with the input of the layer before under this layer's query weights."""
         if ctx.step.decode and self.partial is not None:
             module: Any = ctx.modules[self.layer.layer_idx]
             q = rotate(module, project_query(module, ctx.hidden), ctx.cos, ctx.sin)
@@ -178,11 +194,11 @@ class SpeculativeIndex(Index):
         near = logits if valid is None else logits.masked_fill(~valid, -torch.inf)
         near = near > near.amax(-1, keepdim=True) - self.method.alpha
         count = near.sum(-1, dtype=torch.float32).mean(-1).long().clamp_min(1)  # (n,)
-        most = torch.tensor(cand.k, device=logits.device)
+        limit = torch.tensor(cand.k, device=logits.device)
         whole = torch.tensor(
             [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)], device=logits.device
         )
-        count = torch.where(whole, most, count.minimum(most))  # a row whose cap is everything attends everything
+        count = torch.where(whole, limit, count.minimum(limit))  # a row whose cap is everything attends everything
         indices = top_tokens(group_reduce(logits, h_kv, self.reduce, valid), count, max(cand.k))
         return Selection(torch.where(indices < 0, indices, indices + cand.sinks), padded=True)
 
@@ -199,55 +215,49 @@ class SpeculativeIndex(Index):
 
 @dataclass(kw_only=True)
 class InfiniGen(RetrievalMethod):
-    """partial_ratio: share of the columns that speculation looks at (0.2 in the released code). column_rule: the columns of
-    largest sum of |q A| over a group ("q"), those and the ones of |k A| ("union"), or of both sums added ("abs_sum"). skew:
-    "svd", or "none" for A = 1. calibration_tokens: how long a text may be that A and the columns are found from.
-    alpha: a token is wanted if its speculated logit lies within alpha of its head's largest; null: no such limit, in the
-    paper's protocol 5. cap: share of the prompt that may be chosen at most; null: 1, in the paper's protocol 0.2.
-    reduce: "sum_softmax" chooses per KV head, "none" per query head. Others: see RetrievalMethod.
+    """Tokens with the largest speculated weight, chosen and fetched while the layer before runs.
 
-    Neither sinks nor local window (n_sink and recent_ratio are 0). The first layer has no layer before it and stays dense;
-    in the paper's protocol the first two. Aligned: the budget's number of tokens is chosen. Paper: what alpha wants, up to
-    the cap or the budget, whichever is less; budget=1.0 attends everything under either.
-
-    `prepare` runs the model once over a calibration text; the harness gives it one. Without a text (the library alone, where
-    SelectiveCache calls it) it takes random token ids. What it finds is kept under cache_dir, by model, weights and text.
-
-    Deviations: the published system has no grouped queries; here a group shares A, columns and choice. Queries are rotated by
-    position before the skew, as in the released Llama code, so the whole query projection of the next layer is computed and
-    its skewed columns taken, instead of partial query weights. The number of tokens is the mean over a row's heads, not over
-    the batch. The cap is of the prompt, not of the growing sequence. No host memory limit with victims.
+    Aligned protocol: as many tokens as the budget says. Paper's protocol: as many as `alpha` says, up to the cap or the budget,
+    whichever is less. budget=1.0 attends everything under either. `prepare` runs the model once over a calibration text.
     """
 
     name: ClassVar[str] = "infinigen"
     aligned_dense_layers: ClassVar[int] = 1
     paper_dense_layers: ClassVar[int] = 2
     shortens: ClassVar[bool] = False  # it chooses one layer ahead, not within the step
-
     n_sink: int = 0
     recent_ratio: float = 0.0
+
+    # share of the columns that speculation uses (0.2 in the released code)
     partial_ratio: float = 0.2
+    # columns of largest sum over a group: q (of |q A|), union (of |q A| or |k A|), abs_sum (of both sums added)
     column_rule: str = "q"
+    # svd: A by singular vectors; none: A = 1
     skew: str = "svd"
+    # tokens of the calibration text, at most
     calibration_tokens: int = 2048
+    # a token is selected if its speculated logit is within alpha of its head's largest; null: no limit, paper's protocol 5
     alpha: float | None = None
+    # share of the prompt that may be selected at most; null: 1, in the paper's protocol 0.2
     cap: float | None = None
 
     def validate(self) -> None:
         super().validate()
-        if self.protocol == "paper":
-            self.alpha = 5.0 if self.alpha is None else self.alpha
-            self.cap = 0.2 if self.cap is None else self.cap
-        self.require("n_sink", self.n_sink == 0, "0, InfiniGen has no sinks")
-        self.require("recent_ratio", self.recent_ratio == 0, "0, InfiniGen has no local window")
         self.require("partial_ratio", 0 < self.partial_ratio <= 1, "a float in (0, 1]")
         self.require_one_of("column_rule", COLUMN_RULES)
+        self.require("n_sink", self.n_sink == 0, "0, InfiniGen has no sinks")
+        self.require("recent_ratio", self.recent_ratio == 0, "0, InfiniGen has no local window")
         self.require_one_of("skew", SKEWS)
         self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
         self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")
         self.require("cap", self.cap is None or 0 < self.cap <= 1, "null or a float in (0, 1]")
         if self.dense_layers == 0:
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")
+
+    def setup(self) -> None:
+        if self.protocol == "paper":
+            self.alpha = 5.0 if self.alpha is None else self.alpha
+            self.cap = 0.2 if self.cap is None else self.cap
         self.bases: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, d, r)
         self.similarity = 0.0  # of consecutive layers' attention inputs, mean cosine on the calibration text
 
@@ -256,17 +266,17 @@ class InfiniGen(RetrievalMethod):
         if self.budget.is_everything or (text is None and all(module in self.bases for module in modules)):
             return
         calibration = Calibration("infinigen", self.calibration_tokens, (_FORMAT, self.skew))
-        found = calibration.get(model, text, cache_dir, lambda model, ids: calibrate(model, ids, self.skew))
-        self.similarity = float(found["similarity"][1:].mean()) if len(modules) > 1 else 1.0
+        tensors = calibration.get(model, text, cache_dir, lambda model, ids: calibrate(model, ids, self.skew))
+        self.similarity = float(tensors["similarity"][1:].mean()) if len(modules) > 1 else 1.0
         for i, module in enumerate(modules):
-            layer = {name: found[name][i] for name in ("basis", "q_sum", "k_sum")}
+            layer = {name: tensors[name][i] for name in ("basis", "q_sum", "k_sum")}
             self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(model.device)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         if self.budget.is_everything:
             return Plan(sinks=0, local=0, k=s)
-        most = s if self.cap is None else floor_share(s, self.cap)
-        return Plan(sinks=0, local=0, k=max(1, min(most, self.budget.total(s))))
+        cap = s if self.cap is None else floor_share(s, self.cap)
+        return Plan(sinks=0, local=0, k=max(1, min(cap, self.budget.total(s))))
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> SpeculativeIndex:
         return SpeculativeIndex(self)

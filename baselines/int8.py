@@ -14,13 +14,14 @@ from pqcache.store.packed import Codec, ExactCodec, Schedule, TokenCodec, pack_a
 class Int8(QuantizationMethod):
     """Asymmetric 8-bit codes with one (step, minimum) pair of fp16 per token and KV head, for K and for V.
 
-    bits: 8, or 16 for the no-op. residual: newest tokens kept exact. Ignores the budget: a token costs
-    2 h_kv (d + 4) bytes per layer instead of 4 h_kv d at 16 bits, whatever the ratio.
+    Ignores the budget: a token costs 2 h_kv (d + 4) bytes per layer instead of 4 h_kv d at 16 bits.
     """
 
     name: ClassVar[str] = "int8"
 
+    # 8, or 16 for the no-op
     bits: int = 8
+    # newest tokens kept exact
     residual: int = 0
 
     def validate(self) -> None:

@@ -1,4 +1,20 @@
-"""KIVI: 2-bit keys per channel, values per token, the newest in full (Liu et al., arXiv 2402.02750, section 3)."""
+"""KIVI: 2-bit keys per channel, values per token, the newest in full (Liu et al., arXiv 2402.02750, section 3).
+
+Keys have one (step, minimum) pair of fp16 per KV head, channel and `group` tokens; values one per KV head, token and `group`
+channels. Keys are packed `residual` tokens at a time, so L mod residual of L tokens are exact; of the values the newest
+min(L, residual) are. A prompt of fewer than `residual` tokens stays exact.
+
+Bits per number: bits + 32 / group in the body. At 2 bits and group = 32 this makes 3.52 (840 tokens, residual 128), 4.52 (3072,
+256) and 2.65 (120, 32) times fewer than 16 (`accounted_ratio`). ZipCache's tables print 3.46, 4.36 and 2.55 for KIVI there,
+which this rule does not give. The closest rule tried is one pair per channel over all keys, 34 bits per value group and
+`residual` exact tokens on both sides (3.48, 4.37, 2.56).
+
+Deviations:
+- A group of equal numbers is stored exactly, where the release divides by its range of zero.
+- A new turn's tokens follow the same rules behind what is packed, which stays as it is.
+- Under an evictor (method=coded method.policy=snapkv method.codec=kivi) tokens are dropped first, then packed. Only a later
+  turn's eviction drops tokens of packed groups of keys, whose others are then packed again (`Codec.retain`).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +54,7 @@ class ChannelCodec(Codec):
             buffer.write(part, [s // self.group for s in starts], [c // self.group for c in counts])
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
-        """Whole groups are decoded: up to group - 1 tokens more than asked for at either end."""
+        """Tokens lo .. hi-1. Whole groups are decoded: up to group - 1 more tokens at either end."""
         first, last = lo // self.group, -(-hi // self.group)
         codes = self.parts[0].data[:, :, first * self.group : last * self.group]
         step, low = (b.data[:, :, first:last, None] for b in self.parts[1:])
@@ -72,27 +88,15 @@ def accounted_ratio(tokens: int, bits: int = 2, group: int = 32, residual: int =
 
 @dataclass(kw_only=True)
 class KIVI(QuantizationMethod):
-    """Every token in `bits` bits (16: the no-op), apart from the newest. Ignores the budget.
-
-    group: G. Keys have one (step, minimum) pair of fp16 per KV head, channel and G tokens; values one per KV head, token and
-    G channels. residual: R, a multiple of G. Keys are packed R tokens at a time, so L mod R of L tokens are exact; of the
-    values the newest min(L, R). A prompt of fewer than R tokens stays exact. The authors advise bits=4 for GQA models.
-
-    Bits per number: bits + 32 / G in the body. At 2 bits and G = 32 this makes 3.52 (840 tokens, R = 128), 4.52 (3072, 256)
-    and 2.65 (120, 32) times fewer than 16 (`accounted_ratio`). ZipCache's tables print 3.46, 4.36 and 2.55 for KIVI there,
-    which this rule does not give; of the rules tried, one pair per channel over all keys, 34 bits per V group and R exact tokens
-    on both sides comes closest (3.48, 4.37, 2.56).
-
-    Deviations: a group of equal numbers is stored exactly, where the release divides by its range of zero. A new turn's
-    tokens go through the same rules behind what is packed, which stays as it is. Under an evictor (method=coded
-    method.policy=snapkv method.codec=kivi) tokens are dropped first and then packed; only a later turn's eviction drops
-    tokens of packed groups of keys, whose others are then coded again (`Codec.retain`).
-    """
+    """Every token in `bits` bits, apart from the newest. Ignores the budget. The authors advise bits=4 for GQA models."""
 
     name: ClassVar[str] = "kivi"
 
+    # bits per number, 1 to 8; 16: the no-op
     bits: int = 2
+    # tokens of a key channel, and channels of a value, that share a step and a minimum (the paper's G)
     group: int = 32
+    # newest tokens kept exact, a multiple of group (the paper's R)
     residual: int = 128
 
     def validate(self) -> None:

@@ -1,4 +1,11 @@
-"""Oracle: exact top-k attention, the upper bound of retrieval at a budget (PQCache, arXiv 2407.12820, section 4.1.3)."""
+"""Oracle: exact top-k attention, the upper bound of retrieval at a budget (PQCache, arXiv 2407.12820, section 4.1.3).
+
+A reference, not a system: with store=host or block_cache every key crosses at each step to be scored.
+
+Deviations:
+- The current token is attended on top of the local window, as for every other method here. The published code counts it inside
+  and so attends to one token fewer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from pqcache.selective.shape import ModelShape
 
 
 class ExactIndex(Index):
-    """Scores by the keys themselves. It reads the store's own keys and keeps nothing."""
+    """Scores by the keys themselves, which it reads from the store."""
 
     def __init__(self, method: Oracle) -> None:
         self.reduce, self.scope = method.reduce, method.scope
@@ -37,18 +44,12 @@ class ExactIndex(Index):
 
 @dataclass(kw_only=True)
 class Oracle(RetrievalMethod):
-    """Ranks the candidates by their exact attention weight, summed over a group's query heads, per KV head.
-
-    scope: what the softmax is taken over before ranking: "all" past tokens (the published code) or the "candidates" only.
-    A reference, not a system: with store=host or block_cache every key crosses at each step, to be scored.
-
-    Deviations: the current token is attended on top of the local window, as for every other method here; the published code
-    counts it inside and so attends to one token fewer.
-    """
+    """Candidates with the largest exact attention weight, summed over a group's query heads, per KV head."""
 
     name: ClassVar[str] = "oracle"
     ranks_shortlists: ClassVar[bool] = True
 
+    # tokens that the softmax before ranking covers: all past ones (the published code), or the candidates only
     scope: str = "all"
 
     def validate(self) -> None:

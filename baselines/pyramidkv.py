@@ -1,4 +1,12 @@
-"""PyramidKV: SnapKV with much budget in low layers and little in high ones (Cai et al., arXiv 2406.02069, section 4)."""
+"""PyramidKV: SnapKV with much budget in low layers and little in high ones (Cai et al., arXiv 2406.02069, section 4).
+
+Layer l keeps k_l = k_0 - l * step tokens beside its window (equations 3 to 5). A prompt of fewer than 2 C tokens, C the mean
+number of selected tokens per layer, is SnapKV's, as in the released code.
+
+Deviations: as SnapKV's.
+- The progression steps by m - 1, where the paper prints m. The released code does so too.
+- Dense first layers are not part of the pyramid.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,7 @@ from pqcache.selective.budget import Plan
 
 
 def pyramid(c: int, candidates: int, beta: int, m: int, exact_total: bool = False) -> list[int]:
-    """Tokens each of m layers selects among `candidates`, around a mean of c: an arithmetic progression, falling.
+    """Tokens that each of m layers selects among `candidates`: a falling arithmetic progression of mean c.
 
     Integer steps always err high (by 4.6 % at 128 tokens in 32 layers); exact_total takes the real-valued progression and
     rounds it by largest remainder, so that the layers sum to m * c.
@@ -35,19 +43,14 @@ def pyramid(c: int, candidates: int, beta: int, m: int, exact_total: bool = Fals
 
 @dataclass(kw_only=True)
 class PyramidKV(SnapKV):
-    """SnapKV's scores; layer l keeps k_l = k_0 - l * step tokens beside its window (equations 3 to 5).
-
-    beta: the last layer's share is 1/beta of the mean. exact_total: see `pyramid`. A prompt of fewer than 2 C tokens, C the
-    mean number of selected tokens per layer, is SnapKV's, as in the released code.
-
-    Deviations: as SnapKV's. The progression steps by m - 1, where the paper prints m; the released code does, too. Dense
-    first layers are no part of the pyramid.
-    """
+    """SnapKV's scores, with a budget that falls from layer to layer."""
 
     name: ClassVar[str] = "pyramidkv"
 
     published: str = "pyramidkv"
+    # the last layer's share of the mean is 1/beta
     beta: int = 20
+    # round the progression so that the layers sum to the budget; the published steps err high, by 4.6 % at 128 tokens
     exact_total: bool = False
 
     def validate(self) -> None:

@@ -1,4 +1,13 @@
-"""Quest: retrieve pages of consecutive tokens by an upper bound of their scores (Tang et al., arXiv 2406.10774, section 3)."""
+"""Quest: retrieve pages of consecutive tokens by an upper bound of their scores (Tang et al., arXiv 2406.10774, section 3).
+
+Each page stores the channel-wise minimum and maximum of its keys (Algorithm 1). A budget of B tokens attends floor(B / page)
+pages; the page of the newest past token is always among them. There are no sinks and no local window.
+
+Deviations:
+- The current token is attended on top of the pages, as for every other method here.
+- At least one page is attended, where the released evaluation attends at least three.
+- With store=host all chosen pages are fetched at each step; the published system keeps K and V on the device.
+"""
 
 from __future__ import annotations
 
@@ -68,17 +77,15 @@ class PageIndex(Index):
         size, ends, device = self.page, cand.ends, q.device
         first, cut = divmod(cand.sinks, size)  # the first page with a candidate; a cut one counts whole
         pages = [-(-end // size) for end in ends]
-        wanted = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
+        counts = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
         column = torch.arange(first, max(pages), device=device)
         last = torch.tensor(pages, device=device)[:, None, None] - 1
         low, high = (buffer.view(max(pages))[:, :, first:] for buffer in (self.low, self.high))
         bound = page_bound(q, low, high) * ctx.scaling
         weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
-        chosen = top_tokens(weights.masked_fill(column == last, torch.inf), wanted)  # (n, H, max(wanted)), ascending
+        chosen = top_tokens(weights.masked_fill(column == last, torch.inf), counts)  # (n, H, max(counts)), ascending
         positions = ((chosen + first)[..., None] * size + torch.arange(size, device=device)).flatten(2)
-        if (
-            cut == 0 and len(set(ends)) == 1 and len(set(wanted)) == 1
-        ):  # only the last page is cut, and it stands at the end
+        if cut == 0 and len(set(ends)) == 1 and len(set(counts)) == 1:  # only the last page is cut, and it comes last
             return Selection(positions[..., : positions.shape[2] - (pages[0] * size - ends[0])])
         chosen = chosen[..., None].expand(-1, -1, -1, size).flatten(2)
         inside = (
@@ -89,24 +96,17 @@ class PageIndex(Index):
 
 @dataclass(kw_only=True)
 class Quest(RetrievalMethod):
-    """page: tokens per page (section 3.3). A budget of B tokens attends floor(B / page) pages, the last one always among them.
-
-    No sinks and no local window, under either protocol (n_sink and recent_ratio are 0). reduce: "none" lets every query head
-    choose its own pages, as published; "sum_logit" adds the bounds of a group, one choice per KV head. The paper's protocol
-    leaves the first two layers dense (section 4.1).
-
-    Deviations: the current token is attended on top of the pages, as for every other method here, so the last page is that of
-    the newest past token. At least one page, where the released evaluation takes at least three. With store=host all chosen
-    pages are fetched at each step; the published system keeps K and V on the device, which is the default here, too.
-    """
+    """Pages with the largest upper bound of q . k. The paper's protocol leaves the first two layers dense (section 4.1)."""
 
     name: ClassVar[str] = "quest"
     paper_dense_layers: ClassVar[int] = 2
     shared_reduce: ClassVar[str] = "sum_logit"
-
     n_sink: int = 0
     recent_ratio: float = 0.0
+
+    # none: every query head chooses its own pages, as published; sum_logit: per KV head, by the sum of its group's bounds
     reduce: str = "none"
+    # tokens per page (section 3.3)
     page: int = 16
 
     def validate(self) -> None:
@@ -116,7 +116,7 @@ class Quest(RetrievalMethod):
         self.require("recent_ratio", self.recent_ratio == 0, "0, Quest has no local window")
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        total = self.budget.tokens or self.budget.total(s)  # more tokens than the prompt has: all of its pages
+        total = self.budget.tokens or self.budget.total(s)  # a token budget beyond the prompt: all pages
         pages = max(1, total // self.page)
         return Plan(sinks=0, local=0, k=s if self.budget.is_everything else min(s, pages * self.page))
 

@@ -1,4 +1,12 @@
-"""Replay: attend exactly the tokens that a recorded run attended, at every layer and step (see pqcache/diagnostics/trace.py)."""
+"""Replay: attend exactly the tokens that a recorded run attended, at every layer and step (pqcache/diagnostics/trace.py).
+
+The budget is the recorded one. With the recorded run's store the replay moves the same K and V and attends the same tokens.
+
+Deviations from the recorded run:
+- Bytes of its index (selection) are not moved again.
+- A cache of a store's own (ClusterKV's last steps) is not rebuilt.
+- One row at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +27,7 @@ from pqcache.selective.shape import ModelShape
 
 
 class RecordedIndex(Index):
-    """Returns what the trace says; looks at no key and no query."""
+    """Selects what the trace says, whatever keys and query are."""
 
     def __init__(self) -> None:
         self.choice: Choice | None = None  # of this step
@@ -41,7 +49,7 @@ class ReplayLayer(RetrievalLayer):
         self.step = 0
 
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
-        assert self.store is not None and not ahead  # what was recorded is not chosen again ahead of its layer
+        assert self.store is not None and not ahead  # a recorded choice is never made ahead of its layer
         trace = self.method.current()
         if self.step >= trace.steps:
             raise ValueError(f"{trace.path}: has {trace.steps} decode steps, this run goes on")
@@ -52,20 +60,13 @@ class ReplayLayer(RetrievalLayer):
 
 @dataclass(kw_only=True)
 class Replay(RetrievalMethod):
-    """trace: a file, or a folder of them of which the one of the running prompt is taken. store: where K and V live in the
-    replay, whatever they did in the recorded run.
-
-    The budget is the recorded one. With the recorded run's store the replay moves the same K and V and attends the same tokens.
-    One row at a time.
-
-    Deviations from the recorded run: bytes of its index (selection) are not moved again, and a cache of a store's own
-    (ClusterKV's last steps) is not rebuilt.
-    """
+    """Attends what a trace says."""
 
     name: ClassVar[str] = "replay"
     ignores_budget: ClassVar[bool] = True
-    composable: ClassVar[bool] = False  # what was recorded holds for its own positions and layers only
+    composable: ClassVar[bool] = False  # a trace holds for its own layers and positions only
 
+    # a trace file, or a folder with the traces of several prompts
     trace: str | None = None
 
     def validate(self) -> None:
@@ -73,10 +74,11 @@ class Replay(RetrievalMethod):
         self.require("trace", self.trace is not None, "a trace file, or a folder of them (method.trace=...)")
         path = Path(str(self.trace)).expanduser()
         self.require("trace", path.exists(), "an existing file or folder")
-        files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
-        self.require("trace", bool(files), f"a folder with *{SUFFIX} files")
-        found = [Trace(file) for file in files]
-        self.traces: dict[str, Trace] = {trace.header["prompt_sha256"]: trace for trace in found}
+        self.require("trace", bool(self.files()), f"a folder with *{SUFFIX} files")
+
+    def setup(self) -> None:
+        traces = [Trace(file) for file in self.files()]
+        self.traces: dict[str, Trace] = {trace.header["prompt_sha256"]: trace for trace in traces}
         self.running: Trace | None = None
         first = next(iter(self.traces.values()))
         for trace in self.traces.values():
@@ -84,6 +86,11 @@ class Replay(RetrievalMethod):
                 raise ValueError(f"trace={self.trace}: allowed is traces of one method (sinks, dense layers, geometry)")
         self.n_sink = int(first.header["sinks"])
         self.dense_layers = int(first.header["dense_layers"])
+
+    def files(self) -> list[Path]:
+        """The trace files that `trace` names."""
+        path = Path(str(self.trace)).expanduser()
+        return sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
 
     def check_model(self, config: PreTrainedConfig) -> None:
         shape, first = ModelShape.of(config), next(iter(self.traces.values()))
@@ -108,8 +115,8 @@ class Replay(RetrievalMethod):
         first = self.current().layer(layer_idx)[:1]
         if not first:
             return Plan(min(self.n_sink, s), 1, 0)
-        most = max(choice.local for choice in self.current().layer(layer_idx))
-        return Plan(min(self.n_sink, s), max(1, most), first[0].k)
+        local = max(choice.local for choice in self.current().layer(layer_idx))
+        return Plan(min(self.n_sink, s), max(1, local), first[0].k)
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> RecordedIndex:
         return RecordedIndex()

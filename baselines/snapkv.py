@@ -1,4 +1,13 @@
-"""SnapKV: keep the prompt tokens that its last queries attend to (Li et al., arXiv 2404.14469, section 4, Listing 1)."""
+"""SnapKV: keep the prompt tokens that its last queries attend to (Li et al., arXiv 2404.14469, section 4, Listing 1).
+
+The last w tokens stay, and the tokens with the largest pooled attention from them. Prunes once, after the prompt.
+
+Deviations:
+- One choice per KV head (group mean, then pooling). The release repeats K and V and keeps h / h_kv times as much.
+- Average pooling divides by the tokens there are: zero padding would lower the scores of the first ones.
+- A budget smaller than the window keeps the newest tokens only.
+- A new turn prunes again, with its own last queries.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,8 @@ from pqcache.selective.eviction import EvictionMethod, Scorer
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape, NotApplicable
 
-PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}  # w, kernel, pooling
+# w, kernel, pooling of the authors' LongBench runs, of PyramidKV's runs of all baselines, of the released class's defaults
+PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}
 POOLING = ("max", "avg")
 
 
@@ -41,39 +51,37 @@ class WindowScorer(Scorer):
 
 @dataclass(kw_only=True)
 class SnapKV(EvictionMethod):
-    """Prunes once, after the prompt: the last w tokens stay, and the tokens with the largest pooled attention from them.
-
-    published: which published set w (observation window), kernel and pooling come from where they are None: "snapkv"
-    (32, 7, max: the authors' LongBench runs), "pyramidkv" (8, 7, max: PyramidKV's runs of all baselines) or "listing"
-    (64, 5, avg: the defaults of the released class).
-    n_sink: None takes 32 under the aligned protocol (on top of a budget ratio, as for the other methods) and none under the
-    paper's.
-
-    Deviations: one choice per KV head (group mean, then pooling), where the release repeats K and V and keeps h/h_kv times
-    as much. Average pooling divides by the tokens there are: zero padding would punish the first ones. A budget
-    smaller than the window keeps the newest tokens only. A new turn prunes again, with its own last queries.
-    """
+    """Sinks, an observation window of w tokens, and the tokens that it attends to most."""
 
     name: ClassVar[str] = "snapkv"
 
+    # published set for w, kernel and pooling: snapkv (32, 7, max), pyramidkv (8, 7, max) or listing (64, 5, avg)
     published: str = "snapkv"
+    # tokens of the observation window; null: by published
     w: int | None = None
+    # tokens pooled around each key, odd; null: by published
     kernel: int | None = None
+    # max or avg; null: by published
     pooling: str | None = None
+    # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 0
     n_sink: int | None = None
 
     def validate(self) -> None:
         self.require_one_of("published", tuple(PUBLISHED))
+        self.require("w", self.w is None or self.w >= 1, "an int >= 1")
+        odd = self.kernel is None or (self.kernel >= 1 and self.kernel % 2 == 1)
+        self.require("kernel", odd, "an odd int >= 1")
+        if self.pooling is not None:
+            self.require_one_of("pooling", POOLING)
+        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
+
+    def setup(self) -> None:
         w, kernel, pooling = PUBLISHED[self.published]
         self.w = w if self.w is None else self.w
         self.kernel = kernel if self.kernel is None else self.kernel
         self.pooling = pooling if self.pooling is None else self.pooling
         if self.n_sink is None:
             self.n_sink = 32 if self.protocol == "aligned" else 0
-        self.require("w", self.w >= 1, "an int >= 1")
-        self.require("kernel", self.kernel >= 1 and self.kernel % 2 == 1, "an odd int >= 1")
-        self.require_one_of("pooling", POOLING)
-        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
 
     def check_budget(self) -> None:
         assert self.n_sink is not None and self.w is not None
@@ -94,7 +102,7 @@ class SnapKV(EvictionMethod):
         return Scorer() if self.budget.is_everything else WindowScorer(self.w)
 
     def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
-        """Pool along the keys before the window, stride 1; the window itself neither votes for its neighbours nor is ranked."""
+        """Pool along the keys before the window, stride 1. The window is not pooled and not ranked."""
         assert self.kernel is not None
         if hi == 0:
             return scores

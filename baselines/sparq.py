@@ -1,4 +1,14 @@
-"""SparQ: retrieve tokens by the query's largest components (Ribar et al., arXiv 2312.04985, section 4, Algorithm 1)."""
+"""SparQ: retrieve tokens by the query's largest components (Ribar et al., arXiv 2312.04985, section 4, Algorithm 1).
+
+Approximate logits use the r largest components of the query, and the same ones of all keys. The query heads of a group share
+components. Tokens are ranked by softmax over all past tokens per query head, summed over the group in fp32;
+reduce=sum_logit adds logits, as the authors' library does.
+
+Deviations:
+- SparQ has no sinks. PQCache's comparison adds 32, which is the default here.
+- With store=host, sinks and window stay on the device; the comparison's code fetches them again at each step.
+- Budgets beyond the prompt are clamped.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +51,7 @@ def partial_logits(q: torch.Tensor, components: torch.Tensor, rows: torch.Tensor
 
 
 class ComponentIndex(Index):
-    """A second copy of one layer's keys, component by component, and the mean value so far."""
+    """A second copy of one layer's keys, component by component, and the mean of all values."""
 
     per_row = ("components", "written", "mean")
     scope = "all"  # the softmax runs over every past token, the current one included
@@ -51,7 +61,7 @@ class ComponentIndex(Index):
         self.reduce = method.reduce
         self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host unless store=resident
         self.written: list[int] = []  # columns of it, per row
-        self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, if it is reallocated to
+        self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, with reallocate
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         n, h_kv, _, d = k.shape
@@ -88,7 +98,7 @@ class ComponentIndex(Index):
             ctx.cache.ledger.move(kind, x.numel() * x.element_size())
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        """The chosen components of all keys cross from the host: they depend on q, so nothing can be fetched ahead."""
+        """Unless store=resident, the chosen components of all keys cross from the host: they depend on q."""
         assert self.components is not None
         data = self.components.data
         n, h_kv, d = q.shape[0], self.layer.shape.h_kv, q.shape[3]
@@ -140,22 +150,19 @@ class ComponentIndex(Index):
 
 @dataclass(kw_only=True)
 class SparQ(RetrievalMethod):
-    """r: components of the query that are looked at, at most the head dimension (1 in PQCache, section 4.2.1: 1/128 of K).
-    reallocate: give the mass of the tokens left out to the mean value (section 4, step 3). Others: see RetrievalMethod.
+    """Tokens with the largest approximate softmax weight.
 
-    Components are shared by a group, tokens ranked by softmax over all past tokens per query head, summed over the group in
-    fp32; reduce=sum_logit adds logits, as the authors' library does. Aligned: sinks, window and k are PQCache's. Paper:
-    PQCache's experiments with SparQ, whose window and k are shares of the prompt or of a token budget, the sinks on top of
-    either. The authors' own sweeps are protocol=paper n_sink=0 recent_ratio=0.25 budget=128 with r = 8 to 64.
-
-    Deviations: SparQ has no sinks, the published comparison adds 32, and so do we. Sinks and window stay on the device with
-    store=host, where the comparison's code fetches them again at each step. Budgets beyond the prompt are clamped.
+    Aligned protocol: sinks, window and k are PQCache's. Paper's protocol: window and k are shares of the prompt or of a token
+    budget, as in PQCache's experiments with SparQ; sinks come on top. The authors' own sweeps are
+    protocol=paper n_sink=0 recent_ratio=0.25 budget=128 with r = 8 to 64.
     """
 
     name: ClassVar[str] = "sparq"
     ranks_shortlists: ClassVar[bool] = True
 
+    # components of the query that are used, at most the head dimension (PQCache, section 4.2.1, uses 1: 1/128 of K)
     r: int = 1
+    # give the softmax mass of the tokens left out to the mean value (section 4, step 3)
     reallocate: bool = False
 
     @property

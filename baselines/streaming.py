@@ -1,4 +1,8 @@
-"""StreamingLLM: attention sinks and a recent window, nothing in between (Xiao et al., arXiv 2309.17453, section 3.2)."""
+"""StreamingLLM: attention sinks and a local window, nothing in between (Xiao et al., arXiv 2309.17453, section 3.2).
+
+Deviations:
+- The default mode is static, so that generated tokens stay as they do under the retrieval methods.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +26,25 @@ MODES = ("static", "dynamic", "rolling")
 
 @dataclass(kw_only=True)
 class StreamingLLM(EvictionMethod):
-    """Keeps the first n_sink tokens and the most recent ones.
-
-    mode: "static" prunes once, after the prompt, and then grows; "dynamic" also drops the oldest non-sink token for each
-    generated one; "rolling" is dynamic with positions counted inside the cache, as published: keys are stored before RoPE
-    and rotated by their rank at every step.
-    n_sink: None takes 32 under the aligned protocol (on top of a budget ratio, as for the other methods), 4 under the paper's
-    (inside the budget).
-
-    Deviations: the default mode is static, so that generated tokens are kept as they are by the retrieval methods.
-    """
+    """Keeps the first n_sink tokens and the most recent ones."""
 
     name: ClassVar[str] = "streaming"
     ranks_by_scores: ClassVar[bool] = False  # by position alone
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
+    # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 4 inside the budget
     n_sink: int | None = None
+    # static: prune once, after the prompt; dynamic: each generated token evicts the oldest one after the sinks; rolling:
+    # dynamic, and keys are rotated by their rank in the cache, as published
     mode: str = "static"
 
     def validate(self) -> None:
+        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
+        self.require_one_of("mode", MODES)
+
+    def setup(self) -> None:
         if self.n_sink is None:
             self.n_sink = 32 if self.protocol == "aligned" else 4
-        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
-        self.require_one_of("mode", MODES)
 
     def check_budget(self) -> None:
         assert self.n_sink is not None
@@ -85,7 +85,7 @@ class RollingLayer(EvictionLayer):
 
     def clear(self) -> None:
         super().clear()
-        self.by_rank = False  # staged keys carry ranks (a later turn), not the model's positions
+        self.by_rank = False  # whether staged keys are rotated by rank (a later turn), not by the model's positions
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext

@@ -1,4 +1,15 @@
-"""ClusterKV: retrieve whole clusters of similar keys (Liu et al., arXiv 2412.03213, sections III and IV)."""
+"""ClusterKV: retrieve whole clusters of similar keys (Liu et al., arXiv 2412.03213, sections III and IV).
+
+The prompt's keys are clustered when it ends; clusters are ranked by q . centroid, and the last one is cut where the budget
+ends. There is no local window: generated tokens are attended, outside the budget, until `window` of them are clustered.
+Aligned protocol: a budget ratio is of the tokens after the sinks. Paper's protocol: it includes them, as a token budget always
+does, and the first two layers are dense (section V-A).
+
+Deviations:
+- K-Means stops after 20 rounds, as in the released code.
+- A later turn is clustered like a prompt of its own, together with the generated tokens before it.
+- The cache on the device (store=host) holds tokens, not clusters: the last cluster is cut.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +48,13 @@ class ClusterIndex(Index):
         self.centroids: torch.Tensor | None = None  # (n, h_kv, C, d), fp16 for 16-bit keys, else fp32
         self.sizes: torch.Tensor | None = None  # (n, h_kv, C) int32, 0 behind a row's last cluster
         self.order: torch.Tensor | None = None  # (n, h_kv, tokens) int32
-        self.chosen: list[
-            torch.Tensor
-        ] = []  # clusters of the last steps (n, H, C) bool, where a cache keeps their tokens
+        # clusters chosen in the last steps (n, H, C) bool, where a cache holds their tokens
+        self.chosen: list[torch.Tensor] = []
         self.counts: list[int] = []  # clusters per row
         self.ends: list[int] = []  # positions before this one are sinks or clustered
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
-        """Cluster what is not yet: the prompt; at a later turn its tokens and the generated ones before them."""
+        """Cluster the tokens that have no cluster: the prompt, or a later turn and the generated tokens before it."""
         method, n, h_kv, d = self.method, k.shape[0], k.shape[1], k.shape[3]
         if self.centroids is None:
             dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
@@ -85,7 +95,9 @@ class ClusterIndex(Index):
             self.centroids, self.sizes = F.pad(self.centroids, (0, 0, 0, width)), F.pad(self.sizes, (0, width))
         if longer > 0:
             self.order = F.pad(self.order, (0, longer))
-        for row, (keys, c) in enumerate(zip(blocks, clusters, strict=True)):  # row by row: never seen by its neighbours
+        for row, (keys, c) in enumerate(
+            zip(blocks, clusters, strict=True)
+        ):  # row by row: independent of its neighbours
             t, first, end = keys.shape[1], self.counts[row], self.ends[row]
             if not t:
                 continue
@@ -108,13 +120,13 @@ class ClusterIndex(Index):
         return self.method.window  # that many keys are read when they are clustered
 
     def weights(self, q: torch.Tensor, h_kv: int, scaling: float) -> torch.Tensor:
-        """What clusters are ranked by, q . centroid (section III-C): (n, h, C), or (n, h_kv, C) reduced over the group."""
+        """Ranking weights of clusters, q . centroid (section III-C): (n, h, C), or (n, h_kv, C) reduced over the group."""
         assert self.centroids is not None and self.sizes is not None
         n, h, _, d = q.shape
         group, mode = h // h_kv, self.method.reduce
         logits = (q.float().view(n, h_kv, group, d) @ self.centroids.float().transpose(2, 3)).view(n, h, -1) * scaling
         sizes = self.sizes.repeat_interleave(group, dim=1)
-        if mode.endswith("softmax"):  # what one token of the cluster would get, if all its keys were the centroid
+        if mode.endswith("softmax"):  # the weight of one token of the cluster if all its keys were the centroid
             logits = (logits - torch.logsumexp(logits + sizes.log(), -1, keepdim=True)).exp()
             mode = mode.replace("softmax", "logit")
         return group_reduce(logits.masked_fill(sizes == 0, -torch.inf), h_kv, mode)
@@ -150,9 +162,8 @@ class ClusterIndex(Index):
         all_of_them = all(hi == max(end, cand.sinks) for hi, end in zip(cand.ends, self.ends, strict=True))
         if cand.sinks == self.method.n_sink and all_of_them:
             return starts, sizes
-        top = torch.tensor(cand.ends, device=sizes.device)[
-            :, None, None
-        ]  # a part of the clustered tokens: a shortlist's
+        # candidates are a part of the clustered tokens: this index shortlists for another one
+        top = torch.tensor(cand.ends, device=sizes.device)[:, None, None]
         below = F.pad((self.order < cand.sinks).cumsum(-1), (1, 0))
         inside = F.pad(((self.order >= cand.sinks) & (self.order < top)).cumsum(-1), (1, 0))
         ends = starts + sizes  # positions ascend inside a cluster, so its candidates stand together
@@ -164,15 +175,15 @@ class ClusterIndex(Index):
     def _note_clusters(
         self, rank: torch.Tensor, before: torch.Tensor, sizes: torch.Tensor, cand: Candidates, ctx: LayerContext
     ) -> None:
-        """Report the share of chosen clusters that the steps in the cache chose, too: mean over heads, rows and steps.
+        """Report the share of chosen clusters that the cached steps chose too: mean over heads, rows and steps.
 
-        Whatever their sizes; every head counts as many clusters as the head that needs most, as the paper's simulator does.
-        rank, and by rank tokens before a cluster and in it (n, H, C).
+        Every head counts as many clusters as the head that needs most, as the paper's simulator does. rank (n, H, C); before
+        and sizes (n, H, C), by rank: tokens before a cluster, and in it.
         """
         if not isinstance(self.layer.store, RecentStore):
             return
-        wanted = torch.tensor(cand.k, device=rank.device)[:, None, None]
-        count = ((before < wanted) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
+        requested = torch.tensor(cand.k, device=rank.device)[:, None, None]
+        count = ((before < requested) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
         column = torch.arange(rank.shape[2], device=rank.device)
         now = torch.zeros_like(rank, dtype=torch.bool).scatter(2, rank, (column < count) & (sizes > 0))
         known = torch.zeros_like(now)
@@ -192,43 +203,44 @@ class ClusterIndex(Index):
 
 @dataclass(kw_only=True)
 class ClusterKV(RetrievalMethod):
-    """tokens_per_cluster: prompt tokens per cluster (C0 = L / 80, section V-B), or `clusters`: their number, whatever the
-    length. window, window_clusters: generated tokens clustered at once, into how many. distance: cosine, l2 or ip. max_iter,
-    kmeans_seed: of the K-Means. cache_steps: with store=host, tokens fetched in this many last steps stay on the device (R);
-    cache_hit_rate is of these tokens, cluster_hit_rate that of the clusters, as the paper counts (section V-C).
+    """Clusters with the largest q . centroid.
 
-    reduce: "none" lets every query head choose, as published; "sum_softmax" chooses per KV head, by the softmax weight one
-    token of a cluster would get, summed over the group. No local window: generated tokens without a cluster are attended,
-    outside the budget. Aligned: a budget ratio is of the tokens after the sinks; paper: it includes them, as a token budget
-    always does, and the first two layers are dense (section V-A).
-
-    Deviations: K-Means stops after 20 rounds, as the released code. A later turn is clustered like a prompt of its own,
-    together with the generated tokens before it. The cache holds tokens, not clusters (the last cluster is cut).
+    With store=host, cache_hit_rate counts tokens; cluster_hit_rate counts clusters, as the paper does (section V-C).
     """
 
     name: ClassVar[str] = "clusterkv"
     paper_dense_layers: ClassVar[int] = 2
-
-    n_sink: int = 16
     recent_ratio: float = 0.0
+
+    # first tokens, always attended
+    n_sink: int = 16
+    # none: every query head chooses, as published; sum_softmax: per KV head, by the softmax weight of a cluster's tokens
     reduce: str = "none"
+    # prompt tokens per cluster (C0 = L / 80, section V-B)
     tokens_per_cluster: int = 80
+    # clusters, whatever the prompt's length; null: by tokens_per_cluster
     clusters: int | None = None
+    # generated tokens that are clustered together
     window: int = 320
+    # clusters they get
     window_clusters: int = 4
+    # distance of the K-Means: cosine, l2 or ip
     distance: str = "cosine"
+    # K-Means rounds, at most
     max_iter: int = 20
+    # seed of the initial centroids
     kmeans_seed: int = 4321
+    # with store=host, tokens fetched in this many last steps stay on the device (the paper's R)
     cache_steps: int = 1
 
     def validate(self) -> None:
         super().validate()
-        self.require("recent_ratio", self.recent_ratio == 0, "0, ClusterKV has no local window")
         for name in ("tokens_per_cluster", "window", "window_clusters", "max_iter"):
             self.require(name, getattr(self, name) >= 1, "an int >= 1")
         self.require("clusters", self.clusters is None or self.clusters >= 1, "null or an int >= 1")
         self.require("cache_steps", self.cache_steps >= 0, "an int >= 0")
         self.require_one_of("distance", DISTANCES)
+        self.require("recent_ratio", self.recent_ratio == 0, "0, ClusterKV has no local window")
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
         aligned = partition_plan(self.budget, s, self.n_sink, 0.0)

@@ -1,4 +1,4 @@
-"""A host store that keeps on the device what the last steps fetched."""
+"""A host store that caches on the device the tokens which the last steps fetched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pqcache.store.cached import CachedStore
 
 
 class RecentStore(CachedStore):
-    """HostStore whose tokens fetched in the last `steps` steps are still on the device: only the others cross again.
+    """HostStore that holds the tokens fetched in the last `steps` steps on the device: only the others cross again.
 
     Per head of the selection, so with a choice per query head a token of a group may be held several times.
     """
@@ -26,10 +26,10 @@ class RecentStore(CachedStore):
         if not self.positions or self.positions[-1].shape[1] != heads:
             self.positions, self.fetched = [], []
             return torch.full_like(index, -1), torch.zeros(n)
-        known = torch.cat(self.positions, 2).long()
+        held = torch.cat(self.positions, 2).long()
         table = torch.full((n, heads, self.length + 1), -1, dtype=torch.long)
-        table.scatter_(2, known + 1, torch.arange(known.shape[2]).expand_as(known))
-        table[..., 0] = -1  # where padding fell
+        table.scatter_(2, held + 1, torch.arange(held.shape[2]).expand_as(held))
+        table[..., 0] = -1  # padding is never cached
         return table.gather(2, index + 1), (table >= 0).sum(-1, dtype=torch.float32).mean(1)
 
     def cached(self) -> list[torch.Tensor]:

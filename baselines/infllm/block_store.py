@@ -19,11 +19,11 @@ def block_step(block: int) -> int:
 class BlockStore:
     """Blocks on the model's device, all of them: (n, 1, capacity, 2, h_kv, block, d), K and V of a block side by side.
 
-    Row r holds `counts[r]` blocks. A unit is what chooses blocks of its own: the whole layer, or each query head.
+    Row r holds `counts[r]` blocks. A unit chooses its own blocks: the whole layer, or each query head.
     """
 
     def __init__(self, n: int, like: torch.Tensor, block: int, device: torch.device | None = None) -> None:
-        """like (n, h_kv, t, d): heads, dimension, dtype and device of what will come."""
+        """like (n, h_kv, t, d): heads, dimension, dtype and device of the tokens to come."""
         self.block, self.heads, self.device = block, like.shape[1], like.device
         rest = (2, like.shape[1], block, like.shape[3])
         self.blocks = Buffer(n, 1, rest, like.dtype, device or like.device, pinned=True, step=block_step(block))
@@ -43,7 +43,7 @@ class BlockStore:
         self.blocks.reserve(blocks)
 
     def take(self, ids: torch.Tensor, rows: Sequence[int], heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V of blocks `ids` (n', 1 or h, k) of rows `rows`, -1 read as anything: (n', h_kv or h, k * block, d).
+        """K, V of blocks `ids` (n', 1 or h, k) of rows `rows`: (n', h_kv or h, k * block, d); any values for padding (-1).
 
         heads: h, the number of query heads.
         """
@@ -76,8 +76,8 @@ class BlockStore:
 class HostBlockStore(BlockStore):
     """Blocks in pinned host memory; of each unit the `cached` most recently used ones (LRU) also on the device.
 
-    Attention reads the device copies only, so a block that is asked for and not there is fetched: `fetch` in the ledger. A
-    new block is written to the host once (`write_back`). More than `cached` blocks asked for at once are all kept.
+    Attention reads the device copies only, so a requested block that is not there is fetched: `fetch` in the ledger. A new
+    block is written to the host once (`write_back`). More than `cached` blocks requested at once are all cached.
     """
 
     def __init__(
@@ -87,10 +87,9 @@ class HostBlockStore(BlockStore):
         self.units, self.cached, self.moved = units, cached, moved
         rest = (2, like.shape[1] if units == 1 else 1, block, like.shape[3])
         self.pool = Buffer(n, units, rest, like.dtype, like.device, step=1)
-        self.recent: list[list[dict[int, int]]] = [
-            [{} for _ in range(units)] for _ in range(n)
-        ]  # block -> slot, least recently used first
-        self.served = (0, 0, 0.0)  # of the last `take`: blocks asked for, found, found by chance; once per unit
+        # per row and unit: block -> slot, least recently used first
+        self.recent: list[list[dict[int, int]]] = [[{} for _ in range(units)] for _ in range(n)]
+        self.served = (0, 0, 0.0)  # of the last `take`, summed over units: lookups, hits, hits expected by chance
 
     def put(self, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         super().put(row, k, v)
@@ -99,17 +98,17 @@ class HostBlockStore(BlockStore):
     def take(self, ids: torch.Tensor, rows: Sequence[int], heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         missing: list[tuple[int, int, int, int]] = []  # row, unit, block, slot
         slots: list[list[list[int]]] = []
-        asked, by_chance = 0, 0.0
+        lookups, by_chance = 0, 0.0
         for row, chosen in zip(rows, ids.tolist(), strict=True):  # the host must know what to send
             slots.append([])
-            for unit, wanted in enumerate(chosen):
+            for unit, requested in enumerate(chosen):
                 recent = self.recent[row][unit]
-                blocks = [b for b in wanted if b >= 0]
-                asked += len(blocks)
+                blocks = [b for b in requested if b >= 0]
+                lookups += len(blocks)
                 by_chance += len(blocks) * len(recent) / max(1, self.counts[row])
                 missing += [(row, unit, *pair) for pair in self._use(recent, blocks)]
-                slots[-1].append([recent.get(block, 0) for block in wanted])
-        self.served = (asked, asked - len(missing), by_chance)
+                slots[-1].append([recent.get(block, 0) for block in requested])
+        self.served = (lookups, lookups - len(missing), by_chance)
         if missing:
             self._fetch(missing)
         place = torch.tensor(rows)[:, None] * self.units + torch.arange(self.units)

@@ -1,7 +1,19 @@
 """ZipCache: salient tokens in 4 bits, the rest in 2, by normalised attention of a few probes (He et al., arXiv 2405.14256).
 
 Section 4.1 and Algorithm 1: channel-separable tokenwise quantization; 4.2, Eq. 8: the saliency; 4.3, Eq. 9: the probes;
-Algorithms 2 and 3: prefill and streaming decoding.
+Algorithms 2 and 3: prefill and streaming decoding. After the prompt everything is packed. Of every `gap` generated tokens the
+last 5 % and 5 % of the others are probes.
+
+Deviations:
+- The zero point is the group's minimum in fp16, not an integer.
+- As in the paper, not the released code: the code divides by all queries (norm=full), draws probes with replacement and anew
+  in every layer, and ranks generated tokens by one query.
+- One c per channel serves both widths, as in the code. Algorithm 2 has one each.
+- All parameters are per row. The code shares channel parameters over the batch.
+- A token's bit width is final.
+- Rows of a batch, chunks and layers have the same probes as a prompt of that length alone.
+- With fewer special tokens than probes, all of them are probes. In later turns, whose token ids are unknown, probes=special
+  means random and recent ones. A new turn is packed like a prompt, its queries being the probes.
 """
 
 from __future__ import annotations
@@ -17,30 +29,19 @@ from baselines.zipcache.salient import SalientMethod
 
 @dataclass(kw_only=True)
 class ZipCache(SalientMethod):
-    """A token's saliency is the mean attention it gets from the probes that can see it; see SalientMethod for the rest.
-
-    probes: "random_recent" (the paper's choice), "random", "recent", "special" (special tokens and punctuation: `special_ids`, or
-    what `know_tokenizer` finds, which the harness calls), "all". recent_share, random_share: how many of each; the other
-    strategies take as many as both together.
-    norm: "probes" divides a token's sum by the number of probes that see it; "full" by the number of queries that do.
-
-    After the prompt everything is packed. Of every `gap` generated tokens the last 5 % and 5 % of the others are probes.
-
-    Deviations: the zero point is the group's minimum in fp16, not an integer. The released code divides by all queries
-    (norm=full), draws probes with replacement, anew in every layer, and ranks generated tokens by one query; here the paper
-    rules. One c per channel serves both widths, as in the code (Algorithm 2 has one each), and all parameters are per row, where
-    the code shares channel parameters over the batch. A token's bit width is final. Rows of a batch, chunks and layers have
-    the same probes as a prompt of that length alone. With fewer special tokens than probes wanted, all of them are probes; in
-    later turns, whose tokens nobody tells, random and recent ones. A new turn is packed like a prompt, its queries being
-    the probes.
-    """
+    """A token's saliency is the mean attention that it receives from the probes that can see it."""
 
     name: ClassVar[str] = "zipcache"
 
+    # which queries are probes: random_recent (the paper's choice), random, recent, special (tokens and punctuation), all
     probes: str = "random_recent"
+    # share of the tokens that are recent probes; random and recent alone take both shares
     recent_share: float = 0.05
+    # share of the tokens that are random probes
     random_share: float = 0.05
+    # a token's sum is divided by the number of probes, or by the number of queries (full), that see it
     norm: str = "probes"
+    # token ids for probes=special; empty: the tokenizer's special tokens and punctuation
     special_ids: list = field(default_factory=list)
 
     def validate(self) -> None:
@@ -59,14 +60,17 @@ class ZipCache(SalientMethod):
             or (self.probes == "special" and all(type(i) is int and i >= 0 for i in self.special_ids)),
             "a list of token ids, for probes=special only",
         )
-        self.found_ids: tuple[int, ...] | None = None
+
+    def setup(self) -> None:
+        super().setup()
+        self.tokenizer_ids: tuple[int, ...] | None = None  # special tokens by `know_tokenizer`
 
     def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.probes == "special" and not self.special_ids:
-            self.found_ids = special_tokens(tokenizer)
+            self.tokenizer_ids = special_tokens(tokenizer)
 
     def rule(self) -> ProbeRule:
-        ids = tuple(int(i) for i in self.special_ids) or self.found_ids
+        ids = tuple(int(i) for i in self.special_ids) or self.tokenizer_ids
         if self.probes == "special" and ids is None:
             raise ValueError("special_ids=[]: allowed is a list of token ids, or call know_tokenizer first")
         return ProbeRule(self.probes, self.recent_share, self.random_share, self.seed, ids or ())

@@ -1,6 +1,13 @@
 """MiKV: tokens that an evictor would drop are kept in fewer bits (Yang et al., arXiv 2402.18096), as ZipCache compares to it.
 
-The saliency is the attention a token has received in all (H2O's), with every query of the prompt and of decoding counted.
+The saliency is the attention a token has received in all (H2O's), from every query of the prompt and of decoding.
+
+Deviations:
+- Both widths and the granularity are those of ZipCache's comparison: 4 and 2 bits, keys by channel, values channel-separable by
+  token. The original keeps important tokens in 16 or 8 bits and quantizes each token on its own.
+- The balancer is undone when keys are decoded instead of being applied to queries, which gives the same product.
+- A token's bit width is final, so sums of packed tokens are not kept.
+- No separate recent window is forced to be important.
 """
 
 from __future__ import annotations
@@ -14,19 +21,11 @@ from baselines.zipcache.salient import SalientMethod
 
 @dataclass(kw_only=True)
 class MiKV(SalientMethod):
-    """Important tokens in `bits_high` bits, the others in `bits_low`; see SalientMethod.
-
-    balancer: key channels are divided by sqrt(max |k| / max |q|), measured over the prompt per KV head, before they are
-    quantized. It says something for granularity token and group only: a range per channel does not see a channel's scale.
-
-    Deviations: both widths and the granularity are those of ZipCache's comparison (4 and 2 bits, keys by channel, values
-    channel-separable by token); the original keeps important tokens in 16 or 8 bits and quantizes each token on its own.
-    The balancer is undone when keys are decoded instead of being applied to queries, which is the same product. A token's
-    bit width is final, so sums of tokens that are packed need not be kept. No separate recent window is forced to be important.
-    """
+    """Important tokens in `bits_high` bits, the others in `bits_low`."""
 
     name: ClassVar[str] = "mikv"
 
+    # divide key channels by sqrt(max |k| / max |q|) of the prompt, per KV head, before quantizing; for granularity token, group
     balancer: bool = False
 
     def rule(self) -> ProbeRule:

@@ -40,9 +40,8 @@ class Subset:
         # (n, h_kv, segments, d) by channel; (n, 1 or h_kv, slots, 1) by token; (n, h_kv, slots, d / G) by group; fp16
         self.step: torch.Tensor | None = None
         self.low: torch.Tensor | None = None
-        self.first: torch.Tensor | None = (
-            None  # (n, h_kv, segments) int32: each segment's first slot, if there are several
-        )
+        # (n, h_kv, segments) int32: each segment's first slot; None if there is one segment
+        self.first: torch.Tensor | None = None
         self.filled: list[list[int]] = []  # slots in use, per row and head
 
     def names(self) -> list[str]:
@@ -129,11 +128,11 @@ class MixedCodec(Codec):
         return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
     def _scale(self, rows: list[torch.Tensor]) -> torch.Tensor | None:
-        """What to divide the new tokens' channels by, (n, h_kv, d); where it grew, the old ones are coded again."""
+        """Divisors of the new tokens' channels, (n, h_kv, d); where they grew, old tokens are packed again."""
         if self.by != "cst" and not self.balanced:
             return None
         held = self.scale
-        if self.balanced and held is not None:  # measured once, at the first prompt
+        if self.balanced and held is not None:  # measured at the first prompt only
             return held[:, :, 0]
         h_kv = rows[0].shape[0]
         size = [x.float().abs().amax(1) if x.shape[1] else x.new_zeros((h_kv, self.d)).float() for x in rows]
@@ -158,7 +157,7 @@ class MixedCodec(Codec):
         return new
 
     def _open_segment(self, subset: Subset, n: int, h_kv: int) -> None:
-        """From here on slots belong to a new segment."""
+        """Slots from here on belong to a new segment."""
         device = self.widths.coming[0].device
         start = torch.tensor(subset.filled or [[0] * h_kv] * n, dtype=torch.int32, device=device)[..., None]
         old = torch.zeros_like(start) if subset.first is None else subset.first
@@ -201,19 +200,19 @@ class MixedCodec(Codec):
             subset.put("codes", row, h_kv, subset.filled[row], pack_codes(codes, subset.bits))
 
     def _widen(self, subset: Subset, new: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ranges that hold old and new tokens; the old ones are coded again under them, tile by tile."""
+        """Ranges that hold old and new tokens; the old ones are packed again under them, tile by tile."""
         assert subset.step is not None and subset.low is not None and subset.codes is not None
         top = 2**subset.bits - 1
-        least, most = subset.low.float(), subset.low.float() + top * subset.step.float()
-        held = torch.tensor([any(filled) for filled in subset.filled], device=least.device)[:, None, None, None]
-        inside = held.expand_as(least).clone()
-        least, most = least.masked_fill(~held, torch.inf), most.masked_fill(~held, -torch.inf)
+        minimum, maximum = subset.low.float(), subset.low.float() + top * subset.step.float()
+        held = torch.tensor([any(filled) for filled in subset.filled], device=minimum.device)[:, None, None, None]
+        inside = held.expand_as(minimum).clone()
+        minimum, maximum = minimum.masked_fill(~held, torch.inf), maximum.masked_fill(~held, -torch.inf)
         for row, part in enumerate(new):
             if part.shape[1]:
                 small, large = part.float().amin(1, keepdim=True), part.float().amax(1, keepdim=True)
-                inside[row] &= (small >= least[row]) & (large <= most[row])
-                least[row], most[row] = torch.minimum(least[row], small), torch.maximum(most[row], large)
-        step, low = from_range(least, most, subset.bits)
+                inside[row] &= (small >= minimum[row]) & (large <= maximum[row])
+                minimum[row], maximum[row] = torch.minimum(minimum[row], small), torch.maximum(maximum[row], large)
+        step, low = from_range(minimum, maximum, subset.bits)
         step, low = torch.where(inside, subset.step, step), torch.where(inside, subset.low, low)
         safe = torch.where(step == 0, torch.ones_like(step), step).float()
         shift = subset.low.float() - low.float()
@@ -256,7 +255,7 @@ class MixedCodec(Codec):
         return only
 
     def slots(self, which: int, lo: int, hi: int) -> torch.Tensor:
-        """Slots lo .. hi-1 of one width (0 regular, 1 salient), decoded as they lie: (n, h_kv, hi - lo, d)."""
+        """Slots lo .. hi-1 of one width (0 regular, 1 salient), decoded in slot order: (n, h_kv, hi - lo, d)."""
         subset = self.subsets[which]
         assert subset.codes is not None and subset.step is not None and subset.low is not None
         n, h_kv = subset.codes.shape[:2]
@@ -308,18 +307,18 @@ class MixedCodec(Codec):
                 continue
             mine = valid & (salient == bool(which))
             subset.filled = mine.sum(-1).tolist()
-            most = max(max(filled) for filled in subset.filled)
-            order = mine.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
+            longest = max(max(filled) for filled in subset.filled)
+            order = mine.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :longest]
             slots = slot.gather(2, order)
             if subset.first is not None:  # a segment begins after the kept tokens of the ones before
                 earlier = (slot[..., None, :] < subset.first[..., None]) & mine[..., None, :]
                 subset.first = earlier.sum(-1, dtype=torch.int32)
             if self.by != "channel":
                 subset.step, subset.low = (
-                    pick(x, slots) if most else x[:, :, :0].expand(-1, slots.shape[1], -1, -1).clone()
+                    pick(x, slots) if longest else x[:, :, :0].expand(-1, slots.shape[1], -1, -1).clone()
                     for x in (subset.step, subset.low)
                 )
-            subset.codes = pick(subset.codes, slots) if most else subset.codes[:, :, :0].clone()
+            subset.codes = pick(subset.codes, slots) if longest else subset.codes[:, :, :0].clone()
         if self.owner:
             self.widths.retain(indices, counts)
 

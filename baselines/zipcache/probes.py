@@ -30,20 +30,17 @@ class ProbeRule:
     def positions(self, s: int, start: int = 0, token_ids: torch.Tensor | None = None) -> tuple[int, ...]:
         """Probes among s consecutive tokens, the first of them the row's token `start`: ascending, in 0 .. s-1.
 
-        They depend on s and start alone (and, for special tokens, on token_ids (s,), without which they are random and
-        recent), so layers, neighbours and chunks do not change them.
+        They depend on s and start alone, so layers, neighbours and chunks do not change them. Special tokens also need
+        token_ids (s,); without these the probes are random and recent.
         """
         if self.strategy == "special" and token_ids is not None:
-            wanted = torch.tensor(self.special_ids, device=token_ids.device)
-            found = torch.isin(token_ids, wanted).nonzero().flatten().tolist()
-            if found:
-                most = max(1, floor_share(s, self.recent + self.random))
-                order = torch.randperm(len(found), generator=self._generator(start)).tolist()[:most]
-                return tuple(sorted(found[i] for i in order))
+            special = torch.tensor(self.special_ids, device=token_ids.device)
+            positions = torch.isin(token_ids, special).nonzero().flatten().tolist()
+            if positions:
+                count = max(1, floor_share(s, self.recent + self.random))
+                order = torch.randperm(len(positions), generator=seeded(self.seed, start)).tolist()[:count]
+                return tuple(sorted(positions[i] for i in order))
         return _positions(self.strategy, self.recent, self.random, self.seed, s, start)
-
-    def _generator(self, start: int) -> torch.Generator:
-        return _generator(self.seed, start)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -57,7 +54,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(sorted({*marks, *tokenizer.all_special_ids}))
 
 
-def _generator(seed: int, start: int) -> torch.Generator:
+def seeded(seed: int, start: int) -> torch.Generator:
+    """The generator that draws the probes of the tokens from the row's token `start` on."""
     return torch.Generator().manual_seed(seed * 2_000_003 + start)
 
 
@@ -73,7 +71,7 @@ def _positions(strategy: str, recent: float, random: float, seed: int, s: int, s
     count = min(first, floor_share(s, random))
     if first == s:
         count = max(1, count)
-    drawn = torch.randperm(first, generator=_generator(seed, start)).tolist()[:count] if count else []
+    drawn = torch.randperm(first, generator=seeded(seed, start)).tolist()[:count] if count else []
     return (*sorted(drawn), *range(first, s))
 
 

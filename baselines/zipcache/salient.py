@@ -14,7 +14,7 @@ from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.packed import ExactCodec, PackedStore, PackedStream, pack_all_but
 
-GRANULARITIES = {  # name -> how K and V are cut, see MixedCodec
+GRANULARITIES = {  # name -> `by` of MixedCodec for K and V
     "channel-cst": ("channel", "cst"),
     "channel-token": ("channel", "token"),
     "token": ("token", "token"),
@@ -27,28 +27,31 @@ RECOMPRESS = ("whole", "segment")
 class SalientMethod(QuantizationMethod):
     """Base of methods that keep salient tokens in `bits_high` bits and regular ones in `bits_low`, both packed.
 
-    The budget is the share of 16 bits that the codes of a token take on average, so it gives the share of salient tokens:
-    0.2 is 3.2 bits, at 4 and 2 bits 60 % salient ones. 1.0 keeps everything exact. saliency_ratio: that share, spelled out;
-    it must agree with the budget.
-    granularity: which numbers share a pair of fp16 parameters, keys before values: "channel-cst" (a channel over the tokens of
-    a width; a token, after its channels were divided by sqrt(max |v|)), "channel-token", "token", "group" (`group` channels
-    of a token).
-    gap: tokens generated before they are packed together; exact until then. recompress: "whole" codes old tokens again where
-    new ones widen a range, and keeps their bit widths; "segment" gives the tokens packed together ranges of their own.
-    scope: one ranking per KV head ("head") or per layer ("layer"). seed: of random probes.
+    The budget is the share of 16 bits that the codes of a token take on average, so it gives the share of salient tokens: 0.2
+    is 3.2 bits, which at 4 and 2 bits makes 60 % salient. 1.0 keeps everything exact.
     """
 
     ignores_budget: ClassVar[bool] = False
     packs_prompt: ClassVar[bool] = True
 
+    # bits of a salient token's codes
     bits_high: int = 4
+    # bits of a regular token's codes
     bits_low: int = 2
+    # share of salient tokens; it must agree with the budget; null: by the budget
     saliency_ratio: float | None = None
+    # numbers that share a step and a minimum, keys before values: channel-cst (a channel; a token after its channels were
+    # divided by sqrt(max |v|)), channel-token, token, or group (`group` channels of a token)
     granularity: str = "channel-cst"
+    # channels per step and minimum, with granularity=group
     group: int = 32
+    # generated tokens that are packed together, exact until then
     gap: int = 100
+    # whole: pack old tokens again where new ones widen a range; segment: tokens packed together have ranges of their own
     recompress: str = "whole"
+    # one ranking per KV head (head) or per layer (layer)
     scope: str = "head"
+    # seed of random probes
     seed: int = 0
 
     def validate(self) -> None:
@@ -101,7 +104,7 @@ class SalientMethod(QuantizationMethod):
         return "probes"
 
     def is_balanced(self) -> bool:
-        """Whether key channels are brought to the scale of the queries' before they are quantized."""
+        """Whether key channels are scaled by the queries' before they are quantized."""
         return False
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:

@@ -16,7 +16,7 @@ from pqcache.store.packed import PackedStore, PackedStream
 
 
 class SalientStore(PackedStore):
-    """A coded store that chooses each token's bit width when it packs it: by the attention of probes since it came.
+    """A packed store that chooses each token's bit width when it packs it, by the attention it received from probes.
 
     ratio: share of salient tokens of every batch that is packed. norm: what a token's sum is divided by: "probes", how many
     probes could see it; "full", how many queries could; "none". scope: "head", every KV head ranks its own; "layer", one
@@ -30,17 +30,17 @@ class SalientStore(PackedStore):
         super().__init__(k, v)
         self.widths, self.ratio, self.rule, self.norm, self.scope, self.gap = widths, ratio, rule, norm, scope, gap
         self.balance = balance
-        # of the tokens that are not packed yet, row r's first one being token k.body[r]; (n, h_kv, capacity)
+        # (n, h_kv, capacity), of the exact tokens, row r's first being token k.body[r]
         self.sums: torch.Tensor | None = None  # fp32 or wider: attention of the probes
-        self.asked: torch.Tensor | None = None  # int32: what the sums are divided by
-        self.query_max: torch.Tensor | None = None  # (n, h_kv, d) fp32, while the first prompt comes in
+        self.seen_by: torch.Tensor | None = None  # int32: probes (or queries) that could see the token
+        self.query_max: torch.Tensor | None = None  # (n, h_kv, d) fp32: max |q| of the first prompt, until it is packed
 
     def _reserve(self, tokens: int, like: torch.Tensor, h_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.sums is None or self.asked is None:
+        if self.sums is None or self.seen_by is None:
             self.sums = torch.zeros((like.shape[0], h_kv, 0), dtype=accumulator_dtype(like), device=like.device)
-            self.asked = self.sums.to(torch.int32)
-        self.sums, self.asked = grow(self.sums, tokens), grow(self.asked, tokens)
-        return self.sums, self.asked
+            self.seen_by = self.sums.to(torch.int32)
+        self.sums, self.seen_by = grow(self.sums, tokens), grow(self.seen_by, tokens)
+        return self.sums, self.seen_by
 
     # -- observing --------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class SalientStore(PackedStore):
         step, n, h_kv = ctx.step, q.shape[0], keys.shape[1]
         body, held = self.k.body or [0] * n, self.lengths or [0] * n
         final = [s + f - t for s, f, t in zip(stored, step.final, step.total, strict=True)]
-        sums, asked = self._reserve(max(f - b for f, b in zip(final, body, strict=True)), q, h_kv)
+        sums, seen_by = self._reserve(max(f - b for f, b in zip(final, body, strict=True)), q, h_kv)
         column = torch.arange(sums.shape[2], device=q.device)
         for row, (stop, start) in enumerate(zip(stored, body, strict=True)):
             first = stop - step.counts[row]  # this block's tokens: first .. stop - 1
@@ -60,19 +60,19 @@ class SalientStore(PackedStore):
                 where = torch.tensor(probes, device=q.device)
                 new = torch.zeros((h_kv, stop), dtype=sums.dtype, device=q.device)
                 queries = q[row].index_select(1, where - stop + q.shape[2])
-                if ctx.probs is not None and len(probes) == stop:  # standard attention has them at hand
+                if ctx.probs is not None and len(probes) == stop:  # attn=standard has computed them
                     new += ctx.probs[row].sum(1, dtype=new.dtype).unflatten(0, (h_kv, -1)).sum(1)
                 else:
                     add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in probes], ctx.scaling)
                 sums[row, :, : stop - start] += new[:, start:]
             counted = torch.arange(first, stop, device=q.device) if self.norm == "full" else where if probes else None
             if counted is not None:
-                asked[row] += (column[None] <= (counted - start)[:, None]).sum(0, dtype=torch.int32)
+                seen_by[row] += (column[None] <= (counted - start)[:, None]).sum(0, dtype=torch.int32)
         if self.balance and not any(held):
             self._observe_queries(q, step.counts, h_kv)
 
     def _ids(self, row: int, ctx: LayerContext) -> torch.Tensor | None:
-        """The row's tokens, where special ones are wanted; of a later turn nobody tells them."""
+        """The row's token ids, for special probes; None in a later turn, whose ids are unknown."""
         if self.rule.strategy != "special" or self.k.tail is not None:
             return None
         cache = ctx.cache
@@ -90,14 +90,14 @@ class SalientStore(PackedStore):
         """The newest token as a probe of the tokens that are still exact."""
         assert self.k.tail is not None
         n, h_kv, width, _ = self.k.tail.shape
-        sums, asked = self._reserve(max(self.k.tails), q, h_kv)
+        sums, seen_by = self._reserve(max(self.k.tails), q, h_kv)
         asks = [
             (tail - 1) % self.gap in self.rule.positions(self.gap, body)
             for body, tail in zip(self.k.body, self.k.tails, strict=True)
         ]
         for row, (ask, tail) in enumerate(zip(asks, self.k.tails, strict=True)):
             if ask or self.norm == "full":
-                asked[row, :, :tail] += 1
+                seen_by[row, :, :tail] += 1
         if not any(asks):
             return
         queries = q.to(sums.dtype).view(n, h_kv, -1, q.shape[3])
@@ -111,11 +111,11 @@ class SalientStore(PackedStore):
     # -- packing ----------------------------------------------------------------------------------------------------
 
     def saliency(self, row: int, tokens: int) -> torch.Tensor:
-        """Of one row's first `tokens` tokens that are not packed yet: (h_kv, tokens), or (1, tokens) for scope "layer"."""
-        assert self.sums is not None and self.asked is not None
+        """Saliency of one row's first `tokens` exact tokens: (h_kv, tokens), or (1, tokens) for scope "layer"."""
+        assert self.sums is not None and self.seen_by is not None
         scores = self.sums[row, :, :tokens]
         if self.norm != "none":
-            scores = scores / self.asked[row, :, :tokens].clamp_min(1)
+            scores = scores / self.seen_by[row, :, :tokens].clamp_min(1)
         return scores.sum(0, keepdim=True) if self.scope == "layer" else scores
 
     def pack(self, everything: bool = False) -> None:
@@ -124,26 +124,26 @@ class SalientStore(PackedStore):
         move = list(self.k.tails) if everything else [self.k.schedule(tail) for tail in self.k.tails]
         if not any(move):
             return
-        sums, asked = self._reserve(max(move), self.k.tail, h_kv)
+        sums, seen_by = self._reserve(max(move), self.k.tail, h_kv)
         coming, salient = [], []
         for row, count in enumerate(move):
-            most = count - floor_share(count, 1 - self.ratio)
-            order = self.saliency(row, count).sort(dim=-1, descending=True, stable=True).indices[:, :most]
+            high = count - floor_share(count, 1 - self.ratio)
+            order = self.saliency(row, count).sort(dim=-1, descending=True, stable=True).indices[:, :high]
             mask = torch.zeros((order.shape[0], count), dtype=torch.bool, device=order.device).scatter_(1, order, True)
             coming.append(mask.expand(h_kv, -1))
-            salient.append(most)
+            salient.append(high)
         self.widths.announce(coming, salient)
         if self.query_max is not None and isinstance(self.k.codec, MixedCodec):
             self.k.codec.query_max, self.query_max = self.query_max, None
         super().pack(everything)
         rest = max(self.k.tails)
-        self.sums, self.asked = (x.new_zeros((*x.shape[:2], rest)) for x in (sums, asked))
+        self.sums, self.seen_by = (x.new_zeros((*x.shape[:2], rest)) for x in (sums, seen_by))
         for row, (count, left) in enumerate(zip(move, self.k.tails, strict=True)):
             self.sums[row, :, :left] = sums[row, :, count : count + left]
-            self.asked[row, :, :left] = asked[row, :, count : count + left]
+            self.seen_by[row, :, :left] = seen_by[row, :, count : count + left]
 
     def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Width after width as the codes lie, then the exact tail: K and V are in the same order, and nothing is looked up."""
+        """The codes of one width after the other, in slot order, then the exact tail. K and V have the same order."""
         k, v, tail = self.k.codec, self.v.codec, self.k.tail
         assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec) and tail is not None and self.v.tail is not None
         for which, subset in enumerate(k.subsets):
@@ -168,27 +168,27 @@ class SalientStore(PackedStore):
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
-        """What is not packed yet keeps what probes said of it; a packed token that becomes exact again starts from nothing."""
+        """Exact tokens keep their sums; a packed token that becomes exact again starts from 0."""
         before = self.k.body
         super().retain(indices, counts)
         body = self.k.body
-        if self.sums is None or self.asked is None or not self.sums.shape[2]:
+        if self.sums is None or self.seen_by is None or not self.sums.shape[2]:
             return
-        old = (self.sums, self.asked)
-        self.sums, self.asked = (x.new_zeros((*x.shape[:2], max(self.k.tails))) for x in old)
+        old = (self.sums, self.seen_by)
+        self.sums, self.seen_by = (x.new_zeros((*x.shape[:2], max(self.k.tails))) for x in old)
         for row, count in enumerate(counts):
             slot = indices[row, :, body[row] : count] - before[row]  # (h_kv, tail)
-            for new, x in zip((self.sums, self.asked), old, strict=True):
-                known = x[row].gather(1, slot.clamp(0, x.shape[2] - 1))
-                new[row, :, : count - body[row]] = known.masked_fill(slot < 0, 0)
+            for new, x in zip((self.sums, self.seen_by), old, strict=True):
+                held = x[row].gather(1, slot.clamp(0, x.shape[2] - 1))
+                new[row, :, : count - body[row]] = held.masked_fill(slot < 0, 0)
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
-        for name in ("sums", "asked", "query_max"):
+        for name in ("sums", "seen_by", "query_max"):
             x = getattr(self, name)
             if x is not None:
                 setattr(self, name, x.index_select(0, index.to(x.device)))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        own = [x for x in (self.sums, self.asked, self.query_max) if x is not None]
+        own = [x for x in (self.sums, self.seen_by, self.query_max) if x is not None]
         return {"device": super().tensors()["device"] + own}

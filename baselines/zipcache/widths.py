@@ -22,14 +22,14 @@ def grow(x: torch.Tensor, size: int, dim: int = 2) -> torch.Tensor:
 
 
 class Widths:
-    """Which tokens are salient, per KV head: one bit each, and per 64 tokens a count, so that a token finds its slot.
+    """Which tokens are salient, per KV head: one bit each, and per 64 tokens a count, which together give a token's slot.
 
     A token's slot is its rank among the tokens of its width. K and V have the same widths and share this object; K's codec
     keeps it up to date.
     """
 
     def __init__(self) -> None:
-        self.coming: list[torch.Tensor] = []  # what the next append's rows are, each (h_kv, count) bool
+        self.coming: list[torch.Tensor] = []  # per row of the next append: which tokens are salient (h_kv, count) bool
         self.salient: list[int] = []  # salient tokens per head in each of them
         self.clear()
 
@@ -38,7 +38,7 @@ class Widths:
         self.before: torch.Tensor | None = None  # (n, h_kv, blocks, 1) int32, salient tokens in earlier blocks
 
     def announce(self, coming: list[torch.Tensor], salient: list[int]) -> None:
-        """What the tokens of the next append will be."""
+        """Set which tokens of the next append are salient: per row coming (h_kv, count) bool, and how many per head."""
         self.coming, self.salient = coming, salient
 
     def write(self, bits: torch.Tensor) -> None:

@@ -172,7 +172,7 @@ def test_probes_of_generated_tokens_see_the_selection(llama: PreTrainedModel) ->
     store = cache.layers[0].packed
     probes = ZipCache(budget=Budget(ratio=0.2), gap=20).rule().positions(20, 150)
     seen = [p for p in probes if p < 18]
-    assert int(store.asked[0, 0, 0]) == len(seen)
+    assert int(store.seen_by[0, 0, 0]) == len(seen)
     assert bool(store.sums.any()) == bool(seen)
 
 

@@ -211,7 +211,7 @@ def test_generated_tokens_are_judged_by_their_probes(llama: PreTrainedModel) -> 
         logits = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)[:, : 61 + probes[0]]) * q.shape[1] ** -0.5
         want = logits.softmax(-1).unflatten(0, (2, 2)).sum(1)[:, 60:]
         torch.testing.assert_close(store.sums[0, :, : probes[0] + 1], want)
-        assert store.asked[0, 0].tolist()[:19] == [1] * (probes[0] + 1) + [0] * (18 - probes[0])
+        assert store.seen_by[0, 0].tolist()[:19] == [1] * (probes[0] + 1) + [0] * (18 - probes[0])
         session.step([5])
         assert store.k.tails == [0] and store.sums.shape[2] == 0
 
