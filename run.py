@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
         return 0
 
     from pqcache.harness.config.cells import make_plan
-    from pqcache.harness.config.check import Refused
     from pqcache.harness.config.compose import compose_all
+    from pqcache.harness.config.options import Refused
 
     try:
         request = compose_all(argv, CONFIGS)

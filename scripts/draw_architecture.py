@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pqcache.device",),
     ("pqcache.store",),
     ("pqcache.kernels",),
-    ("pqcache.methods", "pqcache.naming", "pqcache.atomic"),
+    ("pqcache.methods", "pqcache.naming", "pqcache.atomic", "pqcache.fields"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -56,6 +56,7 @@ SAYS = {
     "pqcache.kernels": "numba kernels",
     "pqcache.methods": "table of methods",
     "pqcache.naming": "did-you-mean",
+    "pqcache.fields": "options of dataclasses",
     "pqcache.atomic": "whole files or none",
 }
 

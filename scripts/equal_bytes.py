@@ -24,8 +24,8 @@ from io import StringIO
 from pathlib import Path
 
 from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.check import Refused
 from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics, tables
 from pqcache.harness.report.rows import Row
 from pqcache.harness.run import runner

@@ -30,7 +30,9 @@ class Method:
 
     name: ClassVar[str]
     ignores_budget: ClassVar[bool] = False
-    # hyper-parameters that had one legal value and are gone: name -> that value, which may still be given
+    # One more whenever the algorithm changes: samples of two revisions never share a folder.
+    revision: ClassVar[int] = 0
+    # Removed hyper-parameters -> their only value, which is still hashed, reported and accepted.
     retired: ClassVar[dict[str, Any]] = {}
     aligned_dense_layers: ClassVar[int] = 0
     paper_dense_layers: ClassVar[int] = 0
@@ -92,6 +94,10 @@ class Method:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
         return None
 
+    def unused(self) -> tuple[str, ...]:
+        """Hyper-parameters without effect under the others. They are shown only where they are not at their default."""
+        return ()
+
     def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
         """The layer object of transformer layer `layer_idx` (never one of the dense layers)."""
         raise NotImplementedError
@@ -128,6 +134,17 @@ class Method:
         ]
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """The subclass's own fields, for the result row."""
+        """The subclass's own fields and the retired ones, for the result row."""
         common = {f.name for f in fields(Method)}
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+        return self.retired | {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+
+    def revisions(self) -> dict[str, int]:
+        """Method -> revision of this method and of those it is built on, where it is not 0."""
+        marks = {self.name: self.revision} if self.revision else {}
+        for part in self.parts():
+            marks |= part.revisions()
+        return marks
+
+    def parts(self) -> tuple[Method, ...]:
+        """The methods that this one is built on."""
+        return ()

@@ -26,7 +26,8 @@ def loaded(tiny: Path) -> LoadedModel:
 
 
 def models_options() -> dict[str, Any]:
-    from pqcache.harness.config.check import ModelOptions, option_fields
+    from pqcache.fields import option_fields
+    from pqcache.harness.config.options import ModelOptions
 
     return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
 

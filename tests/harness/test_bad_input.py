@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,11 @@ import yaml
 
 import run
 from pqcache import methods as registry
-from pqcache.harness.config import check as config
+from pqcache.fields import option_fields
+from pqcache.harness.config import values
 from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.check import RunOptions, option_fields
 from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run import models
 
 REPO = Path(__file__).resolve().parents[2]
@@ -235,8 +235,8 @@ def test_experiment_files_start_with_their_command_and_sweep() -> None:
     ],
 )
 def test_values_that_fit(value: object, kind: object, result: object) -> None:
-    assert config.coerce(value, kind) == result
-    assert type(config.coerce(value, kind)) is type(result)
+    assert values.coerce(value, kind) == result
+    assert type(values.coerce(value, kind)) is type(result)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_values_that_fit(value: object, kind: object, result: object) -> None:
 )
 def test_values_that_do_not_fit(value: object, kind: object) -> None:
     with pytest.raises(TypeError):
-        config.coerce(value, kind)
+        values.coerce(value, kind)
 
 
 def test_a_field_added_to_a_method_needs_nothing_here(
@@ -264,8 +264,8 @@ def test_a_field_added_to_a_method_needs_nothing_here(
 
     base = registry.method_class("oracle")
     added = dataclasses.make_dataclass("Added", [("depth", int, 3)], bases=(base,), kw_only=True)
-    original: Callable = registry.method_class
-    monkeypatch.setattr(config, "method_class", lambda name: added if name == "oracle" else original(name))
+    monkeypatch.setattr(sys.modules[__name__], "Added", added, raising=False)
+    monkeypatch.setitem(registry.METHODS, "oracle", f"{__name__}:Added")
     assert run.main(["method=oracle", "method.depth=x"]) == 2
     assert "method.depth=x: expected an integer (default 3)" in capsys.readouterr().err
     assert run.main(["method=oracle", "method.depth=5", "--cfg", "job"]) == 0

@@ -19,7 +19,8 @@ from pqcache.selective import generate, record
 
 @pytest.fixture(scope="module")
 def loaded(tiny: Path) -> models.LoadedModel:
-    from pqcache.harness.config.check import ModelOptions, option_fields
+    from pqcache.fields import option_fields
+    from pqcache.harness.config.options import ModelOptions
 
     options = {name: default for name, (_, default) in option_fields(ModelOptions).items()}
     return models.load("hf", {**options, "path": str(tiny)})

@@ -12,7 +12,8 @@ import torch
 from lm_eval.api.instance import Instance
 
 import run
-from pqcache.harness.config.check import ModelOptions, option_fields
+from pqcache.fields import option_fields
+from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import likelihood as scoring
 from pqcache.harness.run import models

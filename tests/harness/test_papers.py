@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import paper_figures, papers, score_statistics
+from pqcache.harness.report import paper_figures, papers, published, score_statistics
 from pqcache.harness.report import rows as results
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
@@ -46,7 +46,7 @@ def made(plan: RunPlan, methods: dict[str, float]) -> dict[str, results.Row]:
             "score": score_statistics.mean(samples),
             "score_interval": score_statistics.interval(samples),
             "sample_scores": samples,
-            "published": cell.published,
+            "published": published.cell_score(cell),
             "tasks": {
                 name: {
                     "score": score_statistics.mean({name: s}),

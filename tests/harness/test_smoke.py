@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import run
-from pqcache.harness.config import smoke
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import rows as results
 from pqcache.harness.report import tables
+from pqcache.harness.run import smoke_models as smoke
 from pqcache.selective.support import check_architecture
 
 

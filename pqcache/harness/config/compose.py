@@ -7,10 +7,8 @@ a long text and exit code 1, would start a sweep before its last cell was looked
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import itertools
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,19 +16,17 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pqcache.harness.config.check import GROUPS, Refused, show
-from pqcache.methods import METHODS
+from pqcache.harness.config.options import Refused
+from pqcache.harness.config.overrides import EXPERIMENT, VALUE, parse, sound, texts, yaml_text
+from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 
-HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
-VALUE = "++"  # before every override that chooses no file
 CELL = "cell"  # the key that sweeps over an experiment's `cells:`
-EXPERIMENT = "experiment@_global_"  # set here and not in each file, whose first line is the command that runs it
 
 Composer = Callable[[tuple[str, ...]], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -71,7 +67,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     """Every configuration that a command line asks for. Raises Refused with one line per error."""
     arguments = parse_arguments(argv)
     errors: list[str] = []
-    overrides = _sound(_parse(arguments.overrides, errors), config_dir, errors)
+    overrides = sound(parse(arguments.overrides, errors), config_dir, errors)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve())):
         compose_once = _composer()
         hydra, head = compose_once(tuple(_first(overrides)))
@@ -79,8 +75,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
         sweep = arguments.multirun or str(hydra["mode"]).endswith("MULTIRUN")
         experiment = hydra["runtime"]["choices"].get(EXPERIMENT)
         typed = {o.get_key_element() for o in overrides}
-        from_file = _parse([f"{k}={_text(v)}" for k, v in params.items() if k not in typed], errors)
-        from_file = _sound(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
+        from_file = parse([f"{k}={yaml_text(v)}" for k, v in params.items() if k not in typed], errors)
+        from_file = sound(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
         if not sweep:
             for override in overrides:
                 if override.is_sweep_override():
@@ -95,104 +91,16 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, errors)
 
 
-# -- checking what was typed -------------------------------------------------------------------------------------------
-
-
-def options_of(group: str, config_dir: Path) -> list[str]:
-    """The values a group can take: its files."""
-    return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
-
-
-def _parse(texts: Iterable[str], errors: list[str]) -> list[Override]:
-    parser = OverridesParser.create()
-    parsed = []
-    for text in texts:
-        if "=" not in text and not text.startswith("~"):
-            errors.append(f"{text}: expected <key>=<value>")
-            continue
-        try:
-            parsed.append(parser.parse_override(text))
-        except HydraException:
-            errors.append(f"{text}: not a valid <key>=<value>; quote special characters: \"key='value'\"")
-    return parsed
-
-
-def _sound(overrides: list[Override], config_dir: Path, errors: list[str], origin: str = "") -> list[Override]:
-    """The overrides without the wrong ones, which become lines in `errors`; so the rest can still be checked.
-
-    Options of a group whose value is wrong (`method.m` of an unknown method) cannot be checked and are left out too.
-    """
-    good, bad_groups = [], set()
-    for override in overrides:
-        before = len(errors)
-        _check_override(override, config_dir, errors, origin)
-        if len(errors) == before:
-            good.append(override)
-        else:
-            bad_groups.add(override.key_or_group)
-    return [o for o in good if o.key_or_group.partition(".")[0] not in bad_groups & set(GROUPS)]
-
-
-def _check_override(override: Override, config_dir: Path, errors: list[str], origin: str = "") -> None:
-    """What can be said of one override before anything is composed."""
-    key = override.key_or_group
-    text = override.input_line or key
-    if override.is_delete():
-        errors.append(f"{text}: keys cannot be deleted{origin}")
-    elif override.package is not None:
-        errors.append(f"{text}: packages cannot be chosen here{origin}")
-    elif key.split(".")[0].split("/")[0] == "hydra":
-        if key not in HYDRA_KEYS and not key.startswith("hydra.sweeper.params."):
-            errors.append(f"{text}: Hydra's own settings are fixed; known: {', '.join(HYDRA_KEYS)}{origin}")
-    elif key in GROUPS:
-        for value in _values(override, config_dir):
-            if not isinstance(value, str | int | float) or isinstance(value, bool):
-                errors.append(f"{key}={show(value)}: expected one name (several: -m {key}=a,b){origin}")
-            elif str(value) not in options_of(key, config_dir) and not (key == "method" and str(value) in METHODS):
-                names = METHODS if key == "method" else options_of(key, config_dir)
-                errors.append(f"{key}={value}: unknown {key}; {suggestion(str(value), names)}{origin}")
-    elif isinstance(override.value(), Glob):
-        errors.append(f"{text}: glob() works for {', '.join(GROUPS)} only{origin}")
-
-
-def _values(override: Override, config_dir: Path) -> list[Any]:
-    """The values of an override; a sweep has several."""
-    value = override.value()
-    if isinstance(value, ChoiceSweep):
-        return [str(v) if override.key_or_group in GROUPS else v for v in value.list]
-    if isinstance(value, RangeSweep):
-        return list(value.range())
-    if isinstance(value, Glob):
-        names = options_of(override.key_or_group, config_dir)
-        hit = [n for n in names if any(fnmatch.fnmatch(n, g) for g in value.include)]
-        return [n for n in hit if not any(fnmatch.fnmatch(n, g) for g in value.exclude)]
-    return [value]
-
-
 # -- composing ---------------------------------------------------------------------------------------------------------
-
-
-def _texts(override: Override, config_dir: Path) -> list[str]:
-    """An override as Hydra is to see it, one text per value of its sweep. `++`: an unknown key is ours to report."""
-    key = override.get_key_element().lstrip("+")
-    plain = override.key_or_group in GROUPS or key.split(".")[0] == "hydra"
-    prefix = "" if plain else VALUE
-    if key == "experiment":
-        key = EXPERIMENT
-    if isinstance(override.value(), Glob):
-        return [f"{prefix}{key}={value}" for value in _values(override, config_dir)]
-    if override.is_sweep_override():
-        return [f"{prefix}{key}={value}" for value in override.sweep_string_iterator()]
-    return [f"{prefix}{key}={override.get_value_element_as_str()}"]
 
 
 def _first(overrides: list[Override]) -> list[str]:
     """The overrides without sweeps (their first value), to read hydra.mode and the experiment's sweep."""
-    return [_texts(o, Path())[0] for o in overrides if o.key_or_group != CELL and not isinstance(o.value(), Glob)]
+    return [texts(o, Path())[0] for o in overrides if o.key_or_group != CELL and not isinstance(o.value(), Glob)]
 
 
 def _product(overrides: list[Override], config_dir: Path) -> list[list[str]]:
-    by_key = {o.get_key_element().lstrip("+"): _texts(o, config_dir) for o in overrides}  # the last one wins
+    by_key = {o.get_key_element().lstrip("+"): texts(o, config_dir) for o in overrides}  # the last one wins
     return [list(choice) for choice in itertools.product(*by_key.values())]
 
 
@@ -218,8 +126,8 @@ def _cells(
     typed = {text.lstrip("+").partition("=")[0] for text in rest}
     for name in names:
         errors: list[str] = []
-        own = _parse(_cell_overrides(cells[name], name), errors)
-        own = _sound(own, config_dir, errors, origin=f" (in cell {name})")
+        own = parse(_cell_overrides(cells[name], name), errors)
+        own = sound(own, config_dir, errors, origin=f" (in cell {name})")
         if errors:
             raise Refused(errors)
         own = [o for o in own if o.get_key_element().lstrip("+") not in typed]  # what was typed wins
@@ -243,21 +151,10 @@ def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) 
 
 def _cell_overrides(value: Any, name: str) -> list[str]:
     if isinstance(value, dict):
-        return [f"{key}={_text(item)}" for key, item in value.items()]
+        return [f"{key}={yaml_text(item)}" for key, item in value.items()]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     raise Refused([f"cells.{name}: expected a list of overrides, or key: value pairs"])
-
-
-def _text(value: Any) -> str:
-    """A YAML value in Hydra's override grammar; a plain string keeps its commas, so it may still be a sweep."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return json.dumps(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
-    return show(value)
 
 
 def _composed(

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.config.check import RunOptions
 from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.config.options import RunOptions
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.report.tables import budget_text

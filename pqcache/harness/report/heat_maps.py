@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.check import RunOptions
 from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.config.options import RunOptions
 
 # The colours every needle-in-a-haystack figure uses: wrong, in between, right.
 NEEDLE_COLOURS = ("#F0496E", "#EBB839", "#0CD79F")

@@ -225,8 +225,8 @@ def _found(out: Path) -> Iterable[tuple[str, Row]]:
 
 
 def main() -> None:
-    from pqcache.harness.config.check import RunOptions
     from pqcache.harness.config.environment import keep_files_under
+    from pqcache.harness.config.options import RunOptions
 
     parser = argparse.ArgumentParser(description="Draw an efficiency figure from the rows of a folder.")
     parser.add_argument("experiment", choices=list(FIGURES))

@@ -30,8 +30,8 @@ import yaml
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
-from pqcache.harness.config.check import Refused
 from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import Refused
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.rows import Row

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.check import RunOptions
 from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.config.options import RunOptions
 
 POINTS = 400  # of a curve at most
 

@@ -9,6 +9,10 @@ import csv
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pqcache.harness.config.cells import Cell
 
 FOLDER = Path(__file__).resolve().parents[3] / "results" / "published"
 AVERAGE = "average"
@@ -71,6 +75,16 @@ def score(experiment: str, *, model: str, method: str, budget: float | int | Non
     """The one score a line is known by: its printed average, or its only score."""
     line = {n.dataset: n.value for n in numbers(experiment) if _line(n) == (model, method, budget, "score")}
     return line.get(AVERAGE, next(iter(line.values())) if len(line) == 1 else None)
+
+
+def cell_score(cell: Cell) -> float | None:
+    """The paper's score of a cell; None outside an experiment whose paper prints one, and for a smoke run."""
+    if cell.experiment is None or cell.run.smoke:
+        return None
+    budget = None if cell.ignores_budget else cell.identity["budget"]
+    model = cell.identity["model"]["name"]
+    scores = (score(cell.experiment, model=model, method=label, budget=budget) for label in cell.labels)
+    return next((value for value in scores if value is not None), None)
 
 
 def _line(n: Number) -> tuple:

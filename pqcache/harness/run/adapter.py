@@ -21,10 +21,10 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config import environment
-from pqcache.harness.config.smoke import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
+from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
 from pqcache.selective import attach, generate
 from pqcache.selective.support import attention_kernel

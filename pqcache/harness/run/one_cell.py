@@ -14,7 +14,8 @@ from typing import Any
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks.manager import TaskDict
 
-from pqcache.harness.config.cells import Cell, open_folder, write_status
+from pqcache.harness.config.cells import Cell, open_folder
+from pqcache.harness.config.folders import write_status
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import latency_rounds, tracking

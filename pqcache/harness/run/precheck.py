@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pqcache.harness.config import smoke
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.config.check import Refused, existing
-from pqcache.harness.run import models
+from pqcache.harness.config.options import Refused
+from pqcache.harness.config.rules import nearest_existing
+from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.selective import NotApplicable
 
@@ -21,7 +21,7 @@ from pqcache.selective import NotApplicable
 def check_out(out: Path) -> None:
     """Refuse a folder that cannot be written. Permissions do not tell: /proc, a read-only disk."""
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing(out)))
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=nearest_existing(out)))
     except OSError as error:
         raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
 
@@ -71,7 +71,7 @@ def check_models(plan: RunPlan, session: Session) -> None:
 
 def _config(cell: Cell) -> Any:
     options = dict(cell.identity["model"])
-    load = smoke.model_config if cell.run.smoke else models.load_config
+    load = smoke_models.model_config if cell.run.smoke else models.load_config
     return load(options.pop("name"), options)
 
 

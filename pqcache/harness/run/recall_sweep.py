@@ -22,7 +22,7 @@ import torch
 from pqcache.atomic import write_text
 from pqcache.diagnostics import Capture, Measures, rerun, summarize
 from pqcache.harness.config import environment
-from pqcache.harness.config.check import ModelOptions
+from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.run import models
 from pqcache.methods import method_class
 from pqcache.selective import Budget, generate

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pqcache.harness.config.cells import Cell
-from pqcache.harness.report import score_statistics
+from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.report.score_statistics import Scores
 from pqcache.harness.run.samples import Busy, Sample, locked
@@ -42,7 +42,7 @@ def build_row(
         "kmeans_iterations": extra.get("kmeans_iterations"),
         "dense_layers": cell.identity["dense_layers"] or 0,
         "smoke": cell.identity["smoke"],
-        **_quality(scores, metrics or {}, cell.published),
+        **_quality(scores, metrics or {}, published.cell_score(cell)),
         **_budget_and_tokens(cell, samples),
         **_bytes(samples),
         "diagnostics": diagnostics,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.config import environment, smoke
+from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell
-from pqcache.harness.run import models
+from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
@@ -95,5 +95,5 @@ class Session:
 
 def _load(cell: Cell) -> LoadedModel:
     options = dict(cell.identity["model"])
-    load = smoke.load if cell.run.smoke else models.load
+    load = smoke_models.load if cell.run.smoke else models.load
     return load(options.pop("name"), options)

@@ -1,0 +1,119 @@
+"""Options are the fields of dataclasses: their types and defaults, their comments, and how they enter a cell's identity.
+
+The options of a method, of a task, of a model and of the command are fields of one dataclass each. A comment above a field,
+or behind it on its line, says what the option is; `make configs` writes it into configs/.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, field, fields
+from typing import Any
+
+
+def added(default: Any, *, absent: Any) -> Any:
+    """A field for an option that is newer than results on disk: a folder that does not name it has the value `absent`.
+
+    The option enters the hash of a cell's folder only where its value is not `absent`. Pass the old behaviour; it stays what it
+    is when the default changes later.
+    """
+    metadata = {"absent": absent}
+    if isinstance(default, list | dict | set):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def added_options(cls: type) -> dict[str, Any]:
+    """Options that are newer than results on disk -> what their absence from a folder means."""
+    return {f.name: f.metadata["absent"] for f in fields(cls) if "absent" in f.metadata}
+
+
+def retired(cls: type) -> dict[str, Any]:
+    """Options that were removed because they had one legal value: name -> that value. Typing it still works."""
+    return dict(getattr(cls, "retired", {}))
+
+
+def without_retired(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are fields. Raises a one-line ValueError if a retired one has another value than its only one."""
+    only = retired(cls)
+    for name, value in options.items():
+        if name in only and value != only[name]:
+            raise ValueError(f"{name}={value}: allowed is {only[name]}")
+    return {name: value for name, value in options.items() if name not in only}
+
+
+def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Field name -> (type, default) of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    left_out = set(skip)
+    return {f.name: (hints[f.name], default_of(f)) for f in fields(cls) if f.name not in left_out}
+
+
+def default_of(f: Field) -> Any:
+    """A field's default; None where it has none."""
+    if f.default is not MISSING:
+        return f.default
+    return f.default_factory() if f.default_factory is not MISSING else None
+
+
+# -- comments ----------------------------------------------------------------------------------------------------------
+
+
+def comments(cls: type) -> dict[str, str]:
+    """Option -> its comment: above the field or behind it, else what the class's docstring says after `name:`.
+
+    A subclass that gives a field another default keeps the comment of its base class, unless it has one of its own.
+    """
+    names = [f.name for f in fields(cls)]
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base is not object:
+            found |= _in_docstring(base.__dict__.get("__doc__") or "", names) | _beside_fields(base)
+    return {name: found[name] for name in names if name in found}
+
+
+def _beside_fields(cls: type) -> dict[str, str]:
+    """Field -> the comment lines directly above it, or the comment at the end of its last line."""
+    try:
+        lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    except (OSError, TypeError):  # a class made at run time has no source
+        return {}
+    tree = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        behind = lines[last][len(lines[last].encode()[: node.end_col_offset].decode()) :].strip()
+        above: list[str] = []
+        while first > 0 and lines[first - 1].strip().startswith("#"):
+            first -= 1
+            above.insert(0, lines[first].strip().lstrip("#").strip())
+        text = behind.lstrip("#").strip() if behind.startswith("#") else " ".join(above)
+        if text and not text.startswith(("type:", "fmt:", "noqa")):
+            found[node.target.id] = text
+    return found
+
+
+def _in_docstring(text: str, names: list[str]) -> dict[str, str]:
+    """Option -> the first sentence after `name:` or `name, other:` in a docstring."""
+    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    if not known:
+        return {}
+    entry = re.compile(rf"(?:^|(?<=[.\s]))((?:{known})(?:, (?:{known}))*): ")
+    found: dict[str, str] = {}
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
+        paragraph = " ".join(paragraph.split())
+        entries = list(entry.finditer(paragraph))
+        ends = [following.start() for following in entries[1:]] + [len(paragraph)]
+        for one, end in zip(entries, ends, strict=bool(entries)):
+            said = paragraph[one.end() : end].strip()
+            sentence = re.split(r"(?<=[a-z)\d\"])\. (?=[A-Z])", said)[0].rstrip(".")
+            found |= dict.fromkeys(one[1].split(", "), sentence)
+    return found

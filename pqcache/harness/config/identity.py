@@ -1,0 +1,112 @@
+"""What a cell's folder stands for: its options, the part of them that is hashed, and the part that is written and compared.
+
+A cell's folder ends with 8 hex digits of its identity. New versions of this project must find the folders of old ones, so the
+digits may not change when an option is added or removed. The rules, for authors of options:
+
+- An option of a new method or task is a plain dataclass field. Every value enters the hash, defaults too.
+- An option added to something that has results already is `name: type = added(default, absent=old)` (pqcache.fields). `old` is
+  the behaviour before the option existed. Only another value enters the hash.
+- An option with one legal value left is removed and declared in `retired: ClassVar = {"n_sink": 0}` on the class. The
+  value stays in the hash and in rows, may still be typed, and is no longer shown.
+- An option that has no effect under others (`cache_block` without a block cache) is named by `Method.unused()`. It stays in the
+  hash and in rows; config.yaml shows it only where it was changed.
+- A method whose algorithm changes, so that the same options give other results, sets `revision: ClassVar[int]` to one more. A
+  revision that is not 0 is part of the identity, also of methods built on that one: old and new samples never share a folder.
+
+A key that a folder's config.yaml does not name has the value that was the behaviour before the key existed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pqcache.fields import added_options, retired
+from pqcache.harness.config.values import plain
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The checked options of one dataclass: a model's, a method's, a task's, or the top-level keys."""
+
+    cls: type
+    options: Options  # all of them, defaults filled in
+    defaults: Options  # those of a command that changes none; the group's file may set some
+    absent: Options  # what a key means that a folder does not name
+    unused: tuple[str, ...] = ()  # options without effect under the others
+
+    def newer(self) -> list[str]:
+        """Options that are no part of the hash while they have the absent value."""
+        return [name for name in added_options(self.cls) if name in self.options]
+
+    def hidden(self) -> list[str]:
+        """Options that are not shown while they have the absent value."""
+        return [name for name in (*retired(self.cls), *self.unused) if name in self.options]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One configuration: top-level keys, and a dictionary for each of model, method and task, its name included."""
+
+    options: Options  # everything that decides what is computed; what rows say
+    absent: Options  # what a key means that a folder's config.yaml does not name
+    changed: Options  # the keys that are not at their default, groups with a dot: what names and tables show
+    newer: tuple[str, ...] = ()  # keys that are no part of the hash while they have the absent value
+    hidden: tuple[str, ...] = ()  # keys that are not shown while they have the absent value
+
+    @property
+    def digest(self) -> str:
+        """8 hex digits of what is hashed."""
+        text = json.dumps(self._without(self.newer), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @property
+    def shown(self) -> Options:
+        """What config.yaml and --cfg job show."""
+        return self._without(self.hidden)
+
+    def is_said_by(self, stored: Any) -> bool:
+        """Whether a folder's config.yaml, of this version or an older one, says this configuration."""
+        return isinstance(stored, dict) and self.filled(stored) == self.options
+
+    def filled(self, stored: Options) -> Options:
+        """A stored configuration with the keys that it does not name."""
+        filled = {**self.absent, **stored}
+        for key, absent in self.absent.items():
+            if isinstance(absent, dict) and isinstance(filled[key], dict):
+                filled[key] = {**absent, **filled[key]}
+        return filled
+
+    def _without(self, keys: tuple[str, ...]) -> Options:
+        """The options without some keys, where these have the absent value."""
+        result = {key: dict(value) if isinstance(value, dict) else value for key, value in self.options.items()}
+        for key in keys:
+            group, _, name = key.rpartition(".")
+            options, absent = (result[group], self.absent[group]) if group else (result, self.absent)
+            if options[name] == absent[name]:
+                del options[name]
+        return result
+
+
+def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Identity:
+    """The identity of a checked configuration. names: of the model, the method and the task."""
+    options: Options = {group: {"name": names[group], **plain(one.options)} for group, one in groups.items()}
+    absent: Options = {}
+    changed: Options = {}
+    newer: list[str] = []
+    hidden: list[str] = []
+    for prefix, one in [("", top), *((f"{group}.", one) for group, one in groups.items())]:
+        own, defaults = plain(one.options), plain(one.defaults)
+        known = {key: value for key, value in plain(one.absent).items() if key in own}
+        if prefix:
+            absent[prefix.rstrip(".")] = known
+        else:
+            absent |= known
+        changed |= {prefix + key: value for key, value in own.items() if key not in defaults or defaults[key] != value}
+        newer += [prefix + key for key in one.newer()]
+        hidden += [prefix + key for key in one.hidden()]
+    return Identity({**options, **plain(top.options)}, absent, changed, tuple(newer), tuple(hidden))

@@ -1,0 +1,79 @@
+"""The options that are no method's and no task's: the top-level keys of a command, and `model.*`.
+
+The keys of `method.*` and `task.*` are the fields of the dataclasses behind them (the Method class, the task's options), with
+their types and defaults. Nothing is listed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GROUPS = ("model", "method", "task", "experiment")
+LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
+# Where and how much is run, not what: no part of a cell's identity.
+NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill")
+
+
+class Refused(Exception):
+    """The command is wrong: one line per error, exit code 2, nothing was loaded."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = list(dict.fromkeys(lines))  # a sweep meets the same error in every cell: say it once
+        super().__init__("\n".join(self.lines))
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """The top-level keys beside the groups. `make configs` writes them into configs/config.yaml."""
+
+    # a share of the prompt in (0, 1], or a number of tokens >= 64
+    budget: float | int = 0.2
+    # seeds the task's documents, and torch for each sample; a method's own seeds are its hyper-parameters
+    seed: int = 0
+    # samples per task; null: all of them
+    limit: int | None = 20
+    # the folder of everything that a run writes
+    out: str = "results/runs"
+    # offline | online | disabled
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    # auto | sdpa | flash_attention_2 | standard (the whole matrix, as H2O was published)
+    attn: Literal["auto", "sdpa", "flash_attention_2", "standard"] = "auto"
+    # how many first layers stay dense; null: the method's own number
+    dense_layers: int | None = None
+    # feed the prompt's last question through the decode path, token by token
+    question_as_decode: bool = False
+    # aligned: one rule for all methods | paper: each method's own publication
+    protocol: Literal["aligned", "paper"] = "aligned"
+    # true: recall, attention mass and output error of what is attended | trace: also a file for method=replay
+    diagnostics: bool | Literal["trace"] = False
+    # any command on tiny models and inputs, to see that it runs
+    smoke: bool = False
+    # cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples
+    shared_prefill: bool = False
+    # prepared method data, machine profiles
+    cache_dir: str = "~/.cache/pqcache"
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """`model.*`: which weights, and how they are run."""
+
+    # a hub id or a local folder; the embedded model has none
+    path: str | None = None
+    # branch, tag or commit on the hub; null: the newest
+    revision: str | None = None
+    # auto (the checkpoint's; embedded: float32) | float32 | bfloat16 | float16
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # auto (cuda if there is one, else cpu) | cpu | cuda | cuda:<n> | mps
+    device: str = "auto"
+    # wrap prompts in the chat template; null: if the tokenizer has one
+    chat: bool | None = None
+    # a system turn before the prompt
+    system: str | None = None
+    # refuse prompts + answers beyond so many tokens; null: what the model's config says
+    max_length: int | None = None
+    # of model=random: a name of pqcache.measure.geometries, a hub id or a folder
+    geometry: str | None = None
+    # of model=random: how many layers; null: all of the geometry's
+    layers: int | None = None

@@ -1,0 +1,122 @@
+"""What was typed: overrides in Hydra's grammar, checked by name before anything is composed.
+
+Hydra would answer a wrong name or value with a long text and exit code 1. Here each becomes one line, and the rest is still
+checked.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
+from hydra.errors import HydraException
+
+from pqcache.harness.config.options import GROUPS
+from pqcache.harness.config.values import show
+from pqcache.methods import METHODS
+from pqcache.naming import suggestion
+
+HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
+VALUE = "++"  # before every override that chooses no file
+EXPERIMENT = "experiment@_global_"  # set here and not in each file, whose first line is the command that runs it
+
+
+def options_of(group: str, config_dir: Path) -> list[str]:
+    """The values a group can take: its files."""
+    return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
+
+
+def parse(texts: Iterable[str], errors: list[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for text in texts:
+        if "=" not in text and not text.startswith("~"):
+            errors.append(f"{text}: expected <key>=<value>")
+            continue
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException:
+            errors.append(f"{text}: not a valid <key>=<value>; quote special characters: \"key='value'\"")
+    return parsed
+
+
+def sound(overrides: list[Override], config_dir: Path, errors: list[str], origin: str = "") -> list[Override]:
+    """The overrides without the wrong ones, which become lines in `errors`; so the rest can still be checked.
+
+    Options of a group whose value is wrong (`method.m` of an unknown method) cannot be checked and are left out too.
+    """
+    good, bad_groups = [], set()
+    for override in overrides:
+        before = len(errors)
+        _check_override(override, config_dir, errors, origin)
+        if len(errors) == before:
+            good.append(override)
+        else:
+            bad_groups.add(override.key_or_group)
+    return [o for o in good if o.key_or_group.partition(".")[0] not in bad_groups & set(GROUPS)]
+
+
+def _check_override(override: Override, config_dir: Path, errors: list[str], origin: str = "") -> None:
+    """What can be said of one override before anything is composed."""
+    key = override.key_or_group
+    text = override.input_line or key
+    if override.is_delete():
+        errors.append(f"{text}: keys cannot be deleted{origin}")
+    elif override.package is not None:
+        errors.append(f"{text}: packages cannot be chosen here{origin}")
+    elif key.split(".")[0].split("/")[0] == "hydra":
+        if key not in HYDRA_KEYS and not key.startswith("hydra.sweeper.params."):
+            errors.append(f"{text}: Hydra's own settings are fixed; known: {', '.join(HYDRA_KEYS)}{origin}")
+    elif key in GROUPS:
+        for value in _values(override, config_dir):
+            if not isinstance(value, str | int | float) or isinstance(value, bool):
+                errors.append(f"{key}={show(value)}: expected one name (several: -m {key}=a,b){origin}")
+            elif str(value) not in options_of(key, config_dir) and not (key == "method" and str(value) in METHODS):
+                names = METHODS if key == "method" else options_of(key, config_dir)
+                errors.append(f"{key}={value}: unknown {key}; {suggestion(str(value), names)}{origin}")
+    elif isinstance(override.value(), Glob):
+        errors.append(f"{text}: glob() works for {', '.join(GROUPS)} only{origin}")
+
+
+def _values(override: Override, config_dir: Path) -> list[Any]:
+    """The values of an override; a sweep has several."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [str(v) if override.key_or_group in GROUPS else v for v in value.list]
+    if isinstance(value, RangeSweep):
+        return list(value.range())
+    if isinstance(value, Glob):
+        names = options_of(override.key_or_group, config_dir)
+        hit = [n for n in names if any(fnmatch.fnmatch(n, g) for g in value.include)]
+        return [n for n in hit if not any(fnmatch.fnmatch(n, g) for g in value.exclude)]
+    return [value]
+
+
+def texts(override: Override, config_dir: Path) -> list[str]:
+    """An override as Hydra is to see it, one text per value of its sweep. `++`: an unknown key is ours to report."""
+    key = override.get_key_element().lstrip("+")
+    plain = override.key_or_group in GROUPS or key.split(".")[0] == "hydra"
+    prefix = "" if plain else VALUE
+    if key == "experiment":
+        key = EXPERIMENT
+    if isinstance(override.value(), Glob):
+        return [f"{prefix}{key}={value}" for value in _values(override, config_dir)]
+    if override.is_sweep_override():
+        return [f"{prefix}{key}={value}" for value in override.sweep_string_iterator()]
+    return [f"{prefix}{key}={override.get_value_element_as_str()}"]
+
+
+def yaml_text(value: Any) -> str:
+    """A YAML value in Hydra's override grammar; a plain string keeps its commas, so it may still be a sweep."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{yaml_text(item)}" for key, item in value.items()) + "}"
+    return show(value)

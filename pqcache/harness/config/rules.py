@@ -1,0 +1,176 @@
+"""What is wrong with values that have the right type: one line per error, before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from pqcache.fields import option_fields
+from pqcache.harness.config.options import RunOptions
+from pqcache.harness.config.values import show
+from pqcache.methods import method_class
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
+def check_run(run: RunOptions, errors: list[str]) -> None:
+    """The top-level keys, the budget apart."""
+    if run.limit is not None and run.limit < 1:
+        errors.append(f"limit={run.limit}: must be at least 1, or null for all samples")
+    if not 0 <= run.seed < 2**32:
+        errors.append(f"seed={run.seed}: must be from 0 to {2**32 - 1}")
+    if run.dense_layers is not None and run.dense_layers < 0:
+        errors.append(f"dense_layers={run.dense_layers}: must be 0 or more, or null for the method's own number")
+    if not run.out.strip():
+        errors.append("out='': must name a folder")
+    elif not os.path.isdir(existing := nearest_existing(Path(run.out).expanduser())):
+        errors.append(f"out={run.out}: {existing} is a file; must name a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        errors.append(f"out={run.out}: {existing} cannot be written")
+    if run.attn == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        errors.append(
+            "attn=flash_attention_2: the package flash-attn is not installed; allowed here: auto, sdpa, standard"
+        )
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not os.path.exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_budget(value: Any, errors: list[str]) -> Any:
+    """The Budget, or None after a line in `errors`."""
+    from pqcache.selective import Budget
+
+    if any(line.startswith("budget=") for line in errors):
+        return None
+    try:
+        return Budget.parse(value)
+    except ValueError as error:
+        line = str(error)
+        errors.append(line if line.startswith("budget") else f"budget={show(value)}: {line}")
+        return None
+
+
+def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
+    """`model.*`, apart from what only model=random has."""
+    path = options.get("path")
+    if name == "hf" and not path:
+        errors.append("model.path=null: model=hf needs a hub id or a local folder")
+    if name == "embedded" and path:
+        errors.append(f"model.path={path}: the embedded model has no path; use model=hf model.path={path}")
+    if path and (path.startswith(("/", "./", "../", "~"))) and not Path(path).expanduser().is_dir():
+        errors.append(f"model.path={path}: there is no such folder")
+    longest = options.get("max_length")
+    if isinstance(longest, int) and longest < 1:
+        errors.append(f"model.max_length={longest}: must be at least 1, or null for what the model's config says")
+    device = options.get("device")
+    if isinstance(device, str) and device.split(":")[0] not in DEVICES:
+        errors.append(f"model.device={device}: expected auto, cpu, cuda, cuda:<n> or mps")
+
+
+def check_random(options: dict[str, Any], name: str, task: str, errors: list[str]) -> None:
+    """model=random has sizes and no words. Its options are taken out of another model's, whose identity they are no part of."""
+    if name != "random":
+        for key in ("geometry", "layers"):
+            if (value := options.pop(key, None)) is not None:
+                errors.append(f"model.{key}={show(value)}: only model=random has one")
+        return
+    from pqcache.measure.geometries import geometry
+
+    if task != "latency":
+        errors.append(f"task={task}: model=random knows no words; it runs task=latency")
+    if options.get("path") is not None:
+        errors.append(f"model.path={options['path']}: model=random takes model.geometry")
+    if isinstance(options.get("layers"), int) and options["layers"] < 1:
+        errors.append(f"model.layers={options['layers']}: must be at least 1, or null for all")
+    if isinstance(options.get("geometry"), str):
+        try:
+            geometry(options["geometry"])
+        except ValueError as error:
+            errors.append(f"model.geometry={error}")
+
+
+def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
+    """What cannot be asked of task=latency."""
+    if task != "latency":
+        return
+    if run.diagnostics:
+        errors.append(f"diagnostics={show(run.diagnostics)}: task=latency measures times, which diagnostics slow")
+    if run.shared_prefill:
+        errors.append("shared_prefill=true: task=latency measures prefills, so each runs its own")
+    if run.question_as_decode:
+        errors.append("question_as_decode=true: the prompts of task=latency ask nothing")
+
+
+def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors: list[str]) -> None:
+    """`task.*`: each option by itself, then all together. base: what the task's file says."""
+    from pqcache.harness import tasks
+
+    sound = {k: v for k, v in options.items() if not any(line.startswith(f"task.{k}=") for line in errors)}
+    errors += value_errors(tasks.task_options(name), sound, base)
+    if not any(line.startswith("task.") for line in errors):
+        try:
+            tasks.check_task(name, sound)
+        except ValueError as error:
+            errors.append(_line(error))
+
+
+def make_method(name: str, options: dict[str, Any], budget: Any, run: RunOptions, errors: list[str]) -> tuple[Any, str]:
+    """(the Method, ""), or (None, why it does not apply). A bad hyper-parameter becomes a line in `errors`."""
+    from pqcache.selective import Budget, NotApplicable
+
+    cls = method_class(name)
+    hyper = {k: v for k, v in options.items() if not any(line.startswith(f"method.{k}=") for line in errors)}
+    common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}  # what is wrong with these has its line already
+    for key in ("dense_layers", "protocol"):
+        if not any(line.startswith(f"{key}=") for line in errors):
+            common[key] = getattr(run, key)
+    try:
+        method = cls(**hyper, **common)
+        method.check_budget()
+    except NotApplicable as error:
+        return None, _own_line(name, hyper, _line(error))
+    except ValueError:
+        errors += [_own_line(name, hyper, line) for line in value_errors(cls, hyper, {}, **common)]
+        return None, ""
+    if run.diagnostics == "trace" and not method.traceable:
+        why = "is not determined by the tokens it selects; diagnostics=true measures it"
+        return method, f"diagnostics=trace: {name} {why}"
+    return method, ""
+
+
+def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **common: Any) -> list[str]:
+    """The lines of every option of a dataclass that it refuses: each value is tried by itself, then all together."""
+    defaults = {name: default for name, (_, default) in option_fields(cls).items()}
+    try:
+        cls(**values, **common)
+    except ValueError as error:
+        together = _line(error)
+    else:
+        return []  # also where a value is right only beside another one
+    lines = []
+    for key, value in values.items():
+        if key in defaults and value != defaults[key]:
+            try:
+                cls(**{**base, key: value}, **common)
+            except ValueError as error:
+                lines.append(_line(error))
+    return lines or [together]
+
+
+def _own_line(name: str, hyper: dict[str, Any], line: str) -> str:
+    """A method's error with its option written as on the command line."""
+    field = line.split("=", 1)[0].strip()
+    if field in hyper:
+        return f"method.{line}"
+    return line if "=" in line.split(":")[0] else f"method={name}: {line}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

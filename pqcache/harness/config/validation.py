@@ -1,0 +1,185 @@
+"""Check one composed configuration: every error is collected before it is refused, and before any model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.fields import added_options, option_fields, retired, without_retired
+from pqcache.harness.config import rules, smoke
+from pqcache.harness.config.identity import Group, Identity, identify
+from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions
+from pqcache.harness.config.values import coerce, literals, show
+from pqcache.methods import method_class
+from pqcache.naming import closest, suggestion
+
+if TYPE_CHECKING:
+    from pqcache.selective import Method
+
+NO_OPTIONS = ("cells", "cell", "best_of", "report")  # top-level keys that compose.py reads
+
+Options = dict[str, Any]
+
+
+@dataclass
+class Checked:
+    """One valid configuration."""
+
+    run: RunOptions
+    identity: Identity
+    method: Any  # a pqcache.selective.Method; None where it cannot be made
+    skip: str | None  # why the method does not apply
+
+
+def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
+    """Validate one composed configuration. Raises Refused with all errors.
+
+    group_defaults: what the chosen files of model, method and task say by themselves, to tell what was changed.
+    """
+    from pqcache.harness.tasks import task_options
+
+    errors: list[str] = []
+    names = _names(config, group_defaults, errors)
+    base = {group: {k: v for k, v in group_defaults[group].items() if k != "name"} for group in names}
+    method_type = method_class(names["method"])
+    classes: dict[str, type] = {"model": ModelOptions, "method": method_type, "task": task_options(names["task"])}
+    run, options = _typed(config, classes, errors)
+    rules.check_run(run, errors)
+    if names["method"] == "full" and not errors:  # every layer of Full is dense, under either protocol
+        run = replace(run, dense_layers=None, protocol="aligned")
+    if run.smoke is True and not errors:
+        run = replace(run, out=str(Path(run.out) / smoke.FOLDER))
+    budget = rules.check_budget(config.get("budget", run.budget), errors)
+    rules.check_model(options["model"], names["model"], errors)
+    rules.check_random(options["model"], names["model"], names["task"], errors)
+    rules.check_latency(names["task"], run, errors)
+    rules.check_task(names["task"], options["task"], base["task"], errors)
+    method, skip = rules.make_method(names["method"], options["method"], budget, run, errors)
+    if errors:
+        raise Refused(errors)
+
+    groups = {
+        "model": _group(ModelOptions, options["model"], base["model"]),
+        "method": _method_group(method_type, options["method"], base["method"], method, run),
+        "task": _group(classes["task"], options["task"], base["task"]),
+    }
+    share = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
+    return Checked(run, identify(_top_group(run, share, method), groups, names), method, skip or None)
+
+
+def _names(config: Options, group_defaults: dict[str, Options], errors: list[str]) -> dict[str, str]:
+    """The chosen model, method and task. A name that a group did not choose becomes a line, and the group's own goes on."""
+    names: dict[str, str] = {}
+    for group in ("model", "method", "task"):
+        name, chosen = config[group]["name"], group_defaults[group]["name"]
+        if group == "task" and chosen == LM_EVAL:  # the one group with names of its own
+            if name == LM_EVAL:
+                raise Refused(["task.name: task=lm_eval needs the name of a task of lm-eval, task.name=<name>"])
+            names[group] = f"{LM_EVAL}:{name}"
+            continue
+        if name != chosen:
+            errors.append(f"{group}.name={show(name)}: the name is chosen with {group}={show(name)}")
+        names[group] = chosen
+    return names
+
+
+def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tuple[RunOptions, dict[str, Options]]:
+    """The top-level keys and each group's options, with defaults filled in and without retired ones."""
+    top_fields = option_fields(RunOptions)
+    allowed = {
+        group: option_fields(cls, skip=_common() if group == "method" else ())
+        | {name: (type(only), only) for name, only in retired(cls).items()}
+        for group, cls in classes.items()
+    }
+    elsewhere = {key: f"{group}.{key}" for group in ("task", "method", "model") for key in allowed[group]}
+    elsewhere |= {key: key for key in top_fields}
+    rest = {key: value for key, value in config.items() if key not in (*classes, *NO_OPTIONS)}
+    run = RunOptions(**check_options("", rest, top_fields, errors, elsewhere))
+    options = {}
+    for group, cls in classes.items():
+        given = {key: value for key, value in config[group].items() if key != "name"}
+        options[group] = check_options(f"{group}.", given, allowed[group], errors, elsewhere)
+        for key, only in retired(cls).items():
+            if (value := options[group].pop(key)) != only:
+                errors.append(f"{group}.{key}={show(value)}: allowed is {show(only)}")
+    return run, options
+
+
+def check_options(
+    prefix: str, given: Options, allowed: dict[str, tuple[Any, Any]], errors: list[str], elsewhere: dict[str, str]
+) -> Options:
+    """The options of one group with defaults filled in; every error becomes a line in `errors`.
+
+    elsewhere: bare key -> full key, for keys that exist but not here (`m` is `method.m`).
+    """
+    values = {name: default for name, (_, default) in allowed.items()}
+    for key, value in given.items():
+        if key not in allowed:
+            errors.append(f"{prefix}{key}: unknown key; {_unknown(key, prefix, allowed, elsewhere)}")
+            continue
+        kind, default = allowed[key]
+        try:
+            values[key] = coerce(value, kind)
+        except TypeError as expected:
+            close = closest(value, map(str, literals(kind))) if isinstance(value, str) else None
+            hint = f"; did you mean {close}?" if close is not None else ""
+            errors.append(f"{prefix}{key}={show(value)}: expected {expected} (default {show(default)}){hint}")
+    return values
+
+
+def _unknown(key: str, prefix: str, allowed: dict[str, tuple[Any, Any]], elsewhere: dict[str, str]) -> str:
+    """What to type instead of an unknown key."""
+    if elsewhere.get(key, prefix + key) != prefix + key:
+        return f"did you mean {elsewhere[key]}?"
+    if not allowed:
+        return f"{prefix.rstrip('.')} takes no options here"
+    return suggestion(key, allowed if prefix else [*allowed, *GROUPS], prefix)
+
+
+# -- what the identity is made from ------------------------------------------------------------------------------------
+
+
+def _group(cls: type, options: Options, base: Options) -> Group:
+    """The options of a model or a task; base: what its file says."""
+    defaults = retired(cls) | {name: default for name, (_, default) in option_fields(cls).items()}
+    return Group(cls, retired(cls) | options, defaults | base, defaults | added_options(cls))
+
+
+def _method_group(cls: type[Method], options: Options, base: Options, method: Method | None, run: RunOptions) -> Group:
+    """The hyper-parameters of a method. Some have a default that depends on the protocol."""
+    absent = method_defaults(cls, {}, run.protocol) | added_options(cls)
+    defaults = method_defaults(cls, base, run.protocol)
+    if method is None:
+        return Group(cls, retired(cls) | options, defaults, absent)
+    revisions = method.revisions()
+    mark = {"revision": revisions} if revisions else {}
+    return Group(cls, method.hyper_parameters() | mark, defaults | mark, absent, tuple(method.unused()))
+
+
+def method_defaults(cls: type[Method], base: Options, protocol: str) -> Options:
+    """The hyper-parameters of a method where none is given but those of its file."""
+    try:
+        return cls(**without_retired(cls, base), protocol=protocol).hyper_parameters()
+    except ValueError:  # an option without a default of its own (a trace to replay)
+        return retired(cls) | {name: default for name, (_, default) in option_fields(cls, _common()).items()} | base
+
+
+def _common() -> set[str]:
+    """The fields of every method, which are top-level keys."""
+    from pqcache.selective import Method
+
+    return {f.name for f in fields(Method)}
+
+
+def _top_group(run: RunOptions, budget: float | int, method: Method | None) -> Group:
+    """The top-level keys that decide what is computed."""
+    hashed = [f.name for f in fields(RunOptions) if f.name not in NOT_HASHED]
+    options = {name: getattr(run, name) for name in hashed} | {"budget": budget}
+    defaults = {name: default for name, (_, default) in option_fields(RunOptions).items() if name in hashed}
+    absent = defaults | added_options(RunOptions)
+    if method is not None:
+        options["dense_layers"] = method.dense_layers
+        defaults["dense_layers"] = absent["dense_layers"] = method.default_dense_layers(run.protocol)
+    own = {"budget": budget, "seed": run.seed}  # a folder's name says them anyway
+    return Group(RunOptions, options, defaults | own, absent)

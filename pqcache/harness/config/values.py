@@ -1,0 +1,108 @@
+"""Values of options: whether one has its type, how a type is called in a message, and how a value is typed and stored."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """`value` as type `kind`, or TypeError saying what is expected. Integers pass as floats, never bools as numbers."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Literal:
+        for allowed in args:
+            if value == allowed and type(value) is type(allowed):
+                return value
+    elif origin in (typing.Union, types.UnionType):
+        for option in sorted(args, key=lambda option: type(value) is not option):  # an exact type match wins
+            try:
+                return coerce(value, option)
+            except TypeError:
+                continue
+    elif origin in (list, tuple, typing.Sequence):
+        if isinstance(value, list | tuple):
+            try:
+                items = [coerce(v, args[0] if args else Any) for v in value]
+            except TypeError:
+                raise TypeError(describe(kind)) from None
+            return tuple(items) if origin is tuple else items
+    else:
+        return _coerce_plain(value, kind)
+    raise TypeError(describe(kind))
+
+
+def _coerce_plain(value: Any, kind: Any) -> Any:
+    """`value` as a class without arguments."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is types.NoneType or kind is None:
+        if value is None:
+            return None
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif kind is int:
+        if isinstance(value, int) and number:
+            return value
+    elif kind is float:
+        if number and math.isfinite(value):
+            return float(value)
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int) and number:  # out=2024, model.revision=123
+            return str(value)
+    elif kind in (dict, list, tuple) and isinstance(value, kind):
+        return value
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(describe(kind))
+
+
+def describe(kind: Any) -> str:
+    """A type in words."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " or ".join(str(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(a) for a in args)
+    if origin in (list, tuple, typing.Sequence):
+        return f"a list of {describe(args[0]).split(' ', 1)[-1]}s" if args else "a list"
+    if kind is types.NoneType or kind is None:
+        return "null"
+    return NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def literals(kind: Any) -> list[Any]:
+    """The values that a type lists, those of a union's parts included."""
+    if typing.get_origin(kind) is Literal:
+        return list(typing.get_args(kind))
+    return [word for arg in typing.get_args(kind) for word in literals(arg)]
+
+
+def show(value: Any) -> str:
+    """A value the way it is typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(show(v) for v in value) + "]"
+    return str(value)
+
+
+def plain(value: Any) -> Any:
+    """Only what YAML and JSON know, so that a configuration read back equals the one written."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

@@ -1,0 +1,111 @@
+"""The small models of `smoke=true`, and how much of their prompts and answers is run.
+
+A named model becomes a small random one of its architecture (same kind, same group of query heads per KV head, sliding
+window included) with the embedded tokenizer. The embedded model stays itself; random weights take the tiny geometry.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.run import models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+PROMPT_TOKENS = 1024
+NEW_TOKENS = 16
+
+# model -> (model_type, query heads per KV head, what else shapes its attention)
+ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "mistral-7b-instruct-v0.2": ("mistral", 4, {"sliding_window": None}),
+    "mistral-7b-v0.1": ("mistral", 4, {"sliding_window": 4096}),
+    "llama-2-7b": ("llama", 1, {}),
+    "llama-2-7b-chat": ("llama", 1, {}),
+    "llama-2-13b": ("llama", 1, {}),
+    "llama-3-8b": ("llama", 4, {}),
+    "llama-3-8b-instruct": ("llama", 4, {}),
+    "llama-3.1-8b-instruct": ("llama", 4, {}),
+    "phi-3-mini-4k-instruct": ("phi3", 1, {"sliding_window": 2047}),
+    "glm4-9b-chat": ("glm", 16, {"attention_bias": True}),
+    "qwen2.5-7b-instruct": ("qwen2", 7, {}),
+    "qwen3-8b": ("qwen3", 4, {}),
+}
+HEAD_DIM = 64
+LAYERS = 3
+EMBEDDED, RANDOM = "embedded", "random"  # the one stays itself, the other has a geometry as small as can be
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Any:
+    from pqcache.embedded import load_tokenizer
+
+    return load_tokenizer()
+
+
+def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of the small model that stands for a named one."""
+    if name in (EMBEDDED, RANDOM):
+        return models.load_config(name, options)
+    from transformers import CONFIG_MAPPING
+
+    kind, group, extra = ARCHITECTURES.get(name) or _architecture_of(options)
+    heads_kv = 1 if group > 8 else 2
+    values = {
+        "vocab_size": len(tokenizer()),
+        "hidden_size": HEAD_DIM * heads_kv * group,
+        "intermediate_size": 256,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads_kv * group,
+        "num_key_value_heads": heads_kv,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "bos_token_id": tokenizer().bos_token_id,
+        "eos_token_id": tokenizer().eos_token_id,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    return CONFIG_MAPPING[kind](**values, **extra)
+
+
+def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
+    """Of model=hf: what a local folder's config says; Llama's with groups of 4 for a hub id, which is not looked up."""
+    from transformers import AutoConfig
+
+    folder = Path(str(options["path"])).expanduser()
+    if not folder.is_dir():
+        return "llama", 4, {}
+    config = AutoConfig.from_pretrained(folder)
+    text: Any = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    return text.model_type, heads // (getattr(text, "num_key_value_heads", None) or heads), {}
+
+
+def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
+    """The small model with the embedded tokenizer, as models.load gives the real one; the same weights every time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if name in (EMBEDDED, RANDOM):
+        return models.load(name, options)
+    config = model_config(name, options)
+    with torch.random.fork_rng():
+        torch.manual_seed(zlib.crc32(name.encode()))
+        model = AutoModelForCausalLM.from_config(config)
+    dtype = torch.bfloat16 if options["dtype"] == "bfloat16" else torch.float32  # fp16 is slow on most CPUs
+    model = model.to(models.pick_device(options["device"]), dtype).eval()
+    chat = True if options["chat"] is None else options["chat"]
+    small = {**options, "max_length": None}
+    longest = models.longest(model.config, small)
+    return models.LoadedModel(name, model, tokenizer(), chat, options["system"], longest, f"smoke {name}")
+
+
+def middle(ids: list[int], max_tokens: int | None) -> list[int]:
+    """The first and the last half of too many tokens."""
+    if max_tokens is None or len(ids) <= max_tokens:
+        return ids
+    half = max_tokens // 2
+    return ids[:half] + ids[len(ids) - (max_tokens - half) :]
