@@ -83,6 +83,7 @@ def test_standard_probabilities_are_causal() -> None:
     torch.testing.assert_close(probs, expected)
 
 
+@pytest.mark.rest
 def test_the_script_measures_rows_and_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     rows = ["full", "pqcache:store=host,b=3", "h2o:attn=standard", "h2o:budget=20000"]

@@ -18,6 +18,7 @@ from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
 from tests.invariants.conftest import _one_thread
 from tests.invariants.drive import tokens
+from tests.thin import thin
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
@@ -123,7 +124,7 @@ def state(cache: SelectiveCache) -> list:
     return [x.tolist() for layer in cache.layers for x in layer.tensors()["device"]]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thin(METHODS, 2))
 def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, device: None, name: str) -> None:
     """Whenever the replays stop, the host knows what the device has done, and ordinary steps go on from there."""
     with attach(llama):

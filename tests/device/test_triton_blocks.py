@@ -21,6 +21,7 @@ from tests.invariants.drive import Session, tokens
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 from pqcache.device.block_tables import BlocksOnDevice
+from tests.thin import thin
 
 __all__ = ["_one_thread"]
 SMALL = {"cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
@@ -83,7 +84,7 @@ def fresh(store, step=None):
                     assert torch.equal(ours, host.data[row, :, block * size : (block + 1) * size])
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", thin(["lru", "lfu"], 2))
 @pytest.mark.parametrize(("slots", "topk"), [(3, 6), (6, 4)])
 def test_a_long_trace_of_counts(policy, slots, topk):
     """The policy alone: few blocks, so that they come, are touched and go; rows of their own; one row wants nothing."""
@@ -183,8 +184,8 @@ def test_tables_equal_those_of_the_host(seed, lengths, policy, block, slots, top
     ("lengths", "policy", "dtype"),
     [
         ([150], "lru", torch.float16),
-        ([150, 121], "lfu", torch.float32),
-        ([90, 150, 143], "lru", torch.float32),
+        pytest.param([150, 121], "lfu", torch.float32, marks=pytest.mark.rest),
+        pytest.param([90, 150, 143], "lru", torch.float32, marks=pytest.mark.rest),
     ],
 )
 def test_a_layer_equals_the_general_way_and_a_host_store(lengths, policy, dtype):
@@ -226,6 +227,7 @@ def test_a_layer_equals_the_general_way_and_a_host_store(lengths, policy, dtype)
     assert host.ledger.moved["fetch"] - kernel.ledger.moved["fetch"] == facts["cache_hits"] * token
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/invariants/test_gpu.py has a model there")
 @torch.no_grad()
 def test_turns_requests_and_growth(llama):

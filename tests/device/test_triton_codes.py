@@ -16,6 +16,7 @@ from pqcache.selective.group import group_reduce, top_tokens
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 from pqcache.device import triton_codes
+from tests.thin import thin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CAPACITY = 512
@@ -100,7 +101,7 @@ def test_the_same_selection_as_the_general_path(bits, dtype):
         assert torch.equal(chosen[r, :, :count].long(), general[r, :, :count])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thin([torch.float32, torch.float16, torch.bfloat16], 3))
 @pytest.mark.parametrize("bits", [(2, 6), (1, 9), (4, 3)])
 def test_the_new_token_is_stored_and_coded_and_the_query_tabled(bits, dtype):
     made = Made(2, 2, 2, *bits, 24, 100, 10, 6, dtype=dtype)  # 24: a sub-space that is no power of two

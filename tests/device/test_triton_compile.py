@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_kernels_compile_for_sm_90():
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([".", *sys.path])}

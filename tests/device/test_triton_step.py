@@ -12,12 +12,13 @@ from pqcache.device.switch import interpreted, on_device
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import NotApplicable
 from tests.device.driven import CLOSE, SHAPE, Driven, made
+from tests.thin import thin
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
 
-@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("dtype", thin(CLOSE, 3))
 @pytest.mark.parametrize("store", ["resident", "host"])
 def test_a_step_equals_the_plain_one(store, dtype):
     runs = []

@@ -204,6 +204,7 @@ def test_every_method_has_its_file() -> None:
         assert yaml.safe_load(path.read_text())["name"] == path.stem
 
 
+@pytest.mark.rest
 def test_experiment_files_start_with_their_command_and_sweep() -> None:
     files = list((REPO / "configs" / "experiment").glob("*.yaml"))
     assert files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import run
@@ -17,6 +18,7 @@ def rows_of(folder: Path) -> dict[str, Row]:
     return {row["method"]: row for row in rows}
 
 
+@pytest.mark.rest
 def test_full_oracle_and_pqcache_reach_their_recorded_scores(tmp_path: Path) -> None:
     torch.set_num_threads(max(torch.get_num_threads(), 2))
     recorded = rows_of(RECORDED)

@@ -198,6 +198,7 @@ def test_a_folder_that_cannot_be_made_fails_its_cell_alone(
     assert list(rows(tmp_path / "out")) == ["full 1.0"]
 
 
+@pytest.mark.rest
 def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
     """A real process with wandb offline, an empty home, an empty working folder and an empty TMPDIR."""
     home, cwd, temporary, out = (tmp_path / name for name in ("home", "cwd", "tmp", "out"))

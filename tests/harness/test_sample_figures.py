@@ -78,6 +78,7 @@ def test_what_all_titles_say_stands_once() -> None:
     assert split_titles(["full 1.0 needle"]) == ("", ["full 1.0 needle"])
 
 
+@pytest.mark.rest
 def test_several_methods_side_by_side(tmp_path: Path) -> None:
     for folder, title in [("full", "full"), ("seed 0", "streaming 0.2"), ("seed 1", "streaming 0.2")]:
         draw(HEAT_MAP, ROWS, tmp_path / folder, title)

@@ -21,6 +21,7 @@ from pqcache.store.lanes import TO_DEVICE, Lanes, Work
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, tokens
 from tests.store.test_lanes import run, slow
+from tests.thin import thin
 
 __all__ = ["_one_thread", "llama"]
 
@@ -35,7 +36,7 @@ def two_stage(codes_store: str, **hyper: Any) -> TwoStage:
 
 
 @pytest.mark.parametrize("make", [pqcache, two_stage])
-@pytest.mark.parametrize("store", ["resident", "host", "block_cache"])
+@pytest.mark.parametrize("store", thin(["host", "resident", "block_cache"], 3))
 def test_outputs_do_not_depend_on_where_codes_lie(
     llama: PreTrainedModel, make: Callable[..., Method], store: str
 ) -> None:

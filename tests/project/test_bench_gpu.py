@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.rest
 def test_the_gpu_benchmark_runs_without_a_gpu(tmp_path):
     command = [
         "bash",

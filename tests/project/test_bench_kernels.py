@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.rest
 def test_quick_run(tmp_path):
     pytest.importorskip("numba")
     pytest.importorskip("faiss")

@@ -66,6 +66,7 @@ def test_the_library_needs_torch_and_transformers_only(package: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.rest
 def test_data_files_are_installed_with_the_packages(repo: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -49,6 +49,7 @@ def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, mon
         assert f"{score:.2f}" in page
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(900)  # a busy machine
 def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As committed: the tables and figures of results/reference."""

@@ -165,6 +165,7 @@ for known in (None, lse):
 """
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
 def test_process_memory_at_32k_is_one_block_of_one_group() -> None:
     """4 query heads x 64 queries x 32768 keys in fp32 are 32 MiB; all heads would be 64, all queries of the prompt 16 GiB.

@@ -22,6 +22,7 @@ from pqcache.store.host import HostStore
 from tests.baselines.common import random_layer
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, logits, tokens
+from tests.thin import thin
 
 __all__ = ["_one_thread", "llama"]
 
@@ -206,7 +207,7 @@ def test_fetch_equals_the_host_store_and_content_equals_host_rows(
             plain.map_rows(index)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", thin(POLICIES, 4))
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
     """Bit by bit, over every retrieval method, in a padded batch; only demand bytes move over to hits."""

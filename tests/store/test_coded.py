@@ -188,6 +188,7 @@ def largest(store: PackedStore, q: torch.Tensor, tile: int) -> int:
     return seen.numel
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("rows", [1, 2])
 def test_decoding_scratch_does_not_grow_with_the_length(rows: int) -> None:
     sizes = []

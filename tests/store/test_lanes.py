@@ -28,6 +28,7 @@ from pqcache.store.host import HostStore
 from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, logits, tokens
+from tests.thin import thin
 
 __all__ = ["_one_thread", "llama"]
 
@@ -88,7 +89,7 @@ def run(model: PreTrainedModel, method: Method, lanes: Lanes, seed: int) -> tupl
     return torch.stack(out), cache
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thin(METHODS, 4))
 def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str) -> None:
     expected, plain = run(llama, METHODS[name](), Lanes(), 1)
     for seed in range(2):
