@@ -20,7 +20,7 @@ class BlocksOnDevice:
 
     A step reads with the cache that the step before left. Which blocks then come in is decided, and they are copied, on the lane
     towards the device, beside whatever the model does next, until the next step reads (`join`). Hits and refills are
-    counted on the device: the ledger gets them when somebody reads it (`Ledger.collect`), or when the tables go back.
+    counted on the device: the ledger gets them when its figures are read (`Ledger.collect`), or when the tables go back.
     """
 
     def __init__(self, lent: Lent, device: torch.device, ledger: Ledger) -> None:
@@ -39,9 +39,9 @@ class BlocksOnDevice:
         self.counts = torch.zeros((n, self.width), dtype=torch.int32, device=device)
         # block and slot of what comes in
         self.incoming = torch.full((n, blocks.topk, 2), -1, device=device)
-        # tokens looked up and found, blocks refilled
+        # look-ups and hits in tokens, blocks refilled
         self.tally = torch.zeros((n, 3), dtype=torch.long, device=device)
-        # tokens found, were the cache filled at random
+        # hits that as many tokens at random would have had
         self.chance = torch.zeros(n, dtype=torch.float64, device=device)
         self.reported = [0, 0, 0, 0.0]  # of tally and chance: what the ledger has
         self.refilled: Work[None] = NOTHING
@@ -55,7 +55,7 @@ class BlocksOnDevice:
         more, entries = columns - self.slot.shape[1], min(slots, columns) * block
         if more == 0 and entries <= self.cache[0].capacity:
             return
-        self.join()  # or the old ones would be given away while they are read
+        self.join()  # their memory would be reused while it is read
         self.slot, self.counts = F.pad(self.slot, (0, more), value=-1), F.pad(self.counts, (0, more))
         for buffer in self.cache:
             buffer.reserve(entries)

@@ -197,7 +197,7 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows indices - n_sink of k, v (n, h_kv, capacity, d) in pinned memory, onto the device of indices (n, h_kv, k) int32.
 
-    Row r takes plan[r][1] of them; what stands behind them means nothing. Returns two (n, h_kv, k, d).
+    Row r needs its first plan[r][1]; the others stay undefined. Returns two (n, h_kv, k, d).
     """
     n, h_kv, widest = indices.shape
     d = k.shape[-1]

@@ -26,7 +26,7 @@ CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  #
 
 
 class _NoDevice:
-    """What Triton asks its driver while it compiles."""
+    """Stands for the driver while Triton compiles."""
 
     def __init__(self, target: int) -> None:
         self.target = GPUTarget("cuda", target, 32)
@@ -130,20 +130,20 @@ def compile_all(target: int = 90, quick: bool = False) -> list[dict[str, Any]]:
 
 
 def _resources(binary: Any, target: int) -> dict[str, int]:
-    """What the assembler says about one binary."""
-    found = {"shared": binary.metadata.shared, "warps": binary.metadata.num_warps}
+    """Shared memory, warps, registers and spilled bytes of one binary, as the assembler reports them."""
+    resources = {"shared": binary.metadata.shared, "warps": binary.metadata.num_warps}
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     suffix = "a" if target == 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(binary.asm["ptx"])
         command = [str(ptxas), "-v", f"--gpu-name=sm_{target}{suffix}", str(source), "-o", str(source) + ".cubin"]
-        told = subprocess.run(command, capture_output=True, text=True).stderr
+        report = subprocess.run(command, capture_output=True, text=True).stderr
     for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores")):
-        match = re.search(pattern, told)
+        match = re.search(pattern, report)
         if match:
-            found[name] = int(match[1])
-    return found
+            resources[name] = int(match[1])
+    return resources
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def nearest(
     groups: torch.Tensor | None = None,
     add: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One pass over the points x (G, N, d) fp32 of `groups` (A,), default all: who is nearest, and their sums.
+    """One pass over the points x (G, N, d) fp32 of `groups` (A,), default all: each point's nearest centroid, sums per cluster.
 
     centroids (A, C, d), C <= 256 as a tile's sums are a product with one-hot codes, and middle (A, 1, d), fp32; distances are
     those of x - middle to the centroids. Returns codes (A, N) int32, the squared distance without |x - middle|^2 (A, N), and with

@@ -1,4 +1,4 @@
-"""Attention of one query token over chosen tokens, read where they lie: nothing is gathered first."""
+"""Attention of one query token over chosen tokens, read where they are stored: nothing is gathered first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from pqcache.kernels import threads
 
 _TILE = 256  # tokens between two looks at the running maximum
-_AHEAD = 8  # rows fetched before they are read: no processor guesses where the next chosen token lies
+_AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
 _LINE = 64  # bytes of a cache line
 
 

@@ -18,7 +18,7 @@ from pqcache.kernels import threads
 
 _JOINT = 4096  # entries of a joint table that stays in the nearest caches
 _RADIX = ((20, 0xFFF), (8, 0xFFF), (0, 0xFF))  # digits of a float's bits; non-negative floats order as their bits do
-_DEEPEST = 40.0  # nats the best token may lie below the product of the tables' maxima before precision is lost
+_MAX_GAP = 40.0  # nats from the product of the tables' maxima down to the best token; beyond, precision is lost
 
 
 @numba.njit(nogil=True, cache=True)
@@ -86,7 +86,7 @@ def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
                 total += product[i] * amount[i]
                 if amount[i] > 0:
                     best = max(best, product[i])
-            if not best > np.exp(np.float32(-_DEEPEST)):
+            if not best > np.exp(np.float32(-_MAX_GAP)):
                 status[task] = 1
                 break
             for i in range(size):
@@ -137,7 +137,7 @@ def _wide(first, last, codes, tables, highest, lo, hi, k, out, status):
                 total[a] += product[i, a]
                 best[a] = max(best[a], product[i, a])
         for a in range(g):
-            if not best[a] > np.exp(np.float32(-_DEEPEST)):
+            if not best[a] > np.exp(np.float32(-_MAX_GAP)):
                 status[task] = 1
         if status[task]:
             continue

@@ -1,7 +1,7 @@
 """Nearest centroid and Lloyd sums in one pass over the points: no distance matrix ever leaves the registers.
 
 A tile of four points against 64 centroids is one block of multiply-adds whose 16 accumulators stay in vector registers
-(written in LLVM IR, since a compiler asked for it in loops spills them); the best centroid is found in those registers, and
+(written in LLVM IR, since compiled loops would spill them); the best centroid is found in those registers, and
 the point is added to its cluster's sum while it is still in the cache. Reading the points once is all the memory traffic.
 """
 
@@ -20,22 +20,21 @@ from numba.extending import intrinsic
 
 from pqcache.kernels import threads
 
-# of the machine that numba compiles for: users may ask it for less than this one has, and its cache on disk goes by them
+# of the machine that numba compiles for: users may set fewer than this one has, and numba's cache on disk is keyed by them
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 _WIDE = "+avx512f" in _FEATURES
 _LANES = 16 if _WIDE else 8  # floats per vector register
 _VECTORS = 4  # registers of centroids side by side
 _POINTS = 4 if _WIDE else 2  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
 _COLUMNS = _LANES * _VECTORS  # centroids per tile
-_BLOCK = (
-    2048  # points per task: sums are added block by block, so that the result does not depend on the number of threads
-)
+# points per task: sums are added block by block, so that the result does not depend on the number of threads
+_BLOCK = 2048
 
 ROUGH = "+avx512bf16" in _FEATURES  # whether products of bfloat16 take half the time
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, _LANES)
-_ROUGH_MOST = 256  # entries of a point that the rough tile has room for
+_ROUGH_MAX_D = 256  # entries of a point that the rough tile has room for
 _WHOLE = ir.VectorType(_I32, _LANES)  # a register of integers, or of pairs of bfloat16
 _HALF = ir.VectorType(_I16, _LANES)
 if ROUGH:
@@ -90,7 +89,7 @@ def _multiply_add_rough(
 
     The sum of a pair's two products is one instruction, so that this takes half the multiply-adds.
     """
-    rounded = [cgutils.alloca_once(builder, ir.ArrayType(_I16, _ROUGH_MOST)) for _ in rows]
+    rounded = [cgutils.alloca_once(builder, ir.ArrayType(_I16, _ROUGH_MAX_D)) for _ in rows]
     with cgutils.for_range(builder, builder.udiv(d, _number(_LANES))) as loop:
         offset = builder.mul(loop.index, _number(4 * _LANES))
         center = _load(builder, builder.add(middle, offset), _VECTOR)
@@ -194,12 +193,12 @@ _add: Any = intrinsic(_generate_add)
 def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, sums, counts):
     """Tasks are (group, block of points); x (G, N, d), middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
 
-    pairs (A, tiles, d / 2, columns) int32 are the centroids in bfloat16, where these are to do. Writes codes and best (A, N);
-    sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
+    pairs (A, tiles, d / 2, columns) int32 are the centroids in bfloat16, of size 0 where fp32 is used. Writes codes and best
+    (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
     """
     n, d = x.shape[1], x.shape[2]
     blocks = (n + _BLOCK - 1) // _BLOCK
-    tiles, most = centroids.shape[1], sums.shape[2] - 1
+    tiles, last_centroid = centroids.shape[1], sums.shape[2] - 1
     values = np.empty(_POINTS, np.float32)
     indices = np.empty(_POINTS, np.int32)
     step = x.strides[1]
@@ -217,7 +216,7 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
         end = min(n, i + _BLOCK)
         while i < end:
             many = end - i >= _POINTS
-            took = _POINTS if many else 1
+            points_now = _POINTS if many else 1
             for tile in range(tiles):
                 line, low = centroids[a, tile].ctypes.data, bias[a, tile].ctypes.data
                 if many and rough:
@@ -227,17 +226,17 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
                     _tile(base + i * step, step, center, line, low, d, values.ctypes.data, indices.ctypes.data)
                 else:
                     _single(base + i * step, step, center, line, low, d, values.ctypes.data, indices.ctypes.data)
-                for p in range(took):
+                for p in range(points_now):
                     if tile == 0 or values[p] > best[a, i + p]:
                         best[a, i + p] = values[p]
                         # a point of NaN has no best centroid, and an index past all of them
-                        codes[a, i + p] = min(indices[p] + tile * _COLUMNS, most)
+                        codes[a, i + p] = min(indices[p] + tile * _COLUMNS, last_centroid)
             if adding:
-                for p in range(took):
+                for p in range(points_now):
                     c = codes[a, i + p]
                     size[c] += 1
                     _add(sums_at + c * d * 4, base + (i + p) * step, center, d)
-            i += took
+            i += points_now
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True)
@@ -277,7 +276,7 @@ def nearest(
     add: bool = False,
     rough: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One pass over the points x (G, N, d) fp32 of `groups` (default all, A of them): who is nearest, and their sums.
+    """One pass over the points x (G, N, d) fp32 of `groups` (default all, A of them): nearest centroids, sums per cluster.
 
     centroids (A, C, d) and middle (A, 1, d) fp32; distances are those of x - middle to the centroids, so middle = 0 compares
     as they are. Returns codes (A, N) int32, the squared distance without |x - middle|^2 (A, N), and with add=True the sums
@@ -293,7 +292,7 @@ def nearest(
     packed = packed.view(a, tiles, _COLUMNS, d)
     bias = np.full((a, tiles, _COLUMNS), -np.inf, np.float32)  # padding never wins
     bias.reshape(a, -1)[:, :c] = (centroids.square().sum(-1) / -2).numpy()
-    if rough and ROUGH and d % _LANES == 0 and d <= _ROUGH_MOST:
+    if rough and ROUGH and d % _LANES == 0 and d <= _ROUGH_MAX_D:
         of_two = packed.bfloat16().view(a, tiles, _COLUMNS, d // 2, 2).transpose(2, 3).contiguous()
         pairs = of_two.view(torch.int32)[..., 0].numpy()
     else:

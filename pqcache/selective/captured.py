@@ -1,4 +1,4 @@
-"""Greedy decode steps of one request, recorded once as a CUDA graph: a step is then one launch, and nothing waits for the host.
+"""Greedy decode steps of one request, recorded once as a CUDA graph: a step is one launch, and nothing waits for the host.
 
     with attach(model), torch.no_grad():
         cache = SelectiveCache(model, method)
@@ -7,8 +7,8 @@
         for _ in range(256):
             token = steps.replay()                      # on the device; reading it waits
 
-Between two steps only the devices' counters differ, so every layer must run its decode step by kernels that read them there:
-retrieval by product quantization, its codes on the device, over any store, and full attention. Others raise NotApplicable.
+Between two steps only counters on the device differ. So every layer's step must be done by a substitute (substitute.py) that
+reads them there: PQCache with its codes on the device, over any store, and full attention. Other layers raise NotApplicable.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ class CapturedSteps:
             raise NotApplicable("decode steps cannot be recorded while observers or watchers look on")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
-        cache.check_window(cache.columns + tokens)  # no replay asks again
-        # whoever changes a layer's tensors gives up its step: the graph would go on with the old ones
-        # and the recorded pass is the second one, replayed or not: nothing may grow while it is recorded
+        cache.check_window(cache.columns + tokens)  # a replay does not check it again
+        # A layer whose tensors change drops its substitute, since the graph would go on with the old ones.
+        # The recorded pass is the second one, replayed or not, and nothing may grow while it is recorded: room for two.
         self.steps = [layer.prepare_capture(max(cache.past) + max(tokens, 2)) for layer in cache.layers]
         self.cache = cache
         self.token = token.clone()
         self.position = send(cache.past, torch.long, token.device)[:, None]
         self.model, self.left = model, tokens
-        # the first step is an ordinary one, on a stream of its own: what runs first loads kernels and takes workspaces
+        # the first step is an ordinary one, on a stream of its own: it loads kernels and allocates workspaces
         stream, current = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self.logits = self._forward()
+            self.logits = self.forward()
         current.wait_stream(stream)
-        self.fresh = True  # its token has not been handed out yet
+        self.fresh = True  # the first step's token has not been returned yet
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         cache.recording = True
         try:
             with torch.cuda.graph(self.graph):
-                self._recorded = self._forward()
+                self.recorded = self.forward()
         finally:
             cache.recording = False
         self.columns = cache.columns
 
-    def _forward(self) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         """One step from `token` at `position`, both of which it moves on: logits (n, vocabulary)."""
         out = self.model(
             input_ids=self.token,
@@ -90,6 +90,6 @@ class CapturedSteps:
             return self.token
         cache.note_step()
         self.columns = cache.columns
-        self.logits = self._recorded
+        self.logits = self.recorded
         self.graph.replay()
         return self.token

@@ -19,19 +19,19 @@ POLICIES = ("lru", "lfu", "none")
 class BlockCacheStore(CachedStore):
     """HostStore with `slots` blocks of `block` consecutive tokens on the device, each with K and V of all KV heads.
 
-    Block b of a row holds its host rows b*block .. b*block+block-1, so it begins after the sinks. A step reads with the cache the
-    step before left; then the `topk` blocks with most of its selected tokens, over all heads, go to the policy: those
-    already there are touched, then the others come in, both in order of descending count (ties: the earlier block). Only blocks
-    whose tokens are all there come in: what the cache holds never changes.
+    Block b of a row holds its host rows b*block .. b*block+block-1, so it begins after the sinks. A step reads with the cache of
+    the step before. Then the `topk` blocks with most of its selected tokens, over all heads, go to the policy: cached blocks are
+    touched, then the others come in, both in order of descending count (ties: the earlier block). Only complete blocks come in,
+    so a cached block never changes.
 
-    lru: the block touched least recently goes. lfu: the block touched in the fewest steps goes, of several the one that has
-    been at that number longest; a block that comes in counts 1, and what went is forgotten. A block may be driven out by one that
-    comes in later in the same step; only blocks that stay are copied (`refill`), on a lane of their own after the step has read,
-    and waited for when the next step reads. The tables are a step ahead of the slots until then. They can be lent to kernels,
+    lru evicts the block touched least recently. lfu evicts the block touched in the fewest steps, of several the one that has
+    been at that number longest; a block that comes in counts 1, an evicted one is forgotten. A block may be evicted by one that
+    comes in later in the same step. Only blocks that stay are copied (`refill`), on a lane of their own after the step has read;
+    the next read waits for them. The tables are a step ahead of the slots until then. They can be lent to kernels,
     which follow the same rules (device/triton_blocks.py).
 
-    Deviations from the released code: blocks of a step that are there are touched before others come in, so none is driven
-    out and copied again in one step; the last, growing block is left out instead of being served stale.
+    Deviations from the released code: cached blocks of a step are touched before others come in, so none is evicted and copied
+    again in one step; the last, growing block is left out instead of being served stale.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BlockCacheStore(CachedStore):
         # K, V (n, h_kv, slots filled so far * block, d), token-major: slot i begins at entry i*block
         self.cache: list[Buffer] = []
         self.refilled: Work[None] = NOTHING
-        self.slot = torch.zeros(0, 0, dtype=torch.long)  # (n, blocks) the slot of each block, -1 = not there
+        self.slot = torch.zeros(0, 0, dtype=torch.long)  # (n, blocks) the slot of each block, -1 = not cached
         self.content = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) the block in each slot, -1 = free
         self.uses = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) steps that touched it, 0 = free
         self.stamp = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) when it was touched last, 0 = free
@@ -102,16 +102,16 @@ class BlockCacheStore(CachedStore):
     def admit(self, blocks: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Let the policy see blocks (n, m) of one step, those flagged in read (n, m), in this order.
 
-        Returns what came in to stay, as three lists: row, block, slot. Blocks come in one after the other, each driving out the
-        first in the policy's order if there is no free slot. In closed form: with lfu, as soon as no older block of one use is
-        left, each newcomer drives out the first newcomer; so the last ones stay, as many as there were free slots and blocks of
-        one use (one, if none).
+        Returns the blocks that came in and stay, as three lists: row, block, slot. Blocks come in one after the other; each
+        evicts the first in the policy's order if there is no free slot. In closed form: with lfu, once no older block of one use
+        is left, each new block evicts the first new one. So the last new blocks stay, as many as there were free slots and
+        blocks of one use (one, if none).
         """
         slot = self.slot.gather(1, blocks)
-        there, new = read & (slot >= 0), read & (slot < 0)
-        stamp = self.clock + torch.where(there, there.cumsum(1), there.sum(1, keepdim=True) + new.cumsum(1))
+        cached, new = read & (slot >= 0), read & (slot < 0)
+        stamp = self.clock + torch.where(cached, cached.cumsum(1), cached.sum(1, keepdim=True) + new.cumsum(1))
         self.clock += blocks.shape[1]
-        row, column = there.nonzero(as_tuple=True)
+        row, column = cached.nonzero(as_tuple=True)
         self.uses[row, slot[row, column]] += 1
         self.stamp[row, slot[row, column]] = stamp[row, column]
         room = torch.full((len(blocks), 1), self.slots)
@@ -124,8 +124,8 @@ class BlockCacheStore(CachedStore):
         target = victims.gather(1, (stays.cumsum(1) - 1).clamp_min(0))
         row, column = stays.nonzero(as_tuple=True)
         into, block = target[row, column], blocks[row, column]
-        gone = self.content[row, into]
-        self.slot[row[gone >= 0], gone[gone >= 0]] = -1
+        evicted = self.content[row, into]
+        self.slot[row[evicted >= 0], evicted[evicted >= 0]] = -1
         self.slot[row, block] = into
         self.content[row, into] = block
         self.uses[row, into] = 1
@@ -138,14 +138,14 @@ class BlockCacheStore(CachedStore):
             return
         size, end = self.block, (int(slot.max()) + 1) * self.block
         if end > self.cache[0].capacity:
-            self.refilled.wait()  # what is being filled moves with the buffer
+            self.refilled.wait()  # a copy under way writes to the old buffer
         for cache in self.cache:
             cache.reserve(end)
         pairs = [(host.rows, cache.rows) for host, cache in zip(self.host, self.cache, strict=True)]
         filling = list(zip(row.tolist(), block.tolist(), slot.tolist(), strict=True))
         self.moved("refill", sum(len(filling) * size * host[0, 0].numel() * host.element_size() for host, _ in pairs))
 
-        def copy() -> None:  # of rows for which the fetch before it has waited
+        def copy() -> None:  # the fetch before it has waited for these rows
             for host, cache in pairs:
                 for r, b, s in filling:
                     source = host[r, b * size : (b + 1) * size]

@@ -19,9 +19,9 @@ def round_up(tokens: int, step: int = STEP) -> int:
 class Buffer:
     """`data`: (n, heads, capacity, *rest), filled per row from position 0; capacity is a multiple of `step`, 256 tokens.
 
-    Rows may hold different numbers of entries; their owner knows how many. An entry may be more than a token (a block): its
-    owner then gives a smaller step. token_major: in memory an entry's heads lie side by side, as `rows` (n, capacity, heads,
-    *rest) shows them, so that a token or a run of tokens of a row is one copy; `data` is the same memory, transposed.
+    Rows may hold different numbers of entries; the buffer's owner knows how many. An entry may be more than a token (a block);
+    its owner then sets a smaller step. token_major: in memory an entry's heads are side by side, as `rows` (n, capacity, heads,
+    *rest) shows them, so that a token or a run of tokens of a row is one copy. `data` is the same memory, transposed.
     """
 
     def __init__(
@@ -40,14 +40,13 @@ class Buffer:
         self.token_major = token_major
         self.pinned = pinned and device.type == "cpu" and torch.cuda.is_available()
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
-        self.filled = (
-            0  # entries that the fullest row holds, or that room was asked for; the rest of `capacity` is slack
-        )
+        # entries that the fullest row holds, or that were reserved; the rest of `capacity` is slack
+        self.filled = 0
 
     def _allocate(
         self, n: int, heads: int, capacity: int, rest: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        # zeros, not empty: what a shorter row masks out is still multiplied by weight 0, and 0 * NaN is NaN
+        # zeros, not empty: a masked entry is still multiplied by weight 0, and 0 * NaN is NaN
         sizes = (n, capacity, heads, *rest) if self.token_major else (n, heads, capacity, *rest)
         if self.pinned or device.type != "cpu":
             data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
@@ -74,7 +73,7 @@ class Buffer:
 
     @property
     def rows(self) -> torch.Tensor:
-        """A token-major buffer as it lies in memory: (n, capacity, heads, *rest), contiguous."""
+        """A token-major buffer in the order of its memory: (n, capacity, heads, *rest), contiguous."""
         assert self.token_major
         return self.data.transpose(1, 2)
 
@@ -84,12 +83,12 @@ class Buffer:
 
     @property
     def slack(self) -> int:
-        """Bytes reserved for entries that have not come yet."""
+        """Bytes of capacity that no entry uses yet."""
         n, heads, capacity, *rest = self.data.shape
         return n * heads * max(0, capacity - self.filled) * math.prod(rest) * self.data.element_size()
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` entries per row, which count as content from now on: who asks may write `data` directly."""
+        """Make room for `tokens` entries per row. They count as content from now on: the caller may write `data` directly."""
         self.filled = max(self.filled, tokens)
         if tokens <= self.capacity:
             return
@@ -115,7 +114,7 @@ class Buffer:
         return self.data[:, :, :tokens]
 
     def drop(self, slots: torch.Tensor, lengths: Sequence[int], rows: Sequence[bool]) -> None:
-        """Overwrite entry slots (n, heads) of the flagged rows with the row's last entry, which the caller then forgets."""
+        """In the flagged rows, overwrite entry slots (n, heads) with the row's last entry, which the caller then forgets."""
         for row, (length, flag) in enumerate(zip(lengths, rows, strict=True)):
             if flag:
                 head = torch.arange(self.data.shape[1], device=self.data.device)
@@ -135,12 +134,11 @@ class Buffer:
 
 
 def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinned: bool = False) -> torch.Tensor:
-    """Rows of x (n, h_kv, capacity, *rest) at `indices` (n, H, k), -1 read as 0: (n, max(H, h_kv), k, *rest).
+    """Entries of x (n, h_kv, capacity, *rest) at `indices` (n, H, k), -1 read as 0: (n, max(H, h_kv), k, *rest).
 
-    H = 1 means one choice for all heads, H = h_kv one per KV head, H = h_kv * group one per query head (then K of a group
-    is read once per query head). One flat index_select: row copies at memory speed, where gather is element by element.
-    x is the data of a whole buffer, token-major or not. pinned: the result lies in pinned memory, for a copy that does not
-    hold up its caller.
+    H = 1 is one choice for all heads, H = h_kv one per KV head, H = h_kv * group one per query head (K of a group is then read
+    once per query head). One flat index_select copies rows at memory speed; gather would copy number by number. x is the data
+    of a whole buffer, token-major or not. pinned: the result is in pinned memory, for a copy that its caller need not wait for.
     """
     n, h_kv, capacity = x.shape[:3]
     heads = indices.shape[1]
@@ -163,12 +161,12 @@ def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinne
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """x (n, h_kv, t, *rest) as `take_tokens` wants it: itself if its memory is dense, tokens or heads first, else a copy."""
+    """x (n, h_kv, t, *rest) as `take_tokens` needs it: itself if its memory is dense, tokens or heads first, else a copy."""
     return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
 
 
 def flat_index(indices: torch.Tensor, h_kv: int, capacity: int, token_major: bool) -> torch.Tensor:
-    """Where entry `indices` (n, H, k) of each head lies among a buffer's n * h_kv * capacity entries in memory: (n, H, k)."""
+    """Places of entries `indices` (n, H, k) of each head among a buffer's n * h_kv * capacity entries in memory: (n, H, k)."""
     n, heads, _ = indices.shape
     head = (torch.arange(heads, device=indices.device) // (heads // h_kv))[:, None]
     row = torch.arange(n, device=indices.device)[:, None, None]

@@ -26,7 +26,7 @@ class CachedStore(HostStore):
         return False
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entry of the cache with position index (n, H, k), -1 = not there; tokens per head it holds (n,)."""
+        """Entry of the cache with position index (n, H, k), -1 = not cached; tokens per head that it holds (n,)."""
         raise NotImplementedError
 
     def cached(self) -> list[torch.Tensor]:
@@ -46,8 +46,8 @@ class CachedStore(HostStore):
         if index.shape[1] == 1:
             index = index.expand(-1, h_kv, -1)
         entry, held = self.find(index)
-        real, found = index >= 0, entry >= 0
-        miss = (real & ~found).flatten().nonzero()[:, 0]
+        real, hit = index >= 0, entry >= 0
+        miss = (real & ~hit).flatten().nonzero()[:, 0]
         rows = flat_index(index - self.n_sink, h_kv, self.host[0].capacity, True).flatten()[miss]
         self.fence()
         cached, pinned = self.cached(), device.type == "cuda"
@@ -61,6 +61,6 @@ class CachedStore(HostStore):
             whole = take_tokens(cached[i], entry, group) if cached else sink.new_zeros((*index.shape, sink.shape[3]))
             whole.flatten(0, 2).index_copy_(0, miss, crossing.to(device, non_blocking=pinned))
             out.append(whole)
-        self.served = Served(real.sum((1, 2)).tolist(), found.sum((1, 2)).tolist(), held.tolist())
+        self.served = Served(real.sum((1, 2)).tolist(), hit.sum((1, 2)).tolist(), held.tolist())
         self.admit_fetched(index, out)
         return out[0], out[1]

@@ -18,15 +18,14 @@ _GROWTH = 16  # a full host buffer grows by this part of itself: pinned memory i
 
 
 class HostStore(RetrievalStore):
-    """Sinks (n, h_kv, n_sink, d) and a sliding window on the device; every other token in pinned host buffers.
+    """Sinks (n, h_kv, n_sink, d) and a local window on the device; every token after the sinks in pinned host buffers.
 
-    Host row i is the token at position n_sink + i, from the moment it is seen: window tokens lie on both sides, so a token
-    that leaves the window costs no copy then. Each new token is written to the host once (`write_back`). Host buffers are
-    token-major: a token, and a block of tokens, is one run of memory. On a machine without an accelerator the same copies are
-    made and counted, from memory to memory.
+    Host row i is the token at position n_sink + i. Window tokens are on both sides, so a token that leaves the window costs no
+    copy then. Each new token is written to the host once (`write_back`). Host buffers are token-major: a token, and a block of
+    tokens, is one run of memory. On a machine without an accelerator the same copies are made and counted, memory to memory.
 
-    Copies to the host go through `lanes`: a prompt's while the next layers compute, a token's while its layer attends.
-    Whoever reads host rows calls `fence` first.
+    Copies to the host run on `lanes`: a prompt's while the next layers compute, a token's while its layer attends. Call `fence`
+    before you read host rows.
     """
 
     def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
@@ -39,14 +38,14 @@ class HostStore(RetrievalStore):
         self.local: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
         self.columns = 0  # filled columns of `local`
         self.host: list[Buffer] = []  # K, V
-        self.written: Work[None] = NOTHING  # the newest copy to the host; earlier ones are over when it is
+        self.written: Work[None] = NOTHING  # the newest copy to the host; earlier ones have ended when it has
         self.ahead: tuple[torch.Tensor, Work[Any]] | None = None  # indices, their K and V
 
     def use_lanes(self, lanes: Lanes) -> None:
         self.lanes = lanes
 
     def fence(self) -> None:
-        """Wait until the host rows are what they should be."""
+        """Wait until all copies to the host have ended."""
         self.written.finish()
 
     def wait(self) -> None:
@@ -197,14 +196,14 @@ class HostStore(RetrievalStore):
         return torch.where((indices < self.n_sink)[..., None], first, rows)
 
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
-        """Fetch before it is needed, on a lane of its own; `read` of these very indices takes it."""
+        """Fetch early, on a lane of its own; `read` of these very indices takes the result."""
         self.ahead = indices, self.lanes.fetch(lambda: self.fetch(indices, group), indices)
 
     def _prefetched(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return None
-        fetched = ahead[1].wait()  # waited for even where it is not wanted: it reads what is about to change
+        fetched = ahead[1].wait()  # even if other indices are read: it reads buffers that are about to change
         return fetched if ahead[0] is indices else None
 
     def host_keys(self, count: int) -> tuple[torch.Tensor, Work[None]] | None:
@@ -263,7 +262,7 @@ class HostStore(RetrievalStore):
         if not self.sinks:
             return
         self.wait()
-        self.ahead = None  # of rows that stood elsewhere
+        self.ahead = None  # its rows were in another order
         self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
         for buffer in (*self.local, *self.host):
             buffer.map_rows(index)

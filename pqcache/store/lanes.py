@@ -1,13 +1,15 @@
-"""Work beside the model's own: copies between tiers and index builds. Started here, waited for where the result is used.
+"""Work beside the model's own: copies between tiers and index builds. It is started here and waited for where it is used.
 
     work = lanes.copy("to_host", copy, k, v)    # queued behind what the caller has queued so far
     work.finish()                               # the host is about to read what was copied
     job = lanes.build(fit, keys)                # an index, off the critical path
     centroids, codes = job.wait()               # what is queued after this sees it
 
-`Lanes` does everything at once, in the caller's thread: a machine without an accelerator gains nothing from more. `CudaLanes`
-gives each copy lane a stream and builds indexes on threads. `ThreadLanes` does both on threads of the CPU, and can be slowed
-down: the same callers, the same races, without a device. Results never depend on which of them is used.
+    Lanes         everything at once, in the caller's thread; without an accelerator nothing more is gained
+    CudaLanes     each copy lane is a CUDA stream, indexes are built on threads
+    ThreadLanes   both on threads of the CPU, which tests slow down: the same races, without a device
+
+Results never depend on which of them is used.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ THREAD_PREFIX = "pqcache-lane"
 
 
 class Work(Generic[T]):
-    """Something that was started. This one is over: its result is there."""
+    """Something that was started. This one has ended: its result is there."""
 
     def __init__(self, result: T) -> None:
         self.result = result
@@ -51,14 +53,14 @@ class Lanes:
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         """Run `work`, copies of one direction: after all that the caller has queued, in order with others of its lane.
 
-        sources: tensors that it reads, whose memory must not be given away before; nobody may write to them until then.
+        sources: tensors that it reads. Their memory is not reused before it ends, and nobody may write to them until then.
         """
         return Work(work())
 
     def fetch(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        """Run `work`, a copy towards the device that first asks the device what is wanted; the caller does not wait for that.
+        """Run `work`, a copy to the device that first waits for indices from the device; the caller does not wait for them.
 
-        In order with other fetches. What `work` changes, the caller leaves alone until it has waited.
+        Fetches run in order. The caller leaves alone what `work` changes until it has waited.
         """
         return self.copy(TO_DEVICE, work, *sources)
 
@@ -67,12 +69,12 @@ class Lanes:
         return Work(work())
 
     def close(self) -> None:
-        """Leave nothing behind: what has not begun never does, what has is waited for, threads end. Can be used again."""
+        """Drop work that has not begun, wait for work that has, end the threads. The lanes can be used again."""
 
 
 @contextmanager
 def _modes(inference: bool) -> Iterator[None]:
-    """Gradient and inference mode belong to a thread: a worker takes its caller's (and never records gradients)."""
+    """Gradient and inference mode belong to a thread: a worker sets its caller's (and never records gradients)."""
     with torch.inference_mode(inference), torch.no_grad():
         yield
 
@@ -101,7 +103,7 @@ class ThreadLanes(Lanes):
     def __init__(self, workers: int = 1, pause: Callable[[str], None] | None = None) -> None:
         self.workers, self.pause = workers, pause
         self._pools: dict[str, ThreadPoolExecutor] = {}
-        self._failed: dict[str, BaseException] = {}  # a copy lane's first error: nothing after it is to be trusted
+        self._failed: dict[str, BaseException] = {}  # a copy lane's first error: no later copy of it can be trusted
         self._lock = threading.Lock()
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
@@ -138,7 +140,7 @@ class ThreadLanes(Lanes):
             pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-        for pool in pools.values():  # a build may be waiting for a copy: both ends are told before either is waited for
+        for pool in pools.values():  # a build may be waiting for a copy: all are cancelled before any is waited for
             pool.shutdown(wait=True)
         self._failed = {}
 
@@ -153,7 +155,7 @@ class _Recorded(Work[T]):
     def wait(self) -> T:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.event)
-        for x in _tensors(self.result):  # made on the other stream: not to be given away while this one reads
+        for x in _tensors(self.result):  # made on the other stream: their memory is not reused while this one reads
             x.record_stream(current)
         return self.result
 
@@ -171,7 +173,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 class CudaLanes(ThreadLanes):
     """Each copy lane is a CUDA stream; indexes are built on `workers` threads, each build with a stream of its own.
 
-    A fetch runs on a thread as well, on the stream of its lane: what it asks the device for holds up nobody else.
+    A fetch runs on a thread as well, on the stream of its lane: its wait for the device holds up nobody else.
     """
 
     def __init__(self, device: torch.device, workers: int = 1) -> None:
@@ -227,10 +229,10 @@ class CudaLanes(ThreadLanes):
 
     def close(self) -> None:
         super().close()
-        for stream in self._streams.values():  # copies into memory that a dropped request gives back
+        for stream in self._streams.values():  # copies into memory that a dropped request releases
             stream.synchronize()
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """What a machine gains from: streams on CUDA, nothing elsewhere."""
+    """The lanes that help on a device: streams on CUDA, everything at once elsewhere."""
     return CudaLanes(device) if device.type == "cuda" else Lanes()

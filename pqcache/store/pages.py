@@ -1,4 +1,4 @@
-"""Large pages under large tensors: rows read here and there of a big cache otherwise miss the page tables each time."""
+"""Large memory pages for large tensors: scattered reads of a big cache otherwise miss the page tables each time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-_LEAST = 8 << 20  # bytes: less is not worth rounding up to pages of 2 MiB
-_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+_MIN_BYTES = 8 << 20  # smaller tensors are not worth rounding up to pages of 2 MiB
+_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
 
 @cache
@@ -23,9 +23,9 @@ def _madvise() -> Any:
 
 
 def advise(data: torch.Tensor) -> None:
-    """Ask for large pages under a contiguous CPU tensor that was not written yet; a system that has none goes on as before."""
+    """Ask for large pages for a contiguous CPU tensor, before its first write. Does nothing where the system has none."""
     size = data.numel() * data.element_size()
-    if _HUGEPAGE is None or sys.platform != "linux" or data.device.type != "cpu" or size < _LEAST:
+    if _HUGEPAGE is None or sys.platform != "linux" or data.device.type != "cpu" or size < _MIN_BYTES:
         return
     call = _madvise()
     if call is not None:

@@ -37,21 +37,20 @@ def parameters(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(step, low), fp16, of each slice of x along `dim` (kept as size 1): low = min, step = (max - min) / (2^bits - 1).
 
-    valid (bool, broadcastable to x) leaves entries out; a slice without any gets (0, 0). Beyond fp16's range: clamped to it.
+    valid (bool, broadcastable to x) leaves entries out; a slice without any gets (0, 0). Values beyond fp16's range are clamped.
     """
     check_bits(bits)
-    least = most = x.float()
+    low = high = x.float()
     if valid is not None:
-        least, most = least.masked_fill(~valid, torch.inf), most.masked_fill(~valid, -torch.inf)
-    return from_range(least.amin(dim, keepdim=True), most.amax(dim, keepdim=True), bits)
+        low, high = low.masked_fill(~valid, torch.inf), high.masked_fill(~valid, -torch.inf)
+    return from_range(low.amin(dim, keepdim=True), high.amax(dim, keepdim=True), bits)
 
 
-def from_range(least: torch.Tensor, most: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(step, low), fp16, of the ranges [least, most]; an empty range (least > most) gives (0, 0)."""
-    empty = least > most
-    least, most = least.masked_fill(empty, 0).clamp(-LIMIT, LIMIT), most.masked_fill(empty, 0).clamp(-LIMIT, LIMIT)
-    low = least.half()
-    return ((most - least) / (2**bits - 1)).clamp(max=LIMIT).half(), low
+def from_range(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(step, low), fp16, of the ranges [low, high]; an empty range (low > high) gives (0, 0)."""
+    empty = low > high
+    low, high = low.masked_fill(empty, 0).clamp(-LIMIT, LIMIT), high.masked_fill(empty, 0).clamp(-LIMIT, LIMIT)
+    return ((high - low) / (2**bits - 1)).clamp(max=LIMIT).half(), low.half()
 
 
 def encode(x: torch.Tensor, step: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
@@ -81,14 +80,14 @@ def dequantize(packed: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as `dtype`. fp16 values at the edge of its range may decode half a step beyond it, which would be inf."""
+    """x as `dtype`, clamped for fp16: a value at the edge of its range may decode half a step beyond, which would be inf."""
     return x.clamp(-LIMIT, LIMIT).half() if dtype == torch.float16 else x.to(dtype)
 
 
 def channel_scale(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """c = sqrt(max |x|) per channel over the tokens: x (n, h_kv, t, d) -> (n, h_kv, 1, d) fp16, 1 for channels of zeros.
 
-    Dividing by c before tokenwise quantization keeps a channel of outliers from taking the range of the others.
+    Divided by c before tokenwise quantization, a channel of outliers no longer widens the range of the other channels.
     """
     size = x.float().abs()
     if valid is not None:
@@ -98,7 +97,7 @@ def channel_scale(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.T
 
 
 def packed_width(d: int, bits: int) -> int:
-    """Bytes that d codes of `bits` bits take: whole bytes, or `bits` bytes per eight codes where a byte holds no whole number."""
+    """Bytes of d packed codes: whole codes per byte if `bits` divides 8, else `bits` bytes per eight codes."""
     check_bits(bits)
     per_byte = 8 // bits
     return -(-d // per_byte) if per_byte * bits == 8 else -(-d // 8) * bits

@@ -46,7 +46,7 @@ class ResidentStore(RetrievalStore):
         self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all tokens, no copy: (n, h_kv, length, d). Shorter rows end in entries of no meaning: mask them."""
+        """K and V of all tokens, no copy: (n, h_kv, length, d). Shorter rows end in padding: mask it."""
         assert self.k is not None and self.v is not None
         return self.k.view(self.length), self.v.view(self.length)
 
@@ -110,7 +110,7 @@ class ResidentStore(RetrievalStore):
         self.lengths = list(counts)
 
     def drop(self, slots: torch.Tensor, rows: Sequence[bool]) -> None:
-        """Give up one entry per head, slots (n, h_kv), in the flagged rows: the newest entry takes its place."""
+        """Drop one entry per head, slots (n, h_kv), in the flagged rows: the newest entry replaces it."""
         assert self.k is not None and self.v is not None
         for buffer in (self.k, self.v):
             buffer.drop(slots, self.lengths, rows)

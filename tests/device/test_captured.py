@@ -50,7 +50,7 @@ class Graph:
         cache = self.pass_.cache
         before = [layer.columns for layer in cache.layers], cache.past, dict(cache.ledger.moved)
         cache.recording = True  # the host's share of the pass is not the graph's
-        self.pass_._recorded.copy_(self.pass_._forward())
+        self.pass_.recorded.copy_(self.pass_.forward())
         cache.recording = False
         assert before == ([layer.columns for layer in cache.layers], cache.past, dict(cache.ledger.moved))
 
