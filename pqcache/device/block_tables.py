@@ -46,7 +46,7 @@ class BlocksOnDevice:
         self.reported = [0, 0, 0, 0.0]  # of tally and chance: what the ledger has
         self.refilled: Work[None] = NOTHING
         self.reserve()
-        ledger.ask(self.report)
+        ledger.report_late(self.report)
 
     def reserve(self) -> None:
         """Columns and slots for every block of the host rows there is room for now: a recorded step keeps their addresses."""

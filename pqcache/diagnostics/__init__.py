@@ -1,4 +1,4 @@
-"""Measures that compare retrieval methods, and traces of what they selected. Off unless asked for; see INTERFACE.md."""
+"""Measures that compare retrieval methods, and traces of what they selected. Off by default; see selective/INTERFACE.md."""
 
 from pqcache.diagnostics.capture import Capture, rerun
 from pqcache.diagnostics.observe import ARRAYS, Measures, summarize

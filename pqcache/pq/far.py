@@ -1,4 +1,4 @@
-"""Centroids and codes that lie on the host: each step has its own copy on the device, sent while the layer before runs."""
+"""Centroids and codes stored on the host: each step has its own copy on the device, sent while the layer before runs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class FarCodes:
         self.moved("centroids", centroids.numel() * centroids.element_size())
 
     def take(self, centroids: torch.Tensor, codes: Buffer) -> Near:
-        """This step's copy; sent now if nobody thought of it before."""
+        """This step's copy; sent now if `start` was not called."""
         if self.near is None:
             self.start(centroids, codes)
             assert self.coming is not None
-            found, self.coming = self.coming[1].wait(), None
-            self.near = found[0], found[1].contiguous()  # heads first, as whoever scores wants them
+            copy, self.coming = self.coming[1].wait(), None
+            self.near = copy[0], copy[1].contiguous()  # heads first, as scoring reads them
         return self.near
 
     def append(self, codes: Buffer, new: torch.Tensor, starts: Sequence[int]) -> None:
@@ -73,11 +73,11 @@ class FarCodes:
         self.tokens = max(self.tokens, max(starts) + 1)
 
     def end_step(self) -> None:
-        """Nothing of it stays on the device."""
+        """Release the copy on the device."""
         self.near = None
 
     def settle(self) -> None:
-        """Let every copy end: rows may be moved, or read by the host."""
+        """Wait for every copy: rows may then be moved, or read by the host."""
         self.written.finish()
         if self.coming is not None:
             self.coming[1].finish()

@@ -34,7 +34,7 @@ def fit(
 ) -> Fitted:
     """Index keys (n, h_kv, t, d) of which row r has counts[r]; rows `due` are clustered, the others keep their centroids.
 
-    centroids (n, h_kv, m, 2^b, d / m) as so far, which may lie elsewhere; rounds(count): most K-Means rounds for so many keys.
+    centroids (n, h_kv, m, 2^b, d / m): the present ones, on any device. rounds(count): K-Means rounds at most, for so many keys.
     Everything is computed where the keys are. The result of a row never depends on its neighbours.
     """
     start = time.perf_counter()

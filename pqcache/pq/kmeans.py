@@ -11,7 +11,7 @@ from pqcache import kernels
 from pqcache.device.switch import on_device
 
 _FEW = 64  # fewer points per group are not worth laying out the centroids for the compiled kernel
-_MOST = 256  # centroids that fit on a GPU's multiprocessor, beside sums of as many
+_MAX_CENTROIDS = 256  # centroids that fit on a GPU's multiprocessor, beside sums of as many
 _SAMPLE = 160  # points per cluster that place its centroid well enough for another round
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
@@ -54,7 +54,9 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _on_device(x: torch.Tensor, centroids: torch.Tensor) -> bool:
     """Whether the Triton kernel serves; its module is not to be imported to find out."""
-    return x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MOST and on_device(x, centroids)
+    return (
+        x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MAX_CENTROIDS and on_device(x, centroids)
+    )
 
 
 def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:
@@ -203,7 +205,7 @@ def _reseed(
     """Give each empty cluster of one group the point farthest from its own centroid; sums and counts change in place."""
     distance = partial + x.square().sum(-1)
     empty = (counts == 0).nonzero()[:, 0]
-    if float(distance.max()) <= 0:  # every point lies on a centroid: nothing to gain
+    if float(distance.max()) <= 0:  # every point equals a centroid: nothing to gain
         return
     farthest = distance.topk(min(len(empty), len(x))).indices
     for cluster, point in zip(empty.tolist(), farthest.tolist(), strict=False):

@@ -42,8 +42,8 @@ class _Building:
 class PQIndex(Index):
     """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i.
 
-    `build` starts the clustering, beside the model where the cache's lanes do that; whoever uses the index waits for it first.
-    With codes_store=host both lie on the host, and a step asks `far` for its copy.
+    `build` starts the clustering, beside the model where the cache's lanes do that; every use of the index waits for it first.
+    With codes_store=host both are stored on the host, and `far` sends each step its copy.
     """
 
     def __init__(self, method: PQCache) -> None:
@@ -74,8 +74,8 @@ class PQIndex(Index):
         due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + _REFIT)]
         for r in due:
             self.fitted[r] = counts[r]
-            most = method.rounds(counts[r])
-            cache.ledger.facts["kmeans_max_iter"] = max(most, cache.ledger.facts.get("kmeans_max_iter", 0))
+            rounds = method.rounds(counts[r])
+            cache.ledger.facts["kmeans_max_iter"] = max(rounds, cache.ledger.facts.get("kmeans_max_iter", 0))
         if any(self.fitted):
             self._start(k, counts, due, ctx)
             if not cache.lanes.asynchronous:
@@ -83,31 +83,31 @@ class PQIndex(Index):
         return [fitted > 0 for fitted in self.fitted]
 
     def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
-        """Start the fit: of keys where K-Means is to run, as they lie on the host if the store has put them there."""
+        """Start the fit on the device where K-Means runs. A store on the host has the keys there already."""
         assert self.centroids is not None and self.codes is not None
         method, ledger, lanes = self.method, ctx.cache.ledger, ctx.cache.lanes
         home = self.codes.data.device
         where = k.device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
-        old, most, code_dtype = self.centroids, max(counts), self.codes.data.dtype
-        keys, written, sources = k[:, :, method.n_sink : method.n_sink + most], NOTHING, [k, old]
+        old, longest, code_dtype = self.centroids, max(counts), self.codes.data.dtype
+        keys, written, sources = k[:, :, method.n_sink : method.n_sink + longest], NOTHING, [k, old]
         assert self.layer.store is not None
         if where.type != k.device.type:
-            on_host = self.layer.store.host_keys(most) if where.type == "cpu" else None
+            on_host = self.layer.store.host_keys(longest) if where.type == "cpu" else None
             if on_host is not None:
                 (keys, written), sources = on_host, [old]
             else:
                 ledger.move("index_input", keys.numel() * keys.element_size())
         if where.type != home.type:
-            code_bytes = len(counts) * self.codes.data.shape[1] * most * code_dtype.itemsize
+            code_bytes = len(counts) * self.codes.data.shape[1] * longest * code_dtype.itemsize
             ledger.move("index_upload", len(due) * old[0].numel() * old.element_size() + code_bytes)
 
         def work() -> Fitted:
             written.finish()
-            found = fit(
+            fitted = fit(
                 keys.to(where), old, counts, due, rounds=method.rounds, tol=method.tol, seed=method.kmeans_seed,
                 code_dtype=code_dtype,
             )  # fmt: skip
-            return found._replace(centroids=found.centroids.to(home), codes=found.codes.to(home))
+            return fitted._replace(centroids=fitted.centroids.to(home), codes=fitted.codes.to(home))
 
         self.building = _Building(lanes.build(work, *sources), ledger, k.device, lanes.asynchronous)
 
@@ -117,22 +117,22 @@ class PQIndex(Index):
             self.far.settle()
 
     def _take_over(self) -> None:
-        """Take over the index that was started, if one was; a wait is time that it cost the model."""
+        """Take over the index that was started, if one was. Waiting for it counts as index time."""
         building, self.building = self.building, None
         if building is None:
             return
         ledger = building.ledger
         with ledger.index_timer(building.device) if building.beside else contextlib.nullcontext():
-            found = building.work.wait()
+            fitted = building.work.wait()
         assert self.codes is not None
-        n = len(found.codes)
-        self.centroids = found.centroids.pin_memory() if self.codes.pinned else found.centroids
-        self.codes.write(found.codes, [0] * n, [found.codes.shape[-1]] * n)
+        n = len(fitted.codes)
+        self.centroids = fitted.centroids.pin_memory() if self.codes.pinned else fitted.centroids
+        self.codes.write(fitted.codes, [0] * n, [fitted.codes.shape[-1]] * n)
         if self.far is not None:
-            self.far.tokens = found.codes.shape[-1]
+            self.far.tokens = fitted.codes.shape[-1]
         facts = ledger.facts
-        facts["kmeans_iterations"] = max(found.rounds, facts.get("kmeans_iterations", 0))
-        ledger.index_work_s += found.seconds
+        facts["kmeans_iterations"] = max(fitted.rounds, facts.get("kmeans_iterations", 0))
+        ledger.index_work_s += fitted.seconds
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """The new token gets its codes at once; it is ranked once it has left the local window."""
@@ -242,7 +242,7 @@ class PQCache(RetrievalMethod):
     """m: sub-spaces per key (must divide the head dimension). b: bits per code, 2^b centroids per sub-space. max_iter: K-Means
     rounds at most, or "adaptive": as many as end within one layer's prefill by a profile of this machine (section 3.3), so that
     scores depend on the machine; rows say how many. tol, kmeans_seed, kmeans_device: of the K-Means. codes_store: where centroids
-    and codes lie, resident (on the device) or host, from where a step's copy is sent while the layer before runs (section
+    and codes are stored, resident (on the device) or host, from where a step's copy is sent while the layer before runs (section
     3.4). Others: RetrievalMethod.
 
     Candidates are ranked by softmax over the candidates per query head, summed over the group; centroids stay as the prompt

@@ -2,7 +2,7 @@
 
 The times come from a profile of machine, model geometry and index, which `scripts/profile_schedule.py` measures and keeps as
 <cache_dir>/schedule/<machine>__<geometry>.json. Without one, max_iter=adaptive is refused: rounds decide which tokens are
-found, so no guess stands in for a measurement.
+selected, so a guess must not replace the measurement.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def load_cost(geometry: Geometry, device: torch.device, cache_dir: Path | None =
         cost = json.loads(path.read_text())["cost"]
         return CostModel(*(tuple(map(float, cost[key])) for key in ("compute", "base", "per_round")))  # type: ignore[arg-type]
     except (OSError, ValueError, KeyError, TypeError):
-        found = "unreadable" if path.exists() else "no"
+        state = "unreadable" if path.exists() else "no"
         raise NotApplicable(
-            f"max_iter=adaptive: {found} profile of this machine and model ({path});"
+            f"max_iter=adaptive: {state} profile of this machine and model ({path});"
             f" make one with: {geometry.command(device, cache_dir)}"
         ) from None
 
@@ -145,5 +145,5 @@ def _polynomial(x: Sequence[float], y: Sequence[float], degree: int) -> list[flo
     scale = max(x)  # powers of tens of thousands would spoil the fit
     at = torch.tensor(x, dtype=torch.float64) / scale
     powers = torch.stack([at**p for p in range(degree, -1, -1)], 1)
-    found = torch.linalg.lstsq(powers, torch.tensor(y, dtype=torch.float64)[:, None]).solution[:, 0].tolist()
-    return [value / scale**p for value, p in zip(found, range(degree, -1, -1), strict=True)]
+    coefficients = torch.linalg.lstsq(powers, torch.tensor(y, dtype=torch.float64)[:, None]).solution[:, 0].tolist()
+    return [value / scale**p for value, p in zip(coefficients, range(degree, -1, -1), strict=True)]

@@ -3,8 +3,13 @@
 transformers hands the attention function q, k, v and the mask, but neither the cache nor the hidden states. A forward
 pre-hook on each attention module notes them just before; the one attention function then routes to the cache's layer.
 
-A pass that is asked for the last token's logits only (`logits_to_keep=1`, as `generate` does it) needs nothing else of its last
-layer: there attention, output projection and MLP are computed for that token alone. Keys and values are those of all tokens.
+A forward pass: the model's pre-hook opens it. The first attention module's pre-hook decides what the pass is (`Step`), and every
+layer checks it before any has changed. Each module's pre-hook lets its layer and the next one start work
+(`SelectiveCache.enter_layer`); then come projections, `update` and `attend`. The model's post-hook closes the pass and advances
+the step counter. A pass that failed half-way is noticed at the next one.
+
+A pass that returns the last token's logits only (`logits_to_keep=1`, as in `generate`) needs one row of its last layer: there
+attention, output projection and MLP are computed for that token alone. K and V of all tokens are stored as ever.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
     out: torch.Tensor  # (n, h, q, d) fp32, normalised within the segment
     lse: torch.Tensor  # (n, h, q) fp32, log-sum-exp of the segment's scaled logits
-    probs: torch.Tensor | None = None  # (n, h, q, m) fp32, if asked for
+    probs: torch.Tensor | None = None  # (n, h, q, m) fp32; None unless requested
 
 
 def partial(

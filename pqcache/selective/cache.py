@@ -34,7 +34,7 @@ class SelectiveCache(Cache):
         attn: str = "auto",
         lanes: Lanes | None = None,
     ) -> None:
-        """lanes: what runs copies and index builds beside the model; None takes what the model's device gains from."""
+        """lanes: what runs copies and index builds beside the model; None chooses by the model's device."""
         device = model.device if isinstance(model, PreTrainedModel) else torch.device("cpu")
         self.lanes = lanes or lanes_for(device)
         config = model if isinstance(model, PreTrainedConfig) else model.config

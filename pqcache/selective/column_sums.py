@@ -1,12 +1,12 @@
 """How much attention each key received: column sums of the softmax, without ever holding an s x s matrix.
 
 Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Exact, in either of two forms. One pass: a block of
-queries sees whole rows of logits, so its softmax needs no correction later. Two passes: whoever computed the attention
-hands over each row's log-sum-exp, and the probabilities are remade tile by tile, keys as well as queries. Rows of the batch
-are computed one by one: their lengths differ, and a row's sums are then the same bits whatever stands beside it.
+queries sees whole rows of logits, so its softmax needs no correction later. Two passes: the attention kernel returns each row's
+log-sum-exp, and the probabilities are computed again tile by tile, keys as well as queries. Rows of the batch are computed one by
+one: their lengths differ, and a row's sums do not depend on the rows beside it.
 
-The layers take the one-pass form: transformers' sdpa keeps its log-sum-exp to itself. The other form is for a kernel that
-returns it, as flash-attn's can. `scripts/bench_methods.py column_sums` measures both.
+The layers use the one-pass form: transformers' sdpa does not return its log-sum-exp. The other form is for a kernel that does,
+such as flash-attn's. `scripts/bench_methods.py column_sums` measures both.
 """
 
 from __future__ import annotations

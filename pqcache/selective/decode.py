@@ -34,9 +34,8 @@ class GenerationResult:
     step_s: list[float]  # each decode step (the second new token, the third, ...)
     index_build_s: float  # time inside the prefill spent on indexes, eviction, packing
     budget_tokens: int | None  # planned per layer and KV head; None if the method ignores the budget
-    attended_tokens: (
-        float | None
-    )  # mean over decode steps, query heads and selecting layers; None without a decode step
+    # mean over decode steps, query heads and selecting layers; None without a decode step
+    attended_tokens: float | None
     attended_tokens_all_layers: float | None
     resident_bytes: dict[str, int]  # tier -> bytes of all cache state after the last step
     peak_bytes: dict[str, int]
@@ -61,7 +60,7 @@ class Clock:
 
 @dataclass
 class Likelihood:
-    """Log-probabilities of given tokens under a method, and what computing them cost."""
+    """Log-probabilities of tokens under a method, and the cost of computing them."""
 
     logprobs: list[float]  # natural logarithm, one per scored token, from fp32 logits
     greedy: list[bool]  # whether the token is the likeliest one
@@ -85,7 +84,7 @@ def decode_loop(
     """Greedy tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
 
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
-    feed: gives the cache the prompt before the question instead of a forward pass, and returns its logits (1, vocabulary).
+    feed: fills the cache with the prompt before the question, in place of a forward pass; returns its logits (1, vocabulary).
     not_first: tokens that cannot be the answer's first one.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
@@ -132,7 +131,7 @@ def generate(
     """Greedy generation of one prompt, input_ids (1, s), under `method`.
 
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
-    lanes: see SelectiveCache. Whatever happens, nothing that ran beside the model is left when this returns.
+    lanes: see SelectiveCache. Nothing runs beside the model any more when this returns or raises.
     Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together, and
     OwnPrefill if a recorded prefill is not what this method would have computed.
     """
@@ -221,7 +220,7 @@ def likelihood(
 
 
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
-    """What the cache's ledger and the clock say about one finished request."""
+    """Cost and result of one finished request, from the cache's ledger and the clock."""
     cache.wait()
     ledger, shape, method = cache.ledger, cache.shape, cache.method
     plans = [method.plan(planned, i, shape.n_layers) for i in range(method.dense_layers or 0, shape.n_layers)]
@@ -243,7 +242,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         peak_bytes=dict(ledger.peak),
         bytes_per_step=ledger.bytes_per_step(),
         extra={
-            **ledger.told(),
+            **ledger.reported(),
             "attended_union": ledger.attended(all_layers=False, union=True),
             "content_bytes": cache.content_bytes(),
         },

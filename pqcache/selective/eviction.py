@@ -132,7 +132,7 @@ class Evictor:
         return torch.where(known, noted, late)
 
     def place(self, lengths: list[int], like: torch.Tensor) -> None:
-        """A token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: note where it stands."""
+        """A token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: note its position."""
         if self.method.is_dynamic:  # entries do not stay in order
             assert self.positions is not None
             position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
@@ -281,7 +281,7 @@ def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[
 class EvictionMethod(Method):
     """Base of eviction methods. A subclass writes make_scorer (or choose_entries) and its plan."""
 
-    # what compositions ask (baselines/kvcrush.py, baselines/combined):
+    # what compositions read (baselines/kvcrush.py, baselines/combined):
     composable: ClassVar[bool] = True  # its choice works in another method's layer
     ranks_by_scores: ClassVar[bool] = True  # `ranking` of its head scores alone decides which candidates stay
     static_options: ClassVar[dict[str, Any]] = {}  # hyper-parameters under which it prunes once, after the prompt

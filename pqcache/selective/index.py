@@ -110,7 +110,7 @@ class Index(IndexOptions):
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         """Scaled logits (q . k times ctx.scaling) of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32.
 
-        Rows may be shorter than hi: what stands beyond their end is ignored.
+        Rows may be shorter than hi: entries beyond their end are ignored.
         """
         raise NotImplementedError
 

@@ -55,35 +55,34 @@ class Ledger:
         self._index_s = 0.0
         self.index_work_s = 0.0  # seconds of index builds that may run beside the model, whether they held it up or not
         self._index_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._attended: dict[int, float | torch.Tensor] = defaultdict(
-            float
-        )  # layer -> sum over steps of tokens per query head
-        self._union: dict[int, float | torch.Tensor] = defaultdict(
-            float
-        )  # layer -> sum over steps of distinct tokens per KV head
+        # layer -> sum over steps of tokens per query head, and of distinct tokens per KV head
+        self._attended: dict[int, float | torch.Tensor] = defaultdict(float)
+        self._union: dict[int, float | torch.Tensor] = defaultdict(float)
         self._selecting: set[int] = set()  # layers that choose tokens at decode
         self.peak: dict[str, int] = {}
-        self._means: dict[str, list[torch.Tensor]] = {}  # figures of which the mean is told: sum and count
-        self.facts: dict[str, Any] = {}  # what a method wants to tell, e.g. the K-Means rounds it really ran
-        self._asked: list[weakref.WeakMethod] = []  # what counts on its device; weak: a dropped one has nothing to tell
+        self._means: dict[str, list[torch.Tensor]] = {}  # sum and count of figures that are reported as a mean
+        self.facts: dict[str, Any] = {}  # what a method reports of itself, e.g. the K-Means rounds it really ran
+        self._late: list[
+            weakref.WeakMethod
+        ] = []  # reports to be made by `collect`; weak: a dropped owner reports nothing
 
     def move(self, kind: str, nbytes: int, *, decoding: bool = False) -> None:
-        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS. decoding: told late, of decode steps."""
+        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS. decoding: reported late, of decode steps."""
         if kind not in COLUMNS:
             raise KeyError(f"ledger kind {kind!r} is unknown")
         with self._lock:
             (self.moved if decoding or self.decoding else self.prefill_moved)[kind] += nbytes
 
-    def ask(self, tell: Callable[[], None]) -> None:
-        """`tell`, a bound method, knows more than was told so far, but has to wait for its device: it is called by `collect`."""
-        self._asked.append(weakref.WeakMethod(tell))
+    def report_late(self, report: Callable[[], None]) -> None:
+        """`collect` calls `report`, a bound method whose owner counts on a device and would have to wait for it now."""
+        self._late.append(weakref.WeakMethod(report))
 
     def collect(self) -> None:
-        """Let everybody tell what they counted on their device: `moved` and `facts` are final then."""
-        for tell in [known() for known in self._asked]:
-            if tell is not None:
-                tell()
-        self._asked = [known for known in self._asked if known() is not None]
+        """Make all late reports: `moved` and `facts` are final then."""
+        for report in [late() for late in self._late]:
+            if report is not None:
+                report()
+        self._late = [late for late in self._late if late() is not None]
 
     def attend(
         self, layer: int, tokens: float | torch.Tensor, *, selecting: bool, union: torch.Tensor | None = None
@@ -99,7 +98,7 @@ class Ledger:
             self._selecting.add(layer)
 
     def look_up(self, lookups: int, hits: int, by_chance: float) -> None:
-        """Record that a cache on the device was asked for tokens, how many it had, and how many it had had by chance."""
+        """Record look-ups of tokens in a cache on the device: how many, hits, and hits of as many tokens chosen at random."""
         facts = self.facts
         for name, count in (("cache_lookups", lookups), ("cache_hits", hits), ("cache_chance_hits", by_chance)):
             facts[name] = facts.get(name, 0) + count
@@ -107,13 +106,13 @@ class Ledger:
         facts["cache_chance_rate"] = facts["cache_chance_hits"] / max(1, facts["cache_lookups"])
 
     def mean(self, name: str, value: torch.Tensor) -> None:
-        """Record one value (one element, added up on its device) of a figure whose mean `told` reports."""
+        """Record one value (one element, added up on its device) of a figure that `reported` gives as a mean."""
         total = self._means.setdefault(name, [torch.zeros_like(value), torch.zeros_like(value)])
         total[0] += value
         total[1] += 1
 
-    def told(self) -> dict[str, Any]:
-        """What method and stores reported of themselves."""
+    def reported(self) -> dict[str, Any]:
+        """What method and stores reported of themselves: facts and means."""
         self.collect()
         return {**self.facts, **{name: float(total / count) for name, (total, count) in self._means.items()}}
 

@@ -84,7 +84,7 @@ class Method:
         """Work done once per model (calibration, profiling), cached under `cache_dir`.
 
         text: token ids (1, t) of some text in the model's own tokens. The harness gives text and folder; SelectiveCache calls
-        with neither, for use without the harness: whoever is prepared for this model then returns at once.
+        with neither, for use without the harness: a method that is prepared for this model then returns at once.
         """
 
     def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -109,7 +109,7 @@ class Method:
 
     @classmethod
     def default_dense_layers(cls, protocol: str) -> int:
-        """How many first layers stay dense where nothing else is asked for."""
+        """How many first layers stay dense by default."""
         return cls.paper_dense_layers if protocol == "paper" else cls.aligned_dense_layers
 
     # -- shared -----------------------------------------------------------------------------------------------------

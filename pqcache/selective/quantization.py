@@ -97,7 +97,7 @@ class QuantizationMethod(Method):
         return pack_all_but(0)
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
-        """16-bit K and V of a prompt over what the paper counts for it; told beside measured bytes. None: not compressed."""
+        """16-bit K and V of a prompt over what the paper counts for it; reported beside measured bytes. None: not compressed."""
         return None
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:

@@ -48,7 +48,7 @@ class RetrievalMethod(Method):
     per step. cache_policy: lru, lfu, or none, which caches nothing (PQCache, section 3.4).
     """
 
-    # what compositions ask (baselines/combined):
+    # what compositions read (baselines/combined):
     composable: ClassVar[bool] = True  # its index works in another method's layer, and over another store
     shortens: ClassVar[bool] = True  # its index selects any number of any candidates within a step
     ranks_shortlists: ClassVar[bool] = False  # its index scores some positions at the cost of these (`score_at`)

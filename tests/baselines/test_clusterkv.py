@@ -291,7 +291,7 @@ def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: 
             chance += 58 * min(1.0, len(known) / (hi - 6))
         clusters.append(now)
         chosen.append(tokens_now)
-    told = one.ledger.told()
+    told = one.ledger.reported()
     assert told["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
     assert (told["cache_hits"], told["cache_lookups"]) == (hits, lookups)
     assert told["cache_chance_hits"] == pytest.approx(chance)

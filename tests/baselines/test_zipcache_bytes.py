@@ -73,9 +73,9 @@ def test_the_published_ratio_stands_beside_measured_bytes(llama: PreTrainedModel
         (KIVI(group=8, residual=32), round(accounted_ratio(120, 2, 8, 32), 2)),
         (GEAR(), round(gear_ratio(120, d=16, channels=32), 2)),
     ):
-        assert round(run(llama, method, 120).ledger.told()["published_ratio"], 2) == ratio
+        assert round(run(llama, method, 120).ledger.reported()["published_ratio"], 2) == ratio
     for method in (ZipCache(), KIVI(bits=16), GEAR(bits=16), Int8()):
-        assert "published_ratio" not in run(llama, method, 120).ledger.told()
+        assert "published_ratio" not in run(llama, method, 120).ledger.reported()
 
 
 def test_stored_as_published_for_one_big_row() -> None:

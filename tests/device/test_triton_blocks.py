@@ -220,9 +220,9 @@ def test_a_layer_equals_the_general_way_and_a_host_store(lengths, policy, dtype)
     same_tables(plain.layer.store, kernel.layer.store)
     fresh(kernel.layer.store)
     assert plain.ledger.moved == kernel.ledger.moved and plain.ledger.prefill_moved == kernel.ledger.prefill_moved
-    facts = {name: x for name, x in kernel.ledger.told().items() if name.startswith("cache_")}
+    facts = {name: x for name, x in kernel.ledger.reported().items() if name.startswith("cache_")}
     assert 0 < facts["cache_hits"] < facts["cache_lookups"] and 0 < facts["cache_chance_rate"] < 1
-    assert facts == pytest.approx({name: plain.ledger.told()[name] for name in facts})
+    assert facts == pytest.approx({name: plain.ledger.reported()[name] for name in facts})
     token = 2 * SHAPE.d * dtype.itemsize
     assert host.ledger.moved["fetch"] - kernel.ledger.moved["fetch"] == facts["cache_hits"] * token
 

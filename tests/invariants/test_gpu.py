@@ -151,7 +151,7 @@ def test_the_block_cache_changes_no_token_and_holds_no_stale_block(half: PreTrai
             runs.append((got, cache))
     (expected, host), (got, cache) = runs
     assert got == expected
-    facts, layers = cache.ledger.told(), cache.layers
+    facts, layers = cache.ledger.reported(), cache.layers
     token_bytes = 2 * cache.shape.d * 2
     assert facts["cache_hits"] * token_bytes == host.ledger.moved["fetch"] - cache.ledger.moved["fetch"] > 0
     for layer in layers:
