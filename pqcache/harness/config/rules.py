@@ -113,10 +113,10 @@ def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors:
     from pqcache.harness import tasks
 
     sound = {k: v for k, v in options.items() if not any(line.startswith(f"task.{k}=") for line in errors)}
-    errors += value_errors(tasks.task_options(name), sound, base)
+    errors += value_errors(tasks.task_class(name).Options, sound, base)
     if not any(line.startswith("task.") for line in errors):
         try:
-            tasks.check_task(name, sound)
+            tasks.task_of(name, sound).check()
         except ValueError as error:
             errors.append(_line(error))
 

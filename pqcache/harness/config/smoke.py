@@ -84,10 +84,10 @@ def _replace(config: dict[str, Any], key: str, values: list[Any]) -> None:
 
 
 def _shrink_task(config: dict[str, Any]) -> None:
-    from pqcache.harness.tasks import task_options
+    from pqcache.harness.tasks import task_class
 
     task = config["task"]
-    fields = option_fields(task_options(task["name"]))
+    fields = option_fields(task_class(task["name"]).Options)
     if "source" in fields:
         task["source"] = "constructed"
     for key, stand_ins in LISTS.items():

@@ -37,13 +37,13 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
 
     group_defaults: what the chosen files of model, method and task say by themselves, to tell what was changed.
     """
-    from pqcache.harness.tasks import task_options
+    from pqcache.harness.tasks import task_class
 
     errors: list[str] = []
     names = _names(config, group_defaults, errors)
     base = {group: {k: v for k, v in group_defaults[group].items() if k != "name"} for group in names}
     method_type = method_class(names["method"])
-    classes: dict[str, type] = {"model": ModelOptions, "method": method_type, "task": task_options(names["task"])}
+    classes: dict[str, type] = {"model": ModelOptions, "method": method_type, "task": task_class(names["task"]).Options}
     run, options = _typed(config, classes, errors)
     rules.check_run(run, errors)
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under either protocol

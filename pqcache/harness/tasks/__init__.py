@@ -67,14 +67,3 @@ def task_of(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
     """The task with its options. A bad value raises a one-line ValueError."""
     cls = task_class(name)
     return cls(name, cls.Options(**(options or {})))
-
-
-# -- until the configuration takes Task objects ------------------------------------------------------------------------
-
-
-def task_options(name: str) -> type:
-    return task_class(name).Options
-
-
-def check_task(name: str, options: dict[str, Any]) -> None:
-    task_of(name, options).check()

@@ -1,0 +1,124 @@
+"""A cell's folder: its name never changes, and folders that older versions made are used again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+import run
+from pqcache import methods as registry
+from pqcache.fields import added
+from pqcache.harness.config.cells import Cell, make_plan
+from pqcache.harness.config.compose import compose_all
+from tests.harness.cells import Command
+
+# Command -> names of its cells' folders at commit 674b26b. New options and removed ones may not change them.
+NAMES: dict[str, list[str]] = json.loads((Path(__file__).parent / "folder_names.json").read_text())
+ORACLE = registry.method_class("oracle")
+QUEST = registry.method_class("quest")
+
+
+@dataclass(kw_only=True)
+class WithOption(ORACLE):  # type: ignore[misc, valid-type]
+    """Oracle with an option that results on disk know nothing of, whose default has changed since it was added."""
+
+    precision: str = added("half", absent="single")
+
+
+@dataclass(kw_only=True)
+class WithoutOption(ORACLE):  # type: ignore[misc, valid-type]
+    """Oracle without an option that had one legal value."""
+
+    retired: ClassVar[dict[str, Any]] = {"old": 0.0}
+
+
+def cells(line: str) -> list[Cell]:
+    return make_plan(compose_all(line.split(), run.CONFIGS)).cells
+
+
+def cell(line: str) -> Cell:
+    (one,) = cells(line)
+    return one
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`oracle(cls)`: method=oracle is this class."""
+
+    def put(cls: type) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "Put", cls, raising=False)
+        monkeypatch.setitem(registry.METHODS, "oracle", f"{__name__}:Put")
+
+    return put
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_folder_names_stay(line: str) -> None:
+    assert [one.name for one in cells(line)] == NAMES[line]
+
+
+def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(oracle: Any) -> None:
+    before = cell("method=oracle")
+    oracle(WithOption)
+    same, other = cell("method=oracle method.precision=single"), cell("method=oracle")
+    assert same.about.digest == before.about.digest
+    assert other.about.digest != before.about.digest
+    assert other.identity["method"]["precision"] == "half"
+
+
+def test_a_retired_option_is_hashed_and_reported_but_not_shown(oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    oracle(WithoutOption)
+    one = cell("method=oracle")
+    assert one.identity["method"]["old"] == 0.0
+    assert "old" not in yaml.safe_load(one.yaml())["method"]
+    assert cell("method=oracle method.old=0").name == one.name
+    assert run.main(["method=oracle", "method.old=0.5"]) == 2
+    assert capsys.readouterr().err == "error: method.old=0.5: allowed is 0.0\n"
+
+
+def test_options_without_effect_are_hashed_but_not_shown() -> None:
+    one, other = cell("method=oracle"), cell("method=oracle method.cache_tokens=2048")
+    assert one.identity["method"]["cache_tokens"] == 4096
+    assert "cache_tokens" not in one.yaml()
+    assert one.name != other.name
+    assert "cache_tokens: 2048" in other.yaml()
+    assert "cache_policy: lru" in cell("method=oracle method.store=block_cache").yaml()
+
+
+def test_another_revision_of_an_algorithm_never_shares_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["method=quest", "method=two_stage", "method=oracle"]  # two_stage shortens with quest
+    before = [cell(line).name for line in lines]
+    monkeypatch.setattr(QUEST, "revision", 1)
+    after = [cell(line) for line in lines]
+    assert [a.name == b for a, b in zip(after, before, strict=True)] == [False, False, True]
+    assert after[0].identity["method"]["revision"] == {"quest": 1}
+
+
+def test_a_folder_of_an_older_version_is_resumed(command: Command, tmp_path: Path, generated: list[int]) -> None:
+    assert command("method=oracle", "limit=1") == 0
+    (folder,) = (tmp_path / "out").glob("*__oracle__*")
+    path = folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    del config["method"]["scope"], config["diagnostics"]  # written before these options existed
+    config["method"] |= {"cache_policy": "lru"}  # and when this one was still shown
+    path.write_text(yaml.safe_dump(config))
+    older = folder.rename(folder.with_name(f"{folder.name[:-8]}01234567"))
+    assert command("method=oracle", "limit=1") == 0
+    assert len(generated) == 1
+    assert list((tmp_path / "out").glob("*__oracle__*")) == [older]
+    assert command("method=oracle", "method.scope=candidates", "limit=1") == 0
+    assert len(generated) == 2
+
+
+def test_an_unknown_status_is_no_obstacle(command: Command, tmp_path: Path, generated: list[int]) -> None:
+    assert command("method=oracle", "limit=1") == 0
+    (folder,) = (tmp_path / "out").glob("*__oracle__*")
+    (folder / "status.json").write_text('{"status": "not built"}')
+    assert command("method=oracle", "limit=1") == 0
+    assert len(generated) == 1
