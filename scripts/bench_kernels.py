@@ -5,8 +5,8 @@
     python scripts/bench_kernels.py --parts kmeans --quick             # one part; small sizes, to see that it runs
 
 K-Means: one layer's 16 groups (8 KV heads x 2 sub-spaces), 5 rounds, the same init, against scikit-learn's Lloyd and faiss with
-every point used; floor = the matrix products alone. Scoring: all 32 query heads' top-k per KV head, against exact products +
-group softmax + top-k and against faiss IndexPQ (which ranks per query head and knows no group). Decode: one whole attention
+every point used; beside them the matrix products alone. Scoring: all 32 query heads' top-k per KV head, against exact products +
+group softmax + top-k and against faiss IndexPQ (which ranks per query head, without groups). Decode: one whole attention
 step of PQCache at a budget, index look-up, encoding and storing of the new token included, against attention over the full
 cache. Rounds are interleaved and medians compared, so that a busy machine slows all alike; a ratio is the median over the
 rounds of our time / the fastest peer's time in that round. Needs scikit-learn and faiss (the dev extra).
@@ -16,90 +16,75 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import time
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from baselines.full import Full
 from pqcache import kernels
+from pqcache.embedded import load_model, load_tokenizer, needle_pocket
+from pqcache.kernels.codes import top_tokens
+from pqcache.measure.machine import device_caption
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
-from pqcache.selective import Budget
-from pqcache.selective.layer import LayerContext, Step
-from pqcache.selective.ledger import Ledger
-from pqcache.selective.retrieval_layer import RetrievalLayer
-from pqcache.selective.shape import ModelShape
-from pqcache.store.lanes import Lanes
+from pqcache.selective import Budget, SelectiveCache, attach
+from scripts.bench.layer import AttentionLayer, LayerSize
+from scripts.bench.options import refuse_below
+from scripts.bench.timing import median_ratio, timed_rounds
 
-SHAPE = ModelShape(n_layers=1, h=32, h_kv=8, d=128)  # one layer of Mistral-7B
+# One layer of Mistral-7B; projections are not measured here.
+SIZE = LayerSize(h=32, h_kv=8, d=128, hidden=64)
+# Sub-spaces, bits and K-Means rounds of PQCache; sink tokens.
 M, B, ROUNDS, SINKS = 2, 6, 5, 32
+# Tokens of each group that is clustered.
 GROUP_TOKENS = 32_640
 
-Results = dict[str, list[float]]
+Calls = dict[str, Callable[[], Any]]
 
 
-def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Results:
-    """Seconds of each call in each round, after one warm-up round."""
-    times: Results = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def ratio(times: Results, ours: str, peers: list[str]) -> float:
-    return statistics.median(
-        mine / min(others) for mine, *others in zip(times[ours], *(times[p] for p in peers), strict=True)
-    )
-
-
-def show(title: str, times: Results, ours: str, peers: list[str], note: Mapping[str, str]) -> float:
-    result = ratio(times, ours, peers)
+def show(title: str, times: dict[str, list[float]], ours: str, peers: list[str], notes: Mapping[str, str]) -> float:
+    """Print a part's table; the median over the rounds of our time / the fastest peer's."""
+    ratio = median_ratio(times[ours], [min(others) for others in zip(*(times[p] for p in peers), strict=True)])
     print(f"\n{title}")
     for name, values in times.items():
-        middle = statistics.median(values)
-        print(f"  {name:<34} {middle * 1e3:>10.2f} ms   {note.get(name, '')}")
-    print(f"  ratio to the fastest of {', '.join(peers)}: {result:.3f}")
-    return result
+        print(f"  {name:<34} {1e3 * statistics.median(values):>10.2f} ms   {notes.get(name, '')}")
+    print(f"  ratio to the fastest of {', '.join(peers)}: {ratio:.3f}")
+    return ratio
 
 
 class Machine:
-    """What this machine reaches by itself: the ceiling that achieved rates are compared with."""
+    """What this machine reaches by itself, with which achieved rates are compared: copy in GB/s, matmul in GFLOP/s."""
 
     def __init__(self, quick: bool) -> None:
         size = 1 << (22 if quick else 26)
         source, target = torch.ones(size), torch.empty(size)
         side = 512 if quick else 2048
         a = torch.randn(side, side)
-        times = interleave({"copy": lambda: target.copy_(source), "matmul": lambda: a @ a}, 5)
+        times = timed_rounds({"copy": lambda: target.copy_(source), "matmul": lambda: a @ a}, 5)
         self.copy = 2 * 4 * size / min(times["copy"]) / 1e9
         self.matmul = 2 * side**3 / min(times["matmul"]) / 1e9
 
-    def bandwidth(self, size: float, seconds: float) -> str:
-        rate = size / seconds / 1e9
+    def bandwidth(self, nbytes: float, times: list[float]) -> str:
+        """The rate at which nbytes were read in the median time, and its share of a copy's."""
+        rate = nbytes / statistics.median(times) / 1e9
         return f"{rate:6.1f} GB/s, {100 * rate / self.copy:4.0f} % of copy"
 
-    def compute(self, flops: float, seconds: float) -> str:
-        rate = flops / seconds / 1e9
+    def compute(self, flops: float, times: list[float]) -> str:
+        """The rate of so many operations in the median time, and its share of a matrix product's."""
+        rate = flops / statistics.median(times) / 1e9
         return f"{rate:6.1f} GFLOP/s, {100 * rate / self.matmul:4.0f} % of matmul"
 
 
 def real_keys(groups: int, tokens: int) -> torch.Tensor:
-    """Post-RoPE keys of the embedded model on its own prompts, all layers and heads one after the other: (groups, tokens, 64)."""
-    from baselines.full import Full
-    from pqcache.embedded import load_model, load_tokenizer, needle_pocket
-    from pqcache.selective import SelectiveCache, attach
-
+    """Post-RoPE keys of the embedded model on its own prompts, all layers and heads in turn: (groups, tokens, 64)."""
     model, tokenizer = load_model(dtype=torch.float32), load_tokenizer()
     pieces: list[torch.Tensor] = []
     seed = 0
@@ -118,63 +103,82 @@ def real_keys(groups: int, tokens: int) -> torch.Tensor:
 
 
 def inertia(x: torch.Tensor, centroids: torch.Tensor) -> float:
+    """Sum of squared distances of all points to their nearest centroid, in fp64."""
     total = 0.0
     for points, centers in zip(x, centroids, strict=True):
         total += torch.cdist(points.double(), centers.double()).square().amin(1).sum().item()
     return total
 
 
+def lloyd_by_sklearn(x: torch.Tensor, init: torch.Tensor) -> torch.Tensor:
+    """Centroids (G, C, d) after ROUNDS rounds from the centroids `init`."""
+    from sklearn.cluster import KMeans
+
+    fits = (
+        KMeans(init.shape[1], init=i.numpy(), n_init=1, max_iter=ROUNDS, tol=0, algorithm="lloyd").fit(p.numpy())
+        for p, i in zip(x, init, strict=True)
+    )
+    return torch.stack([torch.from_numpy(fit.cluster_centers_) for fit in fits])
+
+
+def lloyd_by_faiss(x: torch.Tensor, init: torch.Tensor) -> torch.Tensor:
+    """The same."""
+    import faiss
+
+    centers = []
+    for points, start in zip(x, init, strict=True):
+        run = faiss.Kmeans(x.shape[2], init.shape[1], niter=ROUNDS, max_points_per_centroid=x.shape[1])
+        run.train(points.numpy(), init_centroids=start.numpy())
+        # The codes, which the others return too.
+        run.index.search(points.numpy(), 1)
+        centers.append(torch.from_numpy(run.centroids.copy()))
+    return torch.stack(centers)
+
+
 def bench_kmeans(name: str, x: torch.Tensor, machine: Machine, rounds: int) -> tuple[float, float]:
     """Time and inertia ratios of our K-Means on x (G, N, d)."""
     import faiss
-    from sklearn.cluster import KMeans
 
     g, n, d = x.shape
     c = 2**B
     init = x[:, initial_positions(n, c, 0)].contiguous()
     faiss.omp_set_num_threads(torch.get_num_threads())
-    found: dict[str, Any] = {}
+    centroids: dict[str, torch.Tensor] = {}
 
-    def ours() -> None:
-        found["ours"] = kmeans(x, init, ROUNDS, tol=0).centroids
+    def keep(who: str, cluster: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+        return lambda: centroids.update({who: cluster(x, init)})
 
-    def sklearn() -> None:
-        fits = (
-            KMeans(c, init=i.numpy(), n_init=1, max_iter=ROUNDS, tol=0, algorithm="lloyd").fit(p.numpy())
-            for p, i in zip(x, init, strict=True)
-        )
-        found["scikit-learn"] = torch.stack([torch.from_numpy(fit.cluster_centers_) for fit in fits])
-
-    def faiss_kmeans() -> None:
-        centers = []
-        for points, start in zip(x, init, strict=True):
-            run = faiss.Kmeans(d, c, niter=ROUNDS, max_points_per_centroid=n)
-            run.train(points.numpy(), init_centroids=start.numpy())
-            run.index.search(points.numpy(), 1)  # the codes, which the others return too
-            centers.append(torch.from_numpy(run.centroids.copy()))
-        found["faiss"] = torch.stack(centers)
-
-    def floor() -> None:
+    def products() -> None:
         for _ in range(ROUNDS + 1):
             torch.bmm(x, init.transpose(1, 2))
 
-    calls: dict[str, Callable[[], Any]] = {"ours": ours, "scikit-learn": sklearn, "faiss": faiss_kmeans}
+    calls: Calls = {
+        "ours": keep("ours", lambda x, init: kmeans(x, init, ROUNDS, tol=0).centroids),
+        "scikit-learn": keep("scikit-learn", lloyd_by_sklearn),
+        "faiss": keep("faiss", lloyd_by_faiss),
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scikit-learn says that 5 rounds did not converge
-        times = interleave({**calls, "matrix products alone": floor}, rounds)
-    flops = 2.0 * g * n * d * c * (ROUNDS + 1)
-    note = {who: machine.compute(flops, statistics.median(t)) for who, t in times.items()}
-    time_ratio = show(
-        f"K-Means, {name}: {g} groups of {n} x {d}, {c} centroids, T = {ROUNDS}", times, "ours", list(calls)[1:], note
-    )
-    values = {who: inertia(x, centers) for who, centers in found.items()}
+        # scikit-learn warns that 5 rounds did not converge.
+        warnings.simplefilter("ignore")
+        times = timed_rounds({**calls, "matrix products alone": products}, rounds)
+    notes = {who: machine.compute(2.0 * g * n * d * c * (ROUNDS + 1), each) for who, each in times.items()}
+    title = f"K-Means, {name}: {g} groups of {n} x {d}, {c} centroids, T = {ROUNDS}"
+    time_ratio = show(title, times, "ours", list(calls)[1:], notes)
+    values = {who: inertia(x, centers) for who, centers in centroids.items()}
     quality = values["ours"] / min(values.values())
-    print(
-        "  inertia "
-        + ", ".join(f"{who} {value:.6g}" for who, value in values.items())
-        + f"; ratio to the best {quality:.5f}"
-    )
+    each = ", ".join(f"{who} {value:.6g}" for who, value in values.items())
+    print(f"  inertia {each}; ratio to the best {quality:.5f}")
     return time_ratio, quality
+
+
+def faiss_index(keys: torch.Tensor) -> Any:
+    """A faiss IndexPQ over the keys (candidates, d) of one head."""
+    import faiss
+
+    index = faiss.IndexPQ(SIZE.d, M, B, faiss.METRIC_INNER_PRODUCT)
+    index.train(keys[:4096].numpy())
+    index.add(keys.numpy())
+    return index
 
 
 def bench_score(k: int, candidates: int, machine: Machine, rounds: int) -> float:
@@ -182,22 +186,15 @@ def bench_score(k: int, candidates: int, machine: Machine, rounds: int) -> float
     import faiss
 
     gen = torch.Generator().manual_seed(1)
-    h_kv, g, d = SHAPE.h_kv, SHAPE.group, SHAPE.d
+    h, h_kv, d, _ = SIZE
     keys = torch.randn(1, h_kv, candidates, d, generator=gen)
-    q = torch.randn(1, SHAPE.h, 1, d, generator=gen)
+    q = torch.randn(1, h, 1, d, generator=gen)
     points = codebook.split(keys, M)
     centroids = kmeans(points, points[:, : 2**B], ROUNDS).centroids.view(1, h_kv, M, 2**B, d // M)
     codes = codebook.encode(keys, centroids).to(torch.uint8)
-    from pqcache.kernels.codes import top_tokens
-
-    indexes = []
-    for head in range(h_kv):
-        index = faiss.IndexPQ(d, M, B, faiss.METRIC_INNER_PRODUCT)
-        index.train(keys[0, head, :4096].numpy())
-        index.add(keys[0, head].numpy())
-        indexes.append(index)
+    indexes = [faiss_index(head) for head in keys[0]]
     faiss.omp_set_num_threads(torch.get_num_threads())
-    grouped = q.view(1, h_kv, g, d)
+    grouped = q.view(1, h_kv, h // h_kv, d)
 
     def ours() -> torch.Tensor | None:
         return top_tokens(codebook.tables(q, centroids) * d**-0.5, codes, 0, [candidates], [k])
@@ -210,126 +207,95 @@ def bench_score(k: int, candidates: int, machine: Machine, rounds: int) -> float
         for head, index in enumerate(indexes):
             index.search(grouped[0, head].numpy(), k)
 
-    peers: dict[str, Callable[[], Any]] = {"exact + group softmax + top-k": exact, "faiss IndexPQ": faiss_pq}
-    times = interleave({"ours": ours, **peers}, rounds)
-    note = {
-        "ours": machine.bandwidth(codes.numel(), statistics.median(times["ours"])) + " (codes)",
-        "exact + group softmax + top-k": machine.bandwidth(
-            keys.numel() * 4, statistics.median(times["exact + group softmax + top-k"])
-        ),
+    peers: Calls = {"exact + group softmax + top-k": exact, "faiss IndexPQ": faiss_pq}
+    times = timed_rounds({"ours": ours, **peers}, rounds)
+    notes = {
+        "ours": machine.bandwidth(codes.numel(), times["ours"]) + " (codes)",
+        "exact + group softmax + top-k": machine.bandwidth(keys.numel() * 4, times["exact + group softmax + top-k"]),
     }
     return show(
-        f"Scoring + top-k: k = {k} of {candidates} candidates, {SHAPE.h} query heads", times, "ours", list(peers), note
+        f"Scoring + top-k: k = {k} of {candidates} candidates, {h} query heads", times, "ours", list(peers), notes
     )
-
-
-class Decoder:
-    """One layer under PQCache, filled with random K and V."""
-
-    def __init__(self, s: int, budget: Budget) -> None:
-        self.gen = torch.Generator().manual_seed(2)
-        self.s = s
-        self.k, self.v = self.draw(SHAPE.h_kv, s), self.draw(SHAPE.h_kv, s)
-        self.ledger = Ledger()
-        layer = PQCache(budget=budget, m=M, b=B, n_sink=SINKS).make_layer(0, SHAPE)
-        assert isinstance(layer, RetrievalLayer)
-        self.layer = layer
-        self.length = s
-        layer.settle(self.k, self.v, [s], self._context(decode=False))
-
-    def draw(self, heads: int, t: int) -> torch.Tensor:
-        return torch.randn(1, heads, t, SHAPE.d, generator=self.gen)
-
-    def _context(self, decode: bool) -> LayerContext:
-        self.ledger.decoding = decode
-        step = Step(decode, 1, [self.length - (not decode)], [1], [self.length], ends_prompt=not decode, first=False)
-        nothing: Any = None
-        cache: Any = SimpleNamespace(ledger=self.ledger, lanes=Lanes(), observers=[], watchers=[])
-        ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
-        ctx.scaling = SHAPE.d**-0.5
-        return ctx
-
-    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = self.layer.decode(q, k, v, self._context(decode=True))
-        self.ledger.end_step()
-        self.length += 1
-        return out
 
 
 def bench_decode(s: int, budget: Budget, machine: Machine, rounds: int) -> float:
-    """Ratio of one decode attention step of one layer."""
-    ours = Decoder(s, budget)
-    q, k, v = ours.draw(SHAPE.h, 1), ours.draw(SHAPE.h_kv, 1), ours.draw(SHAPE.h_kv, 1)
-    full_k, full_v = ours.k, ours.v
-    wide_k, wide_v = (x.repeat_interleave(SHAPE.group, 1) for x in (full_k, full_v))
-    grouped = q.view(1, SHAPE.h_kv, SHAPE.group, SHAPE.d)
-    scale = SHAPE.d**-0.5
+    """Ratio of one decode attention step of one layer over s random tokens."""
+    layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
+    k, v, q = layer.keys(s, 0), layer.keys(s, 1), layer.queries(1)
+    new_k, new_v = layer.keys(1, 3), layer.keys(1, 4)
+    cache, _ = layer.filled(PQCache(budget=budget, m=M, b=B, n_sink=SINKS), k, v, q)
+    wide_k, wide_v = (x.repeat_interleave(SIZE.h // SIZE.h_kv, 1) for x in (k, v))
+    grouped = q.view(1, SIZE.h_kv, SIZE.h // SIZE.h_kv, SIZE.d)
 
     def products() -> torch.Tensor:
-        return ((grouped @ full_k.transpose(-1, -2)) * scale).softmax(-1) @ full_v
+        return ((grouped @ k.transpose(-1, -2)) * SIZE.d**-0.5).softmax(-1) @ v
 
-    peers: dict[str, Callable[[], Any]] = {
-        "SDPA, enable_gqa": lambda: F.scaled_dot_product_attention(q, full_k, full_v, enable_gqa=True),
+    peers: Calls = {
+        "SDPA, enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "SDPA, heads repeated beforehand": lambda: F.scaled_dot_product_attention(q, wide_k, wide_v),
-        "SDPA, group as query tokens": lambda: F.scaled_dot_product_attention(grouped, full_k, full_v),
+        "SDPA, group as query tokens": lambda: F.scaled_dot_product_attention(grouped, k, v),
         "grouped matrix products": products,
     }
-    times = interleave({"PQCache": lambda: ours.step(q, k, v), **peers}, rounds)
-    plan = ours.layer.plans[0]
+    times = timed_rounds({"PQCache": lambda: layer.decode_attention(cache, q, new_k, new_v), **peers}, rounds)
+    plan = cache.layers[0].plans[0]
     attended = SINKS + plan.local + plan.k + 1
-    row = 2 * SHAPE.h_kv * SHAPE.d * 4
-    note = {"PQCache": machine.bandwidth(attended * row, statistics.median(times["PQCache"])) + f", {attended} tokens"}
-    note |= {who: machine.bandwidth(s * row, statistics.median(times[who])) for who in peers if "repeated" not in who}
-    return show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(peers), note)
+    row = 2 * SIZE.h_kv * SIZE.d * 4
+    notes = {who: machine.bandwidth(s * row, times[who]) for who in peers if "repeated" not in who}
+    notes["PQCache"] = machine.bandwidth(attended * row, times["PQCache"]) + f", {attended} tokens"
+    return show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(peers), notes)
 
 
-def main() -> None:
+def measure(args: argparse.Namespace, machine: Machine) -> dict[str, float]:
+    """Print the tables of all parts; the worst ratio of each."""
+    shrink = 32 if args.quick else 1
+    worst: dict[str, float] = {}
+
+    def add(name: str, value: float) -> None:
+        worst[name] = max(value, worst.get(name, 0.0))
+
+    if "kmeans" in args.parts:
+        tokens = GROUP_TOKENS // shrink
+        gaussian = torch.randn(16, tokens, 64, generator=torch.Generator().manual_seed(0))
+        for name, data in (("Gaussian", gaussian), ("post-RoPE keys", real_keys(16, tokens))):
+            time_ratio, quality = bench_kmeans(name, data, machine, args.rounds)
+            add("kmeans_time_ratio", time_ratio)
+            add("kmeans_inertia_ratio", quality)
+    if "score" in args.parts:
+        for k, candidates in ((1632, 31_008), (3264, 29_376)):
+            add("score_time_ratio", bench_score(k // shrink, candidates // shrink, machine, args.rounds))
+    if "decode" in args.parts:
+        for s in (length // shrink for length in args.lengths):
+            add(f"decode_ratio_{s // 1024}k", bench_decode(s, Budget(ratio=0.1), machine, args.rounds))
+            if s >= 2 * 2048:
+                add(f"decode_ratio_{s // 1024}k_2048", bench_decode(s, Budget(tokens=2048), machine, args.rounds))
+    return worst
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="+", choices=["kmeans", "score", "decode"], default=["kmeans", "score", "decode"]
-    )
+    parts = ["kmeans", "score", "decode"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--threads", type=int, default=None, help="default: what torch chooses")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32_768, 65_536, 131_072], help="decode lengths")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, measures nothing")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    refuse_below(parser, args, rounds=1, lengths=1)
     if args.threads:
         torch.set_num_threads(args.threads)
     if not kernels.installed():
         print("numba is not installed: plain torch is measured")
     machine = Machine(args.quick)
     print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
-        f"copy {machine.copy:.1f} GB/s, matmul {machine.matmul:.0f} GFLOP/s"
+        f"{device_caption('cpu')}, torch {torch.__version__};"
+        f" copy {machine.copy:.1f} GB/s, matmul {machine.matmul:.0f} GFLOP/s"
     )
-    shrink = 32 if args.quick else 1
-    found: dict[str, float] = {}
-
-    def worst(name: str, value: float) -> None:
-        found[name] = max(value, found.get(name, 0.0))
-
-    with torch.no_grad():
-        if "kmeans" in args.parts:
-            tokens = GROUP_TOKENS // shrink
-            gaussian = torch.randn(16, tokens, 64, generator=torch.Generator().manual_seed(0))
-            for name, data in (("Gaussian", gaussian), ("post-RoPE keys", real_keys(16, tokens))):
-                seconds, quality = bench_kmeans(name, data, machine, args.rounds)
-                worst("kmeans_time_ratio", seconds)
-                worst("kmeans_inertia_ratio", quality)
-        if "score" in args.parts:
-            for k, candidates in ((1632, 31_008), (3264, 29_376)):
-                worst("score_time_ratio", bench_score(k // shrink, candidates // shrink, machine, args.rounds))
-        if "decode" in args.parts:
-            for s in args.lengths:
-                s //= shrink
-                worst(f"decode_ratio_{s // 1024}k", bench_decode(s, Budget(ratio=0.1), machine, args.rounds))
-                if s >= 2 * 2048:
-                    worst(f"decode_ratio_{s // 1024}k_2048", bench_decode(s, Budget(tokens=2048), machine, args.rounds))
-    print("\n" + "\n".join(f"{name} {value:.3f}" for name, value in found.items()))
+    worst = measure(args, machine)
+    print("\n" + "\n".join(f"{name} {value:.3f}" for name, value in worst.items()))
     if args.json:
-        found_rounded = {name: round(value, 4) for name, value in found.items()}
-        args.json.write_text(json.dumps(found_rounded, indent=2) + "\n")
+        args.json.write_text(json.dumps({name: round(value, 4) for name, value in worst.items()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -200,6 +200,19 @@ class AttentionLayer:
             "resident_bytes": cache.resident_bytes(),
         }
 
+    def decode_attention(
+        self, cache: SelectiveCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """One decode step of the layer's attention alone, for a new token's q, k and v; (1, 1, h, d)."""
+        (layer,) = cache.layers
+        (past,) = cache.past
+        cache.ledger.decoding = True
+        ctx = self.context(cache, Step(True, 1, [past], [1], [past], ends_prompt=False, first=False))
+        out = layer.decode(q, k, v, ctx)
+        cache.ledger.end_step()
+        cache.past = [past + 1]
+        return out
+
     def prefill(self, method: Method, s: int) -> dict[str, float]:
         """A real prompt of s tokens in one block: seconds of all, and of what the method does at its end."""
         cache = self.cache(method, s)
