@@ -87,7 +87,7 @@ def run_selective(
             "attended_tokens": cache.ledger.attended(all_layers=False),
             "bytes_per_step": cache.ledger.bytes_per_step(),
             "resident_bytes": cache.resident_bytes(),
-            **{name: value for name, value in cache.ledger.told().items() if name.startswith("cache_")},
+            **{name: value for name, value in cache.ledger.reported().items() if name.startswith("cache_")},
         }
         try:
             row["recorded_ms"] = 1e3 * recorded_seconds(model, machine, cache, tokens[-1], replays)
