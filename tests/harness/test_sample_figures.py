@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import image
 
-from pqcache.harness.report.heat_maps import heat_maps, needle_grid, split_titles
+from pqcache.harness.report.heat_maps import heat_maps, main, needle_grid, split_titles
 from pqcache.harness.report.perplexity import curve, save_curve
 from pqcache.harness.report.sample_figures import draw
 from pqcache.harness.tasks import Figure
@@ -23,9 +22,9 @@ ROWS = [
 
 
 def _has_colour(path: Path, colour: str) -> bool:
-    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    expected = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     pixels = image.imread(path)[..., :3].reshape(-1, 3)
-    return bool((np.abs(pixels - wanted) < 0.01).all(axis=1).any())
+    return bool((np.abs(pixels - expected) < 0.01).all(axis=1).any())
 
 
 def test_grid_is_the_mean_of_its_samples() -> None:
@@ -78,30 +77,42 @@ def test_what_all_titles_say_stands_once() -> None:
     assert split_titles(["full 1.0 needle"]) == ("", ["full 1.0 needle"])
 
 
-@pytest.mark.rest
-def test_several_methods_side_by_side(tmp_path: Path) -> None:
+@pytest.fixture
+def draw_all(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The command `python -m pqcache.harness.report.heat_maps`."""
+
+    def call(*arguments: str | Path) -> None:
+        monkeypatch.setattr("sys.argv", ["heat_maps", *map(str, arguments)])
+        main()
+
+    return call
+
+
+def test_several_methods_side_by_side(
+    tmp_path: Path, draw_all: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     for folder, title in [("full", "full"), ("seed 0", "streaming 0.2"), ("seed 1", "streaming 0.2")]:
         draw(HEAT_MAP, ROWS, tmp_path / folder, title)
-    command = [sys.executable, "-m", "pqcache.harness.report.heat_maps"]
-    done = subprocess.run([*command, str(tmp_path)], check=True, capture_output=True, text=True)
-    assert Path(done.stdout.strip()) == tmp_path / "heatmaps.png"
-    one, two = (image.imread(p).shape for p in (tmp_path / "full" / "heatmap.png", tmp_path / "heatmaps.png"))
-    assert two[1] > 2 * one[1]
+    draw_all(tmp_path)
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "heatmaps.png"
+    one, three = (image.imread(p).shape for p in (tmp_path / "full" / "heatmap.png", tmp_path / "heatmaps.png"))
+    assert three[1] > 2 * one[1]
     assert json.loads((tmp_path / "full" / "heatmap.json").read_text())["title"] == "full"
-    none = subprocess.run([*command, str(tmp_path), "--value", "words"], capture_output=True, text=True)
-    assert "no heatmap_words.json" in none.stderr
-    empty = subprocess.run([*command, str(tmp_path / "full")], capture_output=True, text=True)
-    assert empty.returncode == 2
-    assert "no heatmap.json" in empty.stderr
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqcache.harness.report import heat_maps as figures
-
-    monkeypatch.setattr("sys.argv", ["figures", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit) as end:
-        figures.main()
-    assert end.value.code == 2
+def test_a_folder_without_heat_maps_is_refused(
+    tmp_path: Path, draw_all: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(HEAT_MAP, ROWS, tmp_path / "full", "full")
+    for arguments, reason in (
+        ((tmp_path, "--value", "words"), "no heatmap_words.json"),
+        ((tmp_path / "full",), "no heatmap.json"),
+        ((tmp_path / "nowhere",), "no heatmap.json"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            draw_all(*arguments)
+        assert end.value.code == 2
+        assert reason in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
 
 

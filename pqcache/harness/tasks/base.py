@@ -10,9 +10,13 @@
         max_new_tokens = 16
 
         def build(self, request: TaskRequest) -> TaskSpec:
-            docs = [{"prompt": f"Say {'la ' * self.options.words}", "answer": "la " * self.options.words}]
+            song = " ".join(["la"] * self.options.words)
+            docs = [{"prompt": f"Say {song}.", "answer": song}]
             config = generation_task("echo", docs, score, ["accuracy"], max_new_tokens=self.max_new_tokens)
             return TaskSpec(lm_eval_tasks=[config], metric={"echo": "accuracy"})
+
+    def score(doc: dict, answers: list[str]) -> dict[str, float]:
+        return {"accuracy": float(answers[0] == doc["answer"])}
 
 One line in `TASKS` (pqcache/harness/tasks/__init__.py) gives it its name. The options' fields are the `task.*` keys; an
 options object checks itself when it is made, before any model is loaded.

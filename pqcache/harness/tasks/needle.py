@@ -146,7 +146,7 @@ def insert_needle(context: str, target: int, depth: int) -> str:
 
 
 class _Tokens:
-    """A text cut at token boundaries: `end(n)` is the character after its first n tokens."""
+    """A text cut at token boundaries."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer, self.text = tokenizer, text
@@ -160,6 +160,7 @@ class _Tokens:
         return len(self._ids)
 
     def end(self, n: int) -> int:
+        """The character after the first n tokens."""
         if n <= 0:
             return 0
         if self._offsets is not None:
@@ -179,7 +180,8 @@ def make_prompt(tokens: _Tokens, count_tokens: Callable[[str], int], length: int
         count = count_tokens(prompt)
         if count <= length or n == 0:
             break
-        n = max(0, n - (count - length))  # tokens merge and split where the pieces join
+        # tokens merge and split where the pieces join
+        n = max(0, n - (count - length))
     return prompt, count
 
 

@@ -6,7 +6,7 @@
 | hop | a fact about a person that another fact names | F1 |
 | decisions | all decisions of one council, in order | ROUGE-L |
 | labels | the label of a pair of words, learned from examples | classification score |
-| passages | the note with a given beginning, and its paragraph's number | retrieval score |
+| passages | the note that begins as the question says, and its paragraph's number | retrieval score |
 | count | how many sentences a series has, spelled out | count score |
 | chain | a chain of 4 to 9 look-ups, the number at its end | exact match of the last number |
 | code | the call of a function defined far above | edit similarity |
@@ -63,6 +63,8 @@ class Pocket(Task[PocketOptions]):
         return Longest(f"task.length={self.options.length}", self.options.length, self.max_new_tokens)
 
     def build(self, request: TaskRequest) -> TaskSpec:
+        # words are tokens of the embedded model, whichever model reads them
+        words = load_tokenizer()
         configs = []
         for family in self.families:
             samples = generator.make_samples(
@@ -72,8 +74,7 @@ class Pocket(Task[PocketOptions]):
                 request.seed,
                 request.tokenizer,
                 request.count_tokens,
-                # words are tokens of the embedded model, whichever model reads them
-                words=load_tokenizer(),
+                words=words,
             )
             docs = [{**sample, "family": family} for sample in samples]
             name, new_tokens = f"pocket_{family}", NEW_TOKENS[family]

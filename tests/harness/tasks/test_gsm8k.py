@@ -88,8 +88,8 @@ def test_constructed_problems_add_up() -> None:
         row = constructed.problem(Random(seed), 9)
         steps = re.findall(r"<<(.*?)=(\d+)>>(\d+)", row["answer"])
         assert len(steps) == 9
-        for expression, value, shown in steps:
-            assert value == shown
+        for expression, value, result in steps:
+            assert value == result
             a, sign, b = re.fullmatch(r"(\d+)([+*-])(\d+)", expression).groups()  # type: ignore[union-attr]
             assert int(value) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] > 0
         assert row["answer"].endswith(f"\n#### {steps[-1][1]}")

@@ -27,18 +27,18 @@ def test_official_lines(shared_data: Path, tokenizer: Any) -> None:
         assert [doc["answer"] for doc in docs] == [str(row["expected_number"]) for row in rows]
         for row in rows:  # the fixed texts of constructed rows are these rows' own
             record = re.findall(r"^line (.+): REGISTER_CONTENT is <(\d+)>$", row["prompt"], re.M)
-            told = "".join(parts["line"].format(key=key, value=value) for key, value in record)
-            assert parts["head"] + told + parts["tail"].format(key=row["random_idx"][0]) == row["prompt"]
+            lines_of_record = "".join(parts["line"].format(key=key, value=value) for key, value in record)
+            assert parts["head"] + lines_of_record + parts["tail"].format(key=row["random_idx"][0]) == row["prompt"]
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("name", "accuracy"), [("longchat-7b-16k_200", 0.98), ("mpt-30b-chat_300", 0.40)])
 def test_published_answers_score_as_published(name: str, accuracy: float, shared_data: Path) -> None:
     text = (shared_data / "longeval_lines" / f"{name}_response.txt").read_text()
-    found = re.findall(r"^Label: (\d+), Predict: (.*?), Parsed: (-?\d+), prompt length", text, re.M | re.S)
-    assert len(found) == 50
-    assert [line_retrieval.last_number(said) for _, said, _ in found] == [int(parsed) for _, _, parsed in found]
-    scores = [line_retrieval.process_results({"answer": label}, [said])["accuracy"] for label, said, _ in found]
+    answers = re.findall(r"^Label: (\d+), Predict: (.*?), Parsed: (-?\d+), prompt length", text, re.M | re.S)
+    assert len(answers) == 50
+    assert [line_retrieval.last_number(answer) for _, answer, _ in answers] == [int(parsed) for _, _, parsed in answers]
+    scores = [line_retrieval.process_results({"answer": label}, [answer])["accuracy"] for label, answer, _ in answers]
     assert sum(scores) / len(scores) == pytest.approx(accuracy)
 
 

@@ -65,10 +65,10 @@ def write_files(folder: Path, **files: list[dict]) -> Path:
 
 
 def digest(*texts: str) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for text in texts:
-        found.update(text.encode() + (b"\0" if len(texts) > 1 else b""))
-    return found.hexdigest()[:16]
+        hasher.update(text.encode() + (b"\0" if len(texts) > 1 else b""))
+    return hasher.hexdigest()[:16]
 
 
 # -- prompts --------------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_published_truncation_lengths() -> None:
 
 
 def settings_of(dataset: str, tokenizer: Any, **options: Any) -> dict[str, Any]:
-    """What the adapter is told to do with the prompts of a data set."""
+    """The adapter's settings for the prompts of a data set."""
     options = {"source": "constructed", "constructed_tokens": SHORTEST, "datasets": [dataset], **options}
     _, tasks = build("longbench", options, tokenizer, limit=1)
     ((task, _),) = tasks.values()

@@ -30,7 +30,7 @@ def start(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     """run.py without any way to the network; answers end after 8 tokens."""
 
     def no_network(*_: Any, **__: Any) -> None:
-        raise AssertionError("something asked for the network")
+        raise AssertionError("something used the network")
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
@@ -79,8 +79,8 @@ def test_every_data_set_on_the_embedded_model(
     ]
     assert protocol["bos_count"] == 1
     assert row["prompt_tokens"] < 200
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first prompt")]
-    assert shown == [
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first prompt")]
+    assert printed == [
         f"first prompt: longbench_narrativeqa sample 0, {protocol['first_prompt']['tokens']} tokens,"
         f" sha256 {protocol['first_prompt']['sha256'][:16]}"
     ]
@@ -214,15 +214,15 @@ def test_rows_of_the_hub_are_the_archives(
     folder.mkdir(parents=True)
     with zipfile.ZipFile(folder / "data.zip", "w") as archive:
         archive.writestr("data/qasper.jsonl", "".join(json.dumps(make_row(_id=str(i))) + "\n" for i in range(3)))
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def download(repo: str, filename: str, *, revision: str | None, **_: Any) -> str:
-        asked.append((repo, filename, revision))
+        requested.append((repo, filename, revision))
         return str(folder / filename)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert start("task=longbench_qasper", "task.revision=0123", "limit=2") == 0
-    assert set(asked) == {("zai-org/LongBench", "data.zip", "0123")}
+    assert set(requested) == {("zai-org/LongBench", "data.zip", "0123")}
     row = only_row(tmp_path)
     content = (folder / "data.zip").read_bytes()
     assert row["data"] == {

@@ -29,10 +29,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what: str) -> None:
-    program, said = REFUSED[what]
+    program, expected = REFUSED[what]
     reason = run_program(program)
     assert reason is not None
-    assert said in reason
+    assert expected in reason
 
 
 def test_allowed() -> None:

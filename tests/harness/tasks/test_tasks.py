@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lm_eval import evaluate
 
-from pqcache.harness.tasks import TASKS, task_class, task_of
+from pqcache.harness.tasks import TASKS, base, task_class, task_of
 from tests.harness.tasks.building import Answer, build, request_of
 
 POCKET = [name for name in TASKS if name.startswith("pocket_")]
@@ -44,6 +46,21 @@ def test_through_lm_eval(name: str, right: bool, tokenizer: Any, monkeypatch: py
         assert [s[metric] * spec.scale for s in samples] == [100.0 if right else 0.0] * 2
         assert all(s["doc"]["meta"]["tokens"] <= s["doc"]["meta"]["length"] for s in samples)
         assert samples[0]["arguments"][0][1]["max_gen_toks"] <= task.max_new_tokens
+
+
+def test_the_example_of_a_new_task_works(tokenizer: Any, tmp_path: Path) -> None:
+    """The code in the docstring of `base`, as printed."""
+    lines = str(base.__doc__).splitlines()
+    code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+    imports = "from dataclasses import dataclass\nfrom pqcache.harness.tasks.base import *\n"
+    (tmp_path / "echo.py").write_text(imports + code)
+    echo = runpy.run_path(str(tmp_path / "echo.py"))["Echo"]
+    task = echo("echo", echo.Options(words=2))
+    spec, loaded = task.load(request_of(tokenizer, limit=None))
+    for answer, expected in ((None, 1.0), ("la", 0.0)):
+        results = evaluate(Answer(answer), loaded, bootstrap_iters=0, log_samples=True)
+        assert results is not None
+        assert [sample[spec.metric["echo"]] for sample in results["samples"]["echo"]] == [expected]
 
 
 def test_the_pocket_group_has_every_family() -> None:

@@ -106,9 +106,11 @@ class Gsm8kCotLong(DataSetTask[Gsm8kCotLongOptions]):
 
     def _fitting(self, examples: list[str], question: str, tokenizer: Any) -> list[str]:
         """The last examples whose prompt has at most `task.tokens` tokens."""
-        most = self.options.tokens
-        while most is not None and len(tokenizer(prompt_of(examples, question), verbose=False)["input_ids"]) > most:
-            require(bool(examples), "tokens", most, "is too short for a question alone")
+        max_tokens = self.options.tokens
+        if max_tokens is None:
+            return examples
+        while len(tokenizer(prompt_of(examples, question), verbose=False)["input_ids"]) > max_tokens:
+            require(bool(examples), "tokens", max_tokens, "is too short for a question alone")
             examples = examples[1:]
         return examples
 

@@ -128,6 +128,7 @@ class LongBenchTask(Task[LongBenchOptionsT]):
         return self.all_datasets()
 
     def rows_to_read(self, limit: int | None) -> int | None:
+        """Rows of each data set that a run with this limit needs; None: all."""
         return limit
 
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
@@ -162,12 +163,12 @@ class LongBenchTask(Task[LongBenchOptionsT]):
     def read(self, limit: int | None) -> tuple[RowsByDataset, dict[str, Any]]:
         """(rows by data set, the facts of their files)"""
         files = {dataset: f"{dataset}{self.ending}.jsonl" for dataset in self.datasets()}
-        most = self.rows_to_read(limit)
+        max_rows = self.rows_to_read(limit)
         if self.options.source == sources.HUB:
-            rows, facts = read_archive(files, self.options.revision, most)
+            rows, facts = read_archive(files, self.options.revision, max_rows)
         else:
             paths = {dataset: sources.local_file(self.options.source, name) for dataset, name in files.items()}
-            rows = {dataset: sources.read_rows(path, fields=FIELDS, limit=most) for dataset, path in paths.items()}
+            rows = {dataset: sources.read_rows(path, fields=FIELDS, limit=max_rows) for dataset, path in paths.items()}
             digests = {path.name: sources.sha256(path) for path in paths.values()}
             facts = {"source": "local folder", "revision": None, "sha256": digests}
         for dataset, name in files.items():

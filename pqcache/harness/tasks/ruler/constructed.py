@@ -17,7 +17,7 @@ from pqcache.embedded import documents
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.sources import published_texts
 
-# family -> haystack, kind of key, kind of value, keys, values per key, keys asked for
+# family -> haystack, kind of key, kind of value, keys, values per key, keys in the question
 NIAH = {
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
     "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
