@@ -13,6 +13,7 @@ import yaml
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import Request, compose_all
 from pqcache.harness.report import papers, published
+from pqcache.harness.report.entries import table_entries
 
 REPEATED = papers.experiments()
 
@@ -61,7 +62,7 @@ def test_composes(name: str, repo: Path, tmp_path: Path) -> None:
 def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     """A number of results/published that no cell shows would be lost: all have a place in the table."""
     plan = plan_of(name, tmp_path)
-    shown = [e.published for e in papers.entries(plan, {}) if e.published is not None]
+    shown = [e.published for e in table_entries(plan, {}) if e.published is not None]
     columns = dict(plan.report.get("columns") or {"score": "score"})
     printed = [n for n in published.numbers(name) if n.metric in columns and n.model]
     assert sorted(shown) == sorted(n.value for n in printed)

@@ -12,6 +12,8 @@ import pytest
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import paper_figures, papers, published, score_statistics
 from pqcache.harness.report import rows as results
+from pqcache.harness.report.entries import table_entries
+from pqcache.harness.report.figure_request import FigureRequest
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
 
@@ -75,7 +77,7 @@ def rows(plan: RunPlan) -> dict[str, results.Row]:
 
 
 def test_entries(plan: RunPlan, rows: dict[str, results.Row]) -> None:
-    found = papers.entries(plan, rows)
+    found = table_entries(plan, rows)
     (entry,) = [e for e in found if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "average")]
     assert entry.measured == pytest.approx(38 + 1 + 1.5)
     assert entry.to_full == pytest.approx(-2.0)
@@ -126,18 +128,17 @@ def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) 
 def test_figures_are_drawn(figure: dict[str, Any], plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     columns = {"score": "score", "prompt": "row:prompt_tokens"} if figure["kind"] == "scatter" else {"score": "score"}
     drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "columns": columns, "figure": figure})
-    path = paper_figures.draw(drawn, papers.entries(drawn, rows), rows, tmp_path / "figure.png")
+    path = paper_figures.draw(drawn, table_entries(drawn, rows), rows, tmp_path / "figure.png")
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert paper_figures.draw(drawn, [], {}, tmp_path / "none.png") is None
 
 
 def test_axes_of_scores_begin_at_zero(plan: RunPlan) -> None:
-    def limits(*values: float | None, metric: str = "score", **options: bool) -> tuple[float, float] | None:
+    def limits(*values: float | None, metric: str = "score", **options: bool) -> tuple[float | None, float | None]:
         columns = {"score": "score", "strict": "metric:m", "mass": "row:diagnostics.mass", "s": "row:prefill_s"}
         shown = RunPlan(plan.cells, True, plan.experiment, {}, {"columns": columns})
-        found = paper_figures._limits(shown, metric, values, **options)
-        return (found["bottom"], found["top"]) if found else None
+        return FigureRequest(shown, [], {}, Path("unused.png"), "bars", {}).limits(metric, values, **options)
 
     assert limits() == limits(0.0, None, 0.0) == limits(metric="strict") == (0.0, 10.0)
     assert limits(20.0, 40.0) == (0.0, pytest.approx(43.2))
@@ -146,7 +147,7 @@ def test_axes_of_scores_begin_at_zero(plan: RunPlan) -> None:
     assert limits(1.0, metric="mass") == (0.0, 1.02)
     assert limits(0.0, difference=True) == (-1.0, 1.0)
     assert limits(-50.0, 0.5, difference=True) == (-54.0, 1.0)
-    assert limits(1.0, 9.0, metric="s") is None
+    assert limits(1.0, 9.0, metric="s") == (None, None)
 
 
 def test_figures_of_files_beside_the_rows(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_figures_of_files_beside_the_rows(plan: RunPlan, rows: dict[str, results
         (cell.folder / "perplexity.json").write_text(json.dumps({"lengths": [1, 2], "perplexity": [9.0, 8.0]}))
     for kind in ("heat_maps", "curves"):
         drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "figure": {"kind": kind}})
-        assert paper_figures.draw(drawn, papers.entries(drawn, rows), rows, tmp_path / f"{kind}.png") is not None
+        assert paper_figures.draw(drawn, table_entries(drawn, rows), rows, tmp_path / f"{kind}.png") is not None
 
 
 def test_significance_against_worked_numbers() -> None:

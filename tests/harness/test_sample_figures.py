@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from pqcache.harness.report.heat_maps import heat_maps, main, needle_grid, split_titles
+from pqcache.harness.report.axes import split_titles
+from pqcache.harness.report.heat_maps import heat_maps, main, needle_grid
 from pqcache.harness.report.perplexity import curve, save_curve
 from pqcache.harness.report.sample_figures import draw
 from pqcache.harness.tasks import Figure

@@ -9,9 +9,11 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pqcache.atomic import write_text
+from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, span
 
@@ -89,10 +91,10 @@ def _family(row: Row, task: str) -> str:
 
 def _caption(rows: Sequence[Row]) -> str:
     """What the columns are of: prompt, samples, where TT2T was measured, machines."""
-    prompt = sum(row["prompt_tokens"] for row in rows) / len(rows)
+    prompt = fmean(row["prompt_tokens"] for row in rows)
     lines = [
         f"{rows[0]['model']}, {rows[0]['task']}: {prompt:.0f} prompt tokens and"
-        f" {sum(row['generated_tokens'] for row in rows) / len(rows):.0f} new ones on average;"
+        f" {fmean(row['generated_tokens'] for row in rows):.0f} new ones on average;"
         " mean: unweighted over the tasks; intervals: 95 % bootstrap over samples."
     ]
     timed = sorted({row["timed_samples"] for row in rows if row["timed_samples"] < row["n_samples"]})
@@ -113,16 +115,12 @@ def _point(row: Row) -> tuple[float, float, float, float]:
 
 def picture(rows: Sequence[Row], path: Path) -> Path | None:
     """Mean scores with intervals: against the budget, a line per method; of one budget, a line of the picture per row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     named = [(label, row) for label, row in zip(labels(rows), rows, strict=True) if row["score"] is not None]
     cut = [(label, row) for label, row in named if row["method"] != "full" and _point(row)[0]]
     if not cut:
         return None
     one = len({budget_text(row) for _, row in cut}) == 1
-    figure = Figure(figsize=(7, 1.2 + 0.28 * len(named) if one else 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = drawing.new_figure(7, 1.2 + 0.28 * len(named) if one else 4.5)
     axis = figure.subplots()
     if one:
         _draw_rows(axis, named)
@@ -133,8 +131,7 @@ def picture(rows: Sequence[Row], path: Path) -> Path | None:
     lengths = sorted({round(row["prompt_tokens"]) for _, row in named})
     tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     axis.set_title(f"{first['model']}, {first['task']}, {tokens} prompt tokens{budget}", fontsize=9)
-    figure.savefig(path, dpi=150)
-    return path
+    return drawing.save(figure, path)
 
 
 def _draw_rows(axis: Any, named: Sequence[tuple[str, Row]]) -> None:
@@ -147,7 +144,7 @@ def _draw_rows(axis: Any, named: Sequence[tuple[str, Row]]) -> None:
         axis.annotate(f"{score:.1f}", (score, place), (0, 4), textcoords="offset points", ha="center", fontsize=7)
     axis.set(xlabel="score", xlim=(0, 104), ylim=(len(named) - 0.4, -0.8))
     axis.set_yticks(range(len(named)), [label for label, _ in named], fontsize=8)
-    axis.grid(axis="x", color="#e4e4e4", linewidth=0.7)
+    axis.grid(axis="x", color=drawing.GRID, linewidth=0.7)
 
 
 def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], cut: Sequence[tuple[str, Row]]) -> None:
@@ -181,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"{out}: no row of a group of tasks below; run task=pocket with out={out} first")
     text = table(rows)
     write_text(out / "groups.md", text + "\n")
+    drawing.keep_files(out)
     picture(rows, out / "groups.png")
     print(text)
 

@@ -9,45 +9,41 @@ A line is named by the experiment's cell, where it has cells, else by the method
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median_high
+from typing import TYPE_CHECKING, Any
 
+from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.report.tables import budget_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 READING_MS = 180  # a reader's 333 tokens a minute: the line of PQCache's figure 10b
-COLOURS = ("#1f4e9c", "#d98200", "#3a8f3a", "#b03030", "#7a4fa3", "#00808a", "#8a6d3b", "#d05fa2", "#555555", "#9aa800")
+PROMPT = "prompt length (tokens)"
 Labelled = Sequence[tuple[str, Row]]  # what a row is called, and the row
 
 
 def draw(experiment: str, rows: Labelled, path: Path) -> Path | None:
-    """An experiment's picture; None if it has none, or nothing was measured."""
+    """An experiment's figure; None if it has none, or nothing was measured."""
     if experiment not in FIGURES or not rows:
         return None
-    figure, axes = _canvas(FIGURES[experiment][0])
-    FIGURES[experiment][1](axes, rows)
+    panels, paint = FIGURES[experiment]
+    figure = drawing.new_figure(5.6 * panels + 0.6, 4.4)
+    paint(list(figure.subplots(1, panels, squeeze=False)[0]), rows)
     figure.suptitle(f"{experiment}: {_caption([row for _, row in rows])}", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def _canvas(panels: int) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6 * panels + 0.6, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    return drawing.save(figure, path)
 
 
 def _caption(rows: Sequence[Row]) -> str:
     models = ", ".join(dict.fromkeys(_model(row) for row in rows))
     devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
-    budgets = ", ".join(dict.fromkeys(_budget(row) for row in rows if row["budget_ratio"] != 1.0))
-    what = f"{models}; budget {budgets or 'none'}; batch 1, {rows[0]['kv_dtype']}"
+    budgets = ", ".join(dict.fromkeys(budget_text(row) for row in rows if row["budget_ratio"] != 1.0))
+    configuration = f"{models}; budget {budgets or 'none'}; batch 1, {rows[0]['kv_dtype']}"
     samples = rows[0]["n_samples"]
-    return f"{what}\n{devices}; {samples} sample{'' if samples == 1 else 's'} a point"
+    return f"{configuration}\n{devices}; {samples} sample{'' if samples == 1 else 's'} a point"
 
 
 def _model(row: Row) -> str:
@@ -58,12 +54,8 @@ def _model(row: Row) -> str:
     return f"random weights, {options.get('geometry')}" + (f", {layers} layers" if layers else "")
 
 
-def _budget(row: Row) -> str:
-    return f"{row['budget_ratio']:g}" if row["budget_ratio"] is not None else f"{row['budget_tokens']:.0f} tokens"
-
-
 def _lines(
-    axis: Any, rows: Labelled, x: Callable[[Row], float | None], y: Callable[[Row], float | None], style: str = "o-"
+    axis: Axes, rows: Labelled, x: Callable[[Row], float | None], y: Callable[[Row], float | None], style: str = "o-"
 ) -> None:
     """One line per label."""
     for i, label in enumerate(dict.fromkeys(label for label, _ in rows)):
@@ -71,15 +63,12 @@ def _lines(
             (a, b) for name, row in rows if name == label and (a := x(row)) is not None and (b := y(row)) is not None
         )
         if points:
-            axis.plot(*zip(*points, strict=True), style, color=COLOURS[i % len(COLOURS)], label=label, markersize=4)
+            axis.plot(*zip(*points, strict=True), style, color=drawing.colour(i), label=label, markersize=4)
 
 
-def _finish(axis: Any, x: str, y: str, title: str = "") -> None:
-    axis.set_xlabel(x, fontsize=9)
-    axis.set_ylabel(y, fontsize=9)
-    axis.set_title(title, fontsize=9)
+def _finish(axis: Axes, x: str, y: str, title: str = "") -> None:
+    drawing.style(axis, title, x, y)
     axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7)
 
@@ -88,7 +77,7 @@ def _length(row: Row) -> float:
     return row["prompt_tokens"]
 
 
-def _rounds_and_prefill(axes: list[Any], rows: Labelled) -> None:
+def _rounds_and_prefill(axes: list[Axes], rows: Labelled) -> None:
     """PQCache, figure 7: one layer's prefill and the clustering of its keys (by rounds), over the prompt's length.
 
     The last layer prefills little but keys and values (see selective/attach.py): it is not counted where there are others.
@@ -105,24 +94,24 @@ def _rounds_and_prefill(axes: list[Any], rows: Labelled) -> None:
     for _, row in rows:
         if (value := prefill(row)) is not None:
             by_length.setdefault(_length(row), []).append(value)
-    points = sorted((s, sorted(values)[len(values) // 2]) for s, values in by_length.items())
+    points = sorted((length, median_high(values)) for length, values in by_length.items())
     axis.plot(*zip(*points, strict=True), "s-", color="black", label="one layer's prefill")
     _lines(axis, rows, _length, lambda row: _scaled(row["extra"].get("index_work_s"), 1e3 / layers))
-    _finish(axis, "prompt length (tokens)", "ms per layer", "clustering of one layer's keys, beside its prefill")
+    _finish(axis, PROMPT, "ms per layer", "clustering of one layer's keys, beside its prefill")
 
 
-def _tt2t(axes: list[Any], rows: Labelled) -> None:
+def _tt2t(axes: list[Axes], rows: Labelled) -> None:
     _lines(axes[0], rows, _length, lambda row: row["tt2t_s"])
-    _finish(axes[0], "prompt length (tokens)", "TT2T (s)", "time to the second token")
+    _finish(axes[0], PROMPT, "TT2T (s)", "time to the second token")
 
 
-def _tpot(axes: list[Any], rows: Labelled) -> None:
+def _tpot(axes: list[Axes], rows: Labelled) -> None:
     _lines(axes[0], rows, _length, lambda row: row["tpot_p50_ms"])
     axes[0].axhline(READING_MS, color="grey", linestyle="--", label=f"reading speed, {READING_MS} ms")
-    _finish(axes[0], "prompt length (tokens)", "TPOT (ms, median)", "time per output token")
+    _finish(axes[0], PROMPT, "TPOT (ms, median)", "time per output token")
 
 
-def _hit_rates(axes: list[Any], rows: Labelled) -> None:
+def _hit_rates(axes: list[Axes], rows: Labelled) -> None:
     def topk(row: Row) -> float:
         return float(row["hyper_parameters"]["cache_topk"])
 
@@ -148,22 +137,22 @@ def _hit_rates(axes: list[Any], rows: Labelled) -> None:
     _finish(axes[1], "blocks that go to the policy per step", "KiB per step", "demand fetch and refill")
 
 
-def _totals(axes: list[Any], rows: Labelled) -> None:
+def _totals(axes: list[Axes], rows: Labelled) -> None:
     """ClusterKV, figures 12 and 13: prefill, index and decode of a whole answer, stacked; a panel per model or answer length."""
     panels: dict[str, list[tuple[str, Row]]] = {}
     several = len({_model(row) for _, row in rows}) > 1
     for label, row in rows:
         key = _model(row) if several else f"{row['generated_tokens']:.0f} new tokens"
         panels.setdefault(key, []).append((label, row))
-    for axis, (title, found) in zip(axes, panels.items(), strict=False):
-        _stacked(axis, found)
+    for axis, (title, members) in zip(axes, panels.items(), strict=False):
+        _stacked(axis, members)
         axis.set_ylim(top=1.35 * axis.get_ylim()[1])  # room for the legend above the bars
-        _finish(axis, "prompt length (tokens)", "s", title)
+        _finish(axis, PROMPT, "s", title)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
 
 
-def _stacked(axis: Any, rows: Labelled) -> None:
+def _stacked(axis: Axes, rows: Labelled) -> None:
     labels = list(dict.fromkeys(label for label, _ in rows))
     lengths = sorted({_length(row) for _, row in rows})
     width = 0.8 / len(labels)
@@ -174,7 +163,7 @@ def _stacked(axis: Any, rows: Labelled) -> None:
                 if prefill is None or index is None or step is None:
                     continue
                 at, decode = j + (i - (len(labels) - 1) / 2) * width, (row["generated_tokens"] - 1) * step / 1e3
-                colour, first = COLOURS[i % len(COLOURS)], j == 0
+                colour, first = drawing.colour(i), j == 0
                 axis.bar(at, prefill - index, width * 0.9, color=colour, alpha=0.35)
                 axis.bar(at, index, width * 0.9, bottom=prefill - index, color="black")
                 axis.bar(at, decode, width * 0.9, bottom=prefill, color=colour, label=label if first else None)
@@ -183,7 +172,7 @@ def _stacked(axis: Any, rows: Labelled) -> None:
     axis.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
 
 
-def _phases_and_memory(axes: list[Any], rows: Labelled) -> None:
+def _phases_and_memory(axes: list[Axes], rows: Labelled) -> None:
     """ZipCache, figure 6: prefill, decode step and cache memory over the prompt's length."""
     _lines(axes[0], rows, _length, lambda row: row["prefill_s"])
     _finish(axes[0], "input length (tokens)", "s", "prefill")
@@ -198,7 +187,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 # experiment -> panels, painter
-FIGURES: dict[str, tuple[int, Callable[[list[Any], Labelled], None]]] = {
+FIGURES: dict[str, tuple[int, Callable[[list[Axes], Labelled], None]]] = {
     "pqcache_fig7": (1, _rounds_and_prefill),
     "pqcache_fig10a": (1, _tt2t),
     "pqcache_fig10b": (1, _tpot),
@@ -214,28 +203,26 @@ def label_of(names: Sequence[str], row: Mapping[str, Any]) -> str:
     return ", ".join(names) if names else str(row["method"])
 
 
-def _found(out: Path) -> Iterable[tuple[str, Row]]:
+def _labelled(out: Path) -> Iterator[tuple[str, Row]]:
+    """The rows of a folder's cells, each named by its method, store, rounds, budget and attention."""
     for path in sorted(out.glob("*/row.json")):
         if (row := read_row(path)) is not None:
             hyper = row["hyper_parameters"]
-            told = [str(hyper[k]) for k in ("store", "max_iter") if hyper.get(k) not in (None, "resident")]
-            budget = "" if row["budget_ratio"] == 1.0 else _budget(row)
+            options = [str(hyper[k]) for k in ("store", "max_iter") if hyper.get(k) not in (None, "resident")]
+            budget = "" if row["budget_ratio"] == 1.0 else budget_text(row)
             standard = "standard attention" if row["attn"] == "standard" else ""
-            yield " ".join(filter(None, [row["method"], *told, budget, standard])), row
+            yield " ".join(filter(None, [row["method"], *options, budget, standard])), row
 
 
 def main() -> None:
-    from pqcache.harness.config.environment import keep_files_under
-    from pqcache.harness.config.options import RunOptions
-
     parser = argparse.ArgumentParser(description="Draw an efficiency figure from the rows of a folder.")
     parser.add_argument("experiment", choices=list(FIGURES))
     parser.add_argument("out", type=Path, help="the out= folder of its runs")
     args = parser.parse_args()
-    rows = [(label, row) for label, row in _found(args.out) if row["tt2t_s"] is not None]
+    rows = [(label, row) for label, row in _labelled(args.out) if row["tt2t_s"] is not None]
     if not rows:
         parser.error(f"{args.out}: no timed row.json in any folder below")
-    keep_files_under(args.out, Path(RunOptions.cache_dir).expanduser())
+    drawing.keep_files(args.out)
     print(draw(args.experiment, rows, args.out / f"{args.experiment}.png"))
 
 

@@ -1,4 +1,4 @@
-"""Perplexity over the length of a text, of one run or of all runs under a folder in one picture.
+"""Perplexity over the length of a text, of one run or of all runs under a folder in one figure.
 
 python -m pqcache.harness.report.perplexity <out>     <out>/perplexity.png from every perplexity.json below
 """
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.environment import keep_files_under
-from pqcache.harness.config.options import RunOptions
+from pqcache.harness.report import axes as drawing
 
-POINTS = 400  # of a curve at most
+MAX_POINTS = 400  # of a stored curve
 
 
 def curve(scored: Sequence[tuple[int, Sequence[float]]]) -> tuple[list[int], list[float]]:
@@ -25,7 +24,7 @@ def curve(scored: Sequence[tuple[int, Sequence[float]]]) -> tuple[list[int], lis
     scored: (position of the first decode step, log-probabilities of the tokens predicted from there on).
     """
     lengths, perplexities, total, count = [], [], 0.0, 0
-    for position, logprobs in sorted(scored, key=lambda one: one[0]):
+    for position, logprobs in sorted(scored, key=lambda part: part[0]):
         for i, logprob in enumerate(logprobs):
             total, count = total - logprob, count + 1
             lengths.append(position + i + 1)
@@ -34,48 +33,41 @@ def curve(scored: Sequence[tuple[int, Sequence[float]]]) -> tuple[list[int], lis
 
 
 def save_curve(scored: Sequence[tuple[int, Sequence[float]]], mode: str, folder: Path, title: str) -> Path | None:
-    """One run's perplexity.png and perplexity.json; None if nothing was predicted."""
+    """One run's perplexity.png and perplexity.json; None if nothing was predicted. scored: see `curve`."""
     lengths, perplexities = curve(scored)
     if not lengths:
         return None
-    every = max(1, len(lengths) // POINTS)
-    keep = sorted({*range(0, len(lengths), every), len(lengths) - 1})
-    found = {"title": title, "mode": mode, "lengths": [lengths[i] for i in keep]}
-    found["perplexity"] = [perplexities[i] for i in keep]
-    write_text(folder / "perplexity.json", json.dumps(found) + "\n")
-    return curves([found], folder / "perplexity.png")
+    every = max(1, len(lengths) // MAX_POINTS)
+    points = sorted({*range(0, len(lengths), every), len(lengths) - 1})
+    run = {"title": title, "mode": mode, "lengths": [lengths[i] for i in points]}
+    run["perplexity"] = [perplexities[i] for i in points]
+    write_text(folder / "perplexity.json", json.dumps(run) + "\n")
+    return draw_curves([run], folder / "perplexity.png")
 
 
-def curves(found: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Curves in one picture; exact and streaming ones are dashed differently, because they are not the same measure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from pqcache.harness.report.heat_maps import split_titles
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """The curves of perplexity.json files in one figure. Exact ones are solid, streaming ones (another measure) dashed."""
+    figure = drawing.new_figure(7, 4.5)
     axis = figure.subplots()
-    heading, titles = split_titles([one["title"] for one in found])
-    for one, title in zip(found, titles, strict=True):
-        style = "-" if one["mode"] == "exact" else "--"
-        axis.plot(one["lengths"], one["perplexity"], style, label=f"{title} ({one['mode']})", linewidth=1.2)
-    axis.set(xlabel="tokens", ylabel="perplexity so far")
-    axis.set_title(heading or titles[0], fontsize=9)
+    heading, titles = drawing.split_titles([run["title"] for run in runs])
+    for i, (run, title) in enumerate(zip(runs, titles, strict=True)):
+        line = "-" if run["mode"] == "exact" else "--"
+        label = f"{title} ({run['mode']})"
+        axis.plot(run["lengths"], run["perplexity"], line, label=label, color=drawing.colour(i), linewidth=1.2)
+    drawing.style(axis, heading or titles[0], "tokens", "perplexity so far")
     axis.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    return path
+    return drawing.save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the perplexity curves of all runs under a folder.")
     parser.add_argument("out", type=Path, help="the out= folder of the runs")
     out = parser.parse_args().out
-    found = [json.loads(path.read_text()) for path in sorted(out.glob("*/perplexity.json"))]
-    if not found:
+    runs = [json.loads(path.read_text()) for path in sorted(out.glob("*/perplexity.json"))]
+    if not runs:
         parser.error(f"{out}: no perplexity.json in any folder below; run task=pg19 with out={out} first")
-    keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
-    print(curves(found, out / "perplexity.png"))
+    drawing.keep_files(out)
+    print(draw_curves(runs, out / "perplexity.png"))
 
 
 if __name__ == "__main__":

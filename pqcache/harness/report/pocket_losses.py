@@ -16,9 +16,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pqcache.atomic import write_text
+from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full
@@ -105,8 +107,8 @@ def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
                 continue
             lost = [k for k, (theirs, ours) in pairs.items() if ours < theirs - 1e-6]
             found.setdefault((row["method"], budget_text(row)), {})[task] = Loss(
-                score=sum(ours for _, ours in pairs.values()) / len(pairs),
-                difference=sum(ours - theirs for theirs, ours in pairs.values()) / len(pairs),
+                score=fmean(ours for _, ours in pairs.values()),
+                difference=fmean(ours - theirs for theirs, ours in pairs.values()),
                 lost=len(lost),
                 samples=len(pairs),
                 depth_lost=_mean(depth[task][int(k.partition(":")[0])] for k in lost),
@@ -117,7 +119,7 @@ def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
 
 def _mean(values: Iterable[float]) -> float | None:
     known = list(values)
-    return sum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 def table(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]]) -> str:
@@ -148,15 +150,11 @@ def table(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]]) ->
 
 def picture(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]], path: Path) -> Path | None:
     """Difference to Full against attention mass: a panel per family, a point per method and budget."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     families = list(dict.fromkeys(task for tasks in lost.values() for task in tasks))
     both = [key for key in lost if key in mass]
     if not families or not both:
         return None
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = drawing.new_figure(12, 6.2)
     axes = figure.subplots(2, -(-len(families) // 2), squeeze=False, sharex=True, sharey=True)
     methods = list(dict.fromkeys(method for method, _ in both))
     budgets = list(dict.fromkeys(budget for _, budget in both))
@@ -170,15 +168,14 @@ def picture(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]], 
                 label = f"{key[0]} {key[1]}"
                 points[label] = axis.plot(x, y, edge, color=colour, markersize=5, label=label)[0]
         axis.set_title(family.removeprefix("pocket_"), fontsize=10)
-        axis.grid(color="#e4e4e4", linewidth=0.7)
+        axis.grid(color=drawing.GRID, linewidth=0.7)
         axis.axhline(0, color="black", linewidth=0.6)
     for axis in axes[-1]:
         axis.set_xlabel("attention mass of what is attended", fontsize=9)
     for line in axes:
         line[0].set_ylabel("score, difference to Full", fontsize=9)
     figure.legend(points.values(), points, loc="outside right center", fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-    return path
+    return drawing.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -199,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     text = table(lost, measured)
     write_text(scores / "losses.md", text + "\n")
+    drawing.keep_files(scores)
     picture(lost, measured, scores / "losses.png")
     print(text)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, find_full, rows_under
+from pqcache.harness.report.tables import number, signed, span
 
 _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
 
@@ -62,8 +63,6 @@ def _add(into: dict[str, dict[str, float]], scores: score_statistics.Scores, see
 
 def pooled_table(rows: Iterable[Row]) -> str:
     """The entries of `pool` as text; empty if no configuration was run under several seeds."""
-    from pqcache.harness.report.tables import number, signed, span
-
     entries = pool(rows)
     if not entries:
         return ""

@@ -9,6 +9,7 @@ import csv
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,10 +53,7 @@ def _number(line: dict[str, str]) -> Number:
 
 @functools.cache
 def _index(experiment: str) -> dict[tuple, float]:
-    found = {}
-    for n in numbers(experiment):
-        found[n.model, n.method, n.budget, n.dataset, n.metric] = n.value
-    return found
+    return {(n.model, n.method, n.budget, n.dataset, n.metric): n.value for n in numbers(experiment)}
 
 
 def value(
@@ -97,7 +95,7 @@ def mean(experiment: str, *, model: str, method: str, budget: float | int | None
         n for n in numbers(experiment) if (n.model, n.method, n.budget, n.metric) == (model, method, budget, "score")
     ]
     values = [n.value for n in line if n.dataset != AVERAGE]
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def experiments() -> list[str]:

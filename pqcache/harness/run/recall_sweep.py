@@ -23,6 +23,8 @@ from pqcache.atomic import write_text
 from pqcache.diagnostics import Capture, Measures, rerun, summarize
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import ModelOptions
+from pqcache.harness.report import axes
+from pqcache.harness.report.recall_figures import draw_sweep
 from pqcache.harness.run import models
 from pqcache.methods import method_class
 from pqcache.selective import Budget, generate
@@ -57,12 +59,12 @@ def prompt_ids(loaded: models.LoadedModel, length: int, seed: int, text: Path | 
 
 def sweep(loaded: models.LoadedModel, ids: list[int], steps: int, path: Path, header: dict[str, Any]) -> dict[str, Any]:
     """Every point of `settings`, those already in `path` excepted."""
-    found: dict[str, Any] = {"header": header, "points": []}
+    results: dict[str, Any] = {"header": header, "points": []}
     if path.exists():
-        found = json.loads(path.read_text())
-    if {**found["header"], "git_commit": None} != {**header, "git_commit": None}:
-        raise SystemExit(f"{path}: is of another run ({found['header']}); choose another --out")
-    done = {json.dumps([p["method"], p["hyper"], p["budget"]]) for p in found["points"]}
+        results = json.loads(path.read_text())
+    if {**results["header"], "git_commit": None} != {**header, "git_commit": None}:
+        raise SystemExit(f"{path}: is of another run ({results['header']}); choose another --out")
+    done = {json.dumps([p["method"], p["hyper"], p["budget"]]) for p in results["points"]}
     todo = [point for point in settings() if json.dumps(list(point)) not in done]
     capture = Capture()
     if todo:
@@ -73,17 +75,15 @@ def sweep(loaded: models.LoadedModel, ids: list[int], steps: int, path: Path, he
         method = method_class(name)(budget=Budget(tokens=budget), **hyper)
         rerun(capture, loaded.model.config, method, [measures])
         summary = summarize([measures.arrays()])
-        found["points"].append({"method": name, "hyper": hyper, "budget": budget, **summary})
-        write_text(path, json.dumps(found, indent=1) + "\n")
+        results["points"].append({"method": name, "hyper": hyper, "budget": budget, **summary})
+        write_text(path, json.dumps(results, indent=1) + "\n")
         print(
             f"[{index + 1}/{len(todo)}] {name} {budget} {hyper or ''} recall {summary['recall_budget']:.3f}", flush=True
         )
-    return found
+    return results
 
 
 def main() -> None:
-    from pqcache.harness.report.diagnostic_figures import draw_sweep
-
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub id or local folder; without it the embedded model")
@@ -106,9 +106,9 @@ def main() -> None:
         "git_commit": environment.git_commit(),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    environment.keep_files_under(arguments.out, Path("~/.cache/pqcache").expanduser())
-    found = sweep(loaded, ids, arguments.steps, arguments.out / "recall_sweep.json", header)
-    for path in draw_sweep(found, arguments.out):
+    axes.keep_files(arguments.out)
+    results = sweep(loaded, ids, arguments.steps, arguments.out / "recall_sweep.json", header)
+    for path in draw_sweep(results, arguments.out):
         print(path)
 
 

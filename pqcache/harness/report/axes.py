@@ -1,0 +1,116 @@
+"""What all figures share: canvas, colours, axes, legend, caption. Drawn without a display: the file is the result.
+
+matplotlib is imported here alone, inside functions, because most commands draw nothing.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.config.options import RunOptions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLACK = "#1b1b1b"  # Full
+COLOURS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057", "#8d96a3", "#b07aa1", "#9c755f", "#4e79a7")
+MARKERS = "sD^vPX<>*o"
+GRID = "#e4e4e4"
+MAX_ACROSS = 4  # panels side by side
+
+
+class Look(NamedTuple):
+    """How a line, bar or point is drawn: the same in every panel."""
+
+    color: str
+    marker: str
+
+
+def colour(index: int) -> str:
+    """The colour of the index-th name; they repeat."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def looks(names: Sequence[str]) -> dict[str, Look]:
+    """Name -> its colour and marker."""
+    return {name: Look(colour(i), MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+
+
+def keep_files(out: Path) -> None:
+    """Before the first figure of a command: other packages write below `out` and the cache folder, and nowhere else."""
+    keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; width and height in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels of this size, at most MAX_ACROSS side by side."""
+    across = min(count, MAX_ACROSS)
+    down = -(-count // across)
+    figure = new_figure(max(5.6, width * across), height * down + 0.7)
+    axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
+
+
+def style(axis: Axes, title: str, x: str, y: str, *, top: float | None = None) -> None:
+    """Title, labels and grid of a panel. top: the y axis is 0 to this."""
+    axis.set_title(title, fontsize=9.5)
+    axis.set_xlabel(x, fontsize=8.5)
+    axis.set_ylabel(y, fontsize=8.5)
+    if top is not None:
+        axis.set_ylim(0, top)
+    axis.grid(color=GRID, linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, above them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    if handles:
+        per_line = max(1, int(figure.get_figwidth() * 9 / max(len(name) + 6 for name in handles)))
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside upper center",
+            ncols=min(len(handles), per_line),
+            fontsize=8,
+            frameon=False,
+        )
+
+
+def save(figure: Figure, path: Path, caption: str = "") -> Path:
+    """Write the figure, with a caption below it that is wrapped to its width."""
+    if caption:
+        width = int(figure.get_figwidth() * 15.5)
+        figure.supxlabel(textwrap.fill(caption, width), fontsize=8, color="#444444", x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def split_titles(titles: Sequence[str]) -> tuple[str, list[str]]:
+    """The words that all of several titles share, and the rest of each."""
+    words = [title.split() for title in titles]
+    shared = [w for w in words[0] if all(w in other for other in words)] if len(words) > 1 else []
+    return " ".join(shared), [" ".join(w for w in title if w not in shared) for title in words]

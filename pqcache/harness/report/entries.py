@@ -1,0 +1,198 @@
+"""The numbers of an experiment's table: what was measured beside what the paper prints, one `Entry` each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.report import published, score_statistics
+from pqcache.harness.report.rows import Row, find_full, read_row
+from pqcache.harness.report.tables import cell_label, varying_keys
+
+AVERAGE = published.AVERAGE
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number of a table. None: not measured, or not printed."""
+
+    experiment: str
+    model: str
+    line: str  # the experiment's name of the cell, or the method
+    method: str
+    budget: float | int | None  # None: the method has none
+    setting: str  # what else tells this line from others
+    dataset: str  # `average` over several
+    metric: str  # the column
+    measured: float | None
+    low: float | None  # 95 % bootstrap interval
+    high: float | None
+    to_full: float | None  # difference to Full, on the same samples
+    to_full_low: float | None
+    to_full_high: float | None
+    p: float | None  # of the difference, by sign flips
+    published: float | None  # the paper's number
+    published_to_full: float | None  # its difference to the paper's Full
+    samples: int | None
+    status: str  # ok | missing | not applicable | failed
+    folder: str  # the cell's name
+
+
+def rows_of(plan: RunPlan) -> dict[str, Row]:
+    """The rows of a plan's cells that are on disk, by the cell's name."""
+    rows = {cell.name: read_row(cell.folder / "row.json") for cell in plan.cells}
+    return {name: row for name, row in rows.items() if row is not None}
+
+
+def status(cell: Cell) -> tuple[str, str]:
+    """(ok | missing | not applicable | failed, the reason) of a cell, from its folder."""
+    if (cell.folder / "row.json").exists():
+        return "ok", ""
+    if cell.skip is not None:
+        return "not applicable", cell.skip
+    try:
+        recorded = json.loads((cell.folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return "missing", ""
+    state = str(recorded.get("status"))
+    if state in ("not applicable", "failed"):
+        return state, str(recorded.get("reason") or "")
+    return "missing", ""
+
+
+def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[Entry]:
+    """Every number of an experiment's table; where nothing was measured yet, the printed ones alone.
+
+    rows: cell name -> row; without it those on disk.
+    """
+    rows = rows_of(plan) if rows is None else rows
+    columns = dict(plan.report.get("columns") or {"score": "score"})
+    keys = [key for key in varying_keys(plan) if key not in ("cell", "method", "model", "task")]
+    table: list[Entry] = []
+    for cell in plan.cells:
+        row = rows.get(cell.name)
+        budget = None if cell.ignores_budget else cell.identity["budget"]
+        setting = ", ".join(f"{k.rpartition('.')[2]}={v}" for k in keys if (v := cell_label(cell, k)))
+        common = {
+            "experiment": plan.experiment or "",
+            "model": cell.identity["model"]["name"],
+            "line": ", ".join(cell.names) or cell.identity["method"]["name"],
+            "method": cell.identity["method"]["name"],
+            "budget": budget,
+            "setting": "" if cell.names and "seed" not in keys else setting,
+            "samples": row["n_samples"] if row is not None else None,
+            "status": status(cell)[0] if row is None else "ok",
+            "folder": cell.name,
+        }
+        full = find_full(row, rows.values()) if row is not None else None
+        for metric, where in columns.items():
+            for dataset in _datasets(cell, row, where):
+                table.append(Entry(**common, **_numbers(plan, cell, row, full, dataset, metric, where), metric=metric))
+    return [*table, *_best_of(plan, table)]
+
+
+def _datasets(cell: Cell, row: Row | None, where: str) -> list[str]:
+    """The data sets of a cell, then their average; of a single one its task's name."""
+    task = cell.identity["task"]
+    if row is not None and len(row["tasks"]) > 1:
+        names = [name.removeprefix(f"{row['task']}_") for name in row["tasks"]]
+    else:
+        names = [str(name) for name in task.get("datasets") or ()]
+    if where != "score":
+        names = []  # other figures are of the cell as a whole
+    return [*names, AVERAGE] if len(names) > 1 else [str(task["name"])]
+
+
+def measured(row: Row, where: str) -> float | None:
+    """A number of a row: `score`, `metric:<lm-eval's metric>` (the mean over tasks, times 100), `rate:<metric>` (as it
+    is), `row:<dotted path>`, or `ms:<path>` of seconds as milliseconds.
+    """
+    kind, _, name = where.partition(":")
+    if kind == "score":
+        return row["score"]
+    if kind in ("metric", "rate"):
+        values = [task["metrics"][name] for task in row["tasks"].values() if name in task["metrics"]]
+        return (100.0 if kind == "metric" else 1.0) * fmean(values) if values else None
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value * (1000.0 if kind == "ms" else 1.0)
+
+
+def _numbers(
+    plan: RunPlan, cell: Cell, row: Row | None, full: Row | None, dataset: str, metric: str, where: str
+) -> dict[str, Any]:
+    value = low = high = p = None
+    to_full: float | None = None
+    to_full_span: list[float] | None = None
+    if row is not None and where == "score":
+        task = next((t for t in row["tasks"] if t in (dataset, f"{row['task']}_{dataset}")), None)
+        own = row["sample_scores"] if task is None else {task: row["sample_scores"].get(task, {})}
+        value = row["score"] if task is None else row["tasks"][task]["score"]
+        interval = row["score_interval"] if task is None else row["tasks"][task]["score_interval"]
+        low, high = interval or (None, None)
+        if full is not None and full["folder"] != row["folder"]:
+            differences = score_statistics.paired(own, full["sample_scores"])
+            to_full, to_full_span = score_statistics.mean(differences), score_statistics.interval(differences)
+            p = score_statistics.significance(differences)
+    elif row is not None:
+        value = measured(row, where)
+        other = measured(full, where) if full is not None and full["folder"] != row["folder"] else None
+        to_full = value - other if value is not None and other is not None else None
+    printed, printed_full = _printed(plan, cell, dataset, metric)
+    return {
+        "dataset": dataset,
+        "measured": value,
+        "low": low,
+        "high": high,
+        "to_full": to_full,
+        "to_full_low": to_full_span[0] if to_full_span else None,
+        "to_full_high": to_full_span[1] if to_full_span else None,
+        "p": p,
+        "published": printed,
+        "published_to_full": None if printed is None or printed_full is None else printed - printed_full,
+    }
+
+
+def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[float | None, float | None]:
+    """(the paper's number, its Full's; None for Full itself) of a cell."""
+    experiment, model = plan.experiment or "", cell.identity["model"]["name"]
+    of_table = {n.dataset for n in published.numbers(experiment)}
+    dataset = next(iter(of_table)) if len(of_table) == 1 else dataset  # one data set: whatever our task is called
+    where: dict[str, Any] = {"model": model, "dataset": dataset, "metric": metric}
+    budget = None if cell.ignores_budget else cell.identity["budget"]
+    labels = cell.labels
+    values = [published.value(experiment, method=name, budget=budget, **where) for name in labels]
+    printed = next((value for value in values if value is not None), None)
+    full = published.value(experiment, method="full", budget=None, **where)
+    return printed, None if "full" in labels else full
+
+
+def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
+    """The lines that an experiment declares as the best of several cells: the best one's numbers under the line's name."""
+    lines = []
+    for name, cells in plan.best_of.items():
+        groups: dict[tuple, list[Entry]] = {}
+        for entry in table:
+            if set(entry.line.split(", ")) & set(cells):
+                groups.setdefault((entry.model, entry.budget), []).append(entry)
+        for (model, budget), group in groups.items():
+            heads = [e for e in group if e.dataset in (AVERAGE, group[-1].dataset) and e.measured is not None]
+            best = max(heads, key=lambda e: e.measured or 0.0).folder if heads else group[0].folder
+            for entry in group:
+                if entry.folder != best:
+                    continue
+                where: dict[str, Any] = {"model": model, "dataset": entry.dataset, "metric": entry.metric}
+                printed = published.value(plan.experiment or "", method=name, budget=budget, **where)
+                base = published.value(plan.experiment or "", method="full", budget=None, **where)
+                difference = None if printed is None or base is None else printed - base
+                chosen = f"best: {entry.line}" if heads else ""
+                own = {"line": name, "setting": chosen, "published": printed, "published_to_full": difference}
+                lines.append(Entry(**{**asdict(entry), **own}))
+    return lines
