@@ -21,8 +21,10 @@ import torch
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
-from pqcache.selective.eviction import EvictionLayer, EvictionMethod, Scorer
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.layer import LayerContext
+from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.buffer import Buffer, take_tokens
 
@@ -31,6 +33,8 @@ MODES = ("dynamic", "static")
 
 class HeavyHitterScorer(Scorer):
     """The attention every entry has received: per query head during a prompt, then per KV head (mean of the group)."""
+
+    per_row = ("sums", "prompt", "counts")
 
     def __init__(self, shape: ModelShape) -> None:
         self.h_kv, self.group = shape.h_kv, shape.group
@@ -78,17 +82,6 @@ class HeavyHitterScorer(Scorer):
         assert self.sums is not None
         self.sums.drop(slots, lengths, rows)
         self.counts = [length - flag for length, flag in zip(lengths, rows, strict=True)]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.prompt is not None:
-            self.prompt = self.prompt.index_select(0, index.to(self.prompt.device))
-        if self.sums is not None:
-            self.sums.map_rows(index)
-            self.counts = [self.counts[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        held = [] if self.sums is None else [self.sums.data]
-        return {"device": held if self.prompt is None else [*held, self.prompt]}
 
 
 @dataclass(kw_only=True)

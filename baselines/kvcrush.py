@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 import torch
 
 from pqcache.selective.budget import Plan, floor_share
-from pqcache.selective.eviction import EvictionMethod, Prompt, Scorer, join_rows
+from pqcache.selective.eviction import EvictionMethod, join_rows
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
+from pqcache.selective.scorer import Prompt, Scorer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import pack_codes, popcount
 

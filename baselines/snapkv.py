@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.column_sums import QueryWindow
-from pqcache.selective.eviction import EvictionMethod, Scorer
+from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.layer import LayerContext
+from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
 
 # w, kernel, pooling of the authors' LongBench runs, of PyramidKV's runs of all baselines, of the released class's defaults

@@ -21,7 +21,8 @@ import torch
 
 from pqcache.selective.attention import partial
 from pqcache.selective.budget import Budget, Plan
-from pqcache.selective.eviction import EvictionLayer, EvictionMethod
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from pqcache.selective.budget import Budget, Plan
-from pqcache.selective.eviction import EvictionMethod, Evictor, kept_of
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.eviction_layer import Evictor, kept_of
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod

@@ -20,9 +20,11 @@ from transformers import PreTrainedConfig
 
 from baselines.kvcrush import KVCrush
 from pqcache.selective.attention import row_mask
-from pqcache.selective.eviction import EvictionLayer, Prompt, join_rows, kept_of
+from pqcache.selective.eviction import join_rows
+from pqcache.selective.eviction_layer import EvictionLayer, kept_of
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.quantization import attend_coded
+from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
 from pqcache.store.packed import PackedStore, PackedStream, TokenCodec, pack_all_but

@@ -12,7 +12,6 @@ real token is 0, padding has none.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +19,7 @@ from pqcache.selective.attention import row_mask
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index_options import IndexOptions
 from pqcache.selective.layer import LayerContext
-from pqcache.store.buffer import Buffer
+from pqcache.selective.row_state import RowState
 
 SCOPES = ("candidates", "all")
 
@@ -83,17 +82,15 @@ class Selected:
     local: list[int]  # tokens of the local window per row, the current one not counted
 
 
-class Index(IndexOptions):
+class Index(RowState, IndexOptions):
     """Ranks the candidates of one layer. A method writes build, append, score; optional pieces are in index_options.py.
 
     `self.layer`, set before anything is called, is the RetrievalLayer it serves: layer.store has K and V, layer.shape the
-    geometry. State with an entry per row of the batch is named in `per_row`: reordering rows and counting bytes then work.
+    geometry. State with an entry per row of the batch is named in `per_row`, see RowState.
     """
 
     reduce: str = "sum_softmax"  # how the query heads of a group agree, see selective.group
     scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
-    # attributes with one entry per row: a tensor or Buffer (n, ...), or a list of n; None before there is one
-    per_row: ClassVar[tuple[str, ...]] = ()
 
     # -- what a method writes ---------------------------------------------------------------------------------------
 
@@ -136,27 +133,3 @@ class Index(IndexOptions):
         return Selection(
             torch.where(indices < 0, indices, indices + cand.sinks) if padded else indices + cand.sinks, padded
         )
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was."""
-        for name in self.per_row:
-            setattr(self, name, _mapped(getattr(self, name), index))
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier ("device" or "host") -> tensors kept between steps."""
-        state = [getattr(self, name) for name in self.per_row]
-        tensors = [x.data if isinstance(x, Buffer) else x for x in state]
-        return {"device": [x for x in tensors if isinstance(x, torch.Tensor)]}
-
-
-def _mapped(state: Any, index: torch.Tensor) -> Any:
-    """State with one entry per row, reordered."""
-    if isinstance(state, torch.Tensor):
-        return state.index_select(0, index.to(state.device))
-    if isinstance(state, Buffer):
-        state.map_rows(index)
-    elif state:
-        return [state[i] for i in index.tolist()]
-    return state

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from pqcache.selective.attention import Part, merge, partial
+from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
@@ -29,9 +30,7 @@ def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int 
     """
     joined: Part | None = None
     for keys, values, inside in store.tiles(tile or TILE):
-        mask = None
-        if inside is not None:
-            mask = inside.repeat_interleave(1 if inside.shape[1] == 1 else q.shape[1] // inside.shape[1], 1)[:, :, None]
+        mask = None if inside is None else per_head(inside, q.shape[1])[:, :, None]
         part = partial(q, keys, values, scaling, mask)
         joined = part if joined is None else merge([joined, part])
     assert joined is not None

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.budget import Plan
-from pqcache.selective.eviction import EvictionMethod, Prompt
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.scorer import Prompt
 from tests.invariants.drive import Session, tokens
 
 

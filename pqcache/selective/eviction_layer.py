@@ -1,0 +1,231 @@
+"""EvictionLayer: frees what an eviction method drops. Evictor: the choice alone, wherever K and V are stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pqcache.selective.attention import attend_one, partial, row_mask
+from pqcache.selective.budget import Plan
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.scorer import Prompt
+from pqcache.selective.shape import ModelShape
+from pqcache.selective.staged import StagedLayer
+from pqcache.store.buffer import Buffer, dense, take_tokens
+from pqcache.store.resident import ResidentStore
+
+if TYPE_CHECKING:
+    from pqcache.selective.eviction import EvictionMethod
+
+
+class Evictor:
+    """An eviction method's choice in one layer, wherever K and V live: which entries stay, and where they stood in their row."""
+
+    def __init__(self, method: EvictionMethod, layer_idx: int, shape: ModelShape) -> None:
+        self.method, self.layer_idx, self.shape = method, layer_idx, shape
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the state before a request."""
+        # (n, h_kv, capacity) int32: where each kept token stood in its row; of a method that drops no generated tokens, those
+        # of the prompt or turn only: the others follow one another, entries from noted[row] on
+        self.positions: Buffer | None = None
+        self.noted: list[int] = []
+        self.seen: list[int] = []  # tokens seen per row
+        self.kept: list[int] = []  # entries held when the current turn began
+        self.plans: list[Plan] = []
+        self.scorer = self.method.make_scorer(self.layer_idx, self.shape)
+
+    def choose(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> tuple[torch.Tensor, list[int]]:
+        """A prompt or turn is complete: choose which of all entries k (n, h_kv, >= max(lengths), d) stay.
+
+        Returns what `EvictionMethod.choose_entries` returns. Those are the entries from here on; scorer and positions follow.
+        """
+        n, h_kv = k.shape[:2]
+        positions = self._extended_positions(n, h_kv, lengths, ctx)
+        self.seen = ctx.step.total
+        self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
+        scores = self.scorer.head_scores(k, lengths, ctx)
+        slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
+        self._note(positions.gather(-1, slots), counts)
+        self.scorer.retain(slots, counts)
+        return slots, counts
+
+    def pick(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
+        """Slots (n, h_kv, m) that stay, in the order in which they will be stored, and how many of them per row."""
+        return self.method.choose_entries(prompt)
+
+    def _extended_positions(self, n: int, h_kv: int, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
+        """Row positions of all staged entries: those kept before, then the new block's. (n, h_kv, max(lengths)) int32."""
+        device = ctx.hidden.device
+        if self.positions is None and lengths == ctx.step.total:  # nothing was evicted before, nothing cropped
+            return torch.arange(max(lengths), dtype=torch.int32, device=device).expand(n, h_kv, -1)
+        out = torch.zeros((n, h_kv, max(lengths)), dtype=torch.int32, device=device)
+        if self.positions is not None:
+            held = self._positions(self.kept)
+            out[:, :, : held.shape[2]] = held
+        for row, (length, total) in enumerate(zip(lengths, ctx.step.total, strict=True)):
+            before = self.kept[row] if self.positions is not None else 0
+            out[row, :, before:length] = torch.arange(total - (length - before), total, device=device)
+        return out
+
+    def _positions(self, lengths: list[int]) -> torch.Tensor:
+        """Row positions of all entries, lengths[r] of row r: (n, h_kv, max(lengths)) int32; beyond a row's end of no meaning."""
+        assert self.positions is not None
+        longest = max(lengths)
+        noted = self.positions.view(min(longest, self.positions.capacity))
+        if self.method.is_dynamic or longest <= min(self.noted):
+            return noted
+        entry = torch.arange(longest, dtype=torch.int32, device=noted.device)
+        # an entry's position less its place
+        gone = [seen - length for seen, length in zip(self.seen, lengths, strict=True)]
+        late = entry + torch.tensor(gone, dtype=torch.int32, device=noted.device)[:, None, None]
+        known = entry < torch.tensor(self.noted, device=noted.device)[:, None, None]
+        noted = torch.nn.functional.pad(noted, (0, longest - noted.shape[2]))
+        return torch.where(known, noted, late)
+
+    def place(self, lengths: list[int], like: torch.Tensor) -> None:
+        """A token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: note its position."""
+        if self.method.is_dynamic:  # entries do not stay in order
+            assert self.positions is not None
+            position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
+            self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
+        self.seen = [s + 1 for s in self.seen]
+
+    def where(self, lengths: list[int]) -> torch.Tensor | None:
+        """Positions of the entries, lengths[r] of row r: (n, h_kv, max(lengths)), -1 = padding. None before there are any."""
+        if self.positions is None:
+            return None
+        position = self._positions(lengths)
+        valid = row_mask(lengths, position.shape[2], position.device)
+        return position if valid is None else position.masked_fill(~valid, -1)
+
+    def sort(self, store: ResidentStore) -> None:
+        """Bring a store's entries, and what is known of them, into the order of their positions."""
+        lengths = store.lengths
+        position = self._positions(lengths)
+        valid = row_mask(lengths, position.shape[2], position.device)
+        if valid is not None:
+            position = position.masked_fill(~valid, torch.iinfo(torch.int32).max)
+        position, order = position.sort(-1)
+        store.retain(order, lengths)
+        self._note(position, lengths)
+        self.scorer.retain(order, lengths)
+
+    def _note(self, positions: torch.Tensor, counts: list[int]) -> None:
+        """Entries 0 .. counts[r]-1 of row r stand at `positions` (n, h_kv, m)."""
+        self.positions = Buffer.like(positions)
+        self.positions.write(positions, [0] * len(counts), [positions.shape[2]] * len(counts))
+        self.noted = list(counts)
+
+    def follow_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row index[i] was."""
+        if self.positions is not None:
+            self.positions.map_rows(index)
+        self.scorer.map_rows(index)
+        rows = index.tolist()
+        self.seen = [self.seen[i] for i in rows] if self.seen else []
+        self.kept = [self.kept[i] for i in rows] if self.kept else []
+        self.noted = [self.noted[i] for i in rows] if self.noted else []
+        self.plans = [self.plans[i] for i in rows] if self.plans else []
+
+    def own_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tier -> tensors kept between steps, K and V apart."""
+        tiers = {tier: list(tensors) for tier, tensors in self.scorer.tensors().items()}
+        if self.positions is not None:
+            tiers.setdefault("device", []).append(self.positions.data)
+        return tiers
+
+
+class EvictionLayer(Evictor, StagedLayer):
+    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token."""
+
+    def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
+        self.method = method
+        StagedLayer.__init__(self, layer_idx, shape)
+
+    def clear(self) -> None:
+        super().clear()
+        self.store = ResidentStore()
+        self.forget()
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        self.scorer.observe(q, keys, stored, ctx)
+
+    def unpack(self) -> ResidentStore:
+        self.kept = list(self.store.lengths)
+        if self.method.is_dynamic and self.positions is not None:  # dropping shuffled the entries: oldest first again
+            self.sort(self.store)
+        return self.store
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        slots, counts = self.choose(k, lengths, ctx)
+        self.take_over(k, v, lengths, slots, counts)
+
+    def take_over(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        """Store entries `slots` (n, h_kv, m), row r's first counts[r], of all staged ones k, v (n, h_kv, max(lengths), d)."""
+        self.store = kept_of(k, v, slots, counts)
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        self.add(k, v, ctx)
+        q, keys, values = self.rotated(q, ctx)
+        lengths = self.store.lengths
+        valid = row_mask(lengths, keys.shape[2], q.device)
+        if self.method.needs_probs:
+            part = partial(q, keys, values, ctx.scaling, None if valid is None else valid[:, :, None], probs=True)
+            assert part.probs is not None
+            self.scorer.observe_step(part.probs[:, :, 0], lengths)
+            out = part.out.transpose(1, 2).to(q.dtype)
+        else:
+            out = attend_one(q, keys, values, ctx.scaling, valid)
+        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=True)
+        self.evict_surplus()
+        return out
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """Store the new token, k and v (n, h_kv, 1, d), with its position."""
+        self.place(self.store.lengths, k)
+        self.store.append(k, v)
+
+    def evict_surplus(self) -> None:
+        """A dynamic method drops one entry per head in every row that holds more than its capacity."""
+        over = [
+            self.method.is_dynamic and length > self.method.capacity(plan)
+            for length, plan in zip(self.store.lengths, self.plans, strict=True)
+        ]
+        if any(over):
+            assert self.positions is not None
+            slots = self.method.victim(self)
+            self.positions.drop(slots, self.store.lengths, over)
+            self.scorer.drop(slots, self.store.lengths, over)
+            self.store.drop(slots, over)
+
+    def rotated(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, K, V as attention sees them; a method that keeps keys un-rotated overrides this."""
+        return q, *self.store.view()
+
+    def held_positions(self) -> torch.Tensor | None:
+        return self.where(self.store.lengths)
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        super().map_rows(index)
+        if self.store is not self.staged:
+            self.store.map_rows(index)
+        self.follow_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        tiers = {"device": list(super().tensors()["device"])}
+        tiers["device"] += self.store.tensors()["device"]
+        for tier, tensors in self.own_tensors().items():
+            tiers.setdefault(tier, []).extend(tensors)
+        return tiers
+
+
+def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:
+    """A store of nothing but entries `slots` (n, h_kv, m), row r's first counts[r], of k, v (n, h_kv, t, d)."""
+    store = ResidentStore()
+    store.load(take_tokens(dense(k), slots), take_tokens(dense(v), slots), counts)
+    return store

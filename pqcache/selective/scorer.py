@@ -1,0 +1,52 @@
+"""Scorer: what ranks the tokens of one layer before some are dropped. An eviction method writes one, with head_scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pqcache.selective.budget import Plan
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.row_state import RowState
+
+
+class Scorer(RowState):
+    """Importance of one layer's entries. A method writes head_scores; observe, where scores depend on attention.
+
+    Row r's keys are at columns 0 .. lengths[r]-1 of every tensor. Query heads are not reduced here: a method built on
+    another (one bit per query head) needs them apart. State per row is named in `per_row`, see RowState.
+    """
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d); see StagedLayer.observe."""
+
+    def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor | None:
+        """Scores of a complete prompt's entries, k (n, h_kv, length, d): (n, h, length), fp32 or wider, larger stays.
+
+        None if the method looks at positions only.
+        """
+        return None
+
+    # -- of methods that evict at decode or in later turns ----------------------------------------------------------
+
+    def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
+        """The layer kept `slots` (n, h_kv, m) of its entries; state per entry follows."""
+
+    def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
+        """One decode step's probabilities (n, h, length) over the kept entries, the new token last (dynamic methods)."""
+
+    def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
+        """The layer dropped entry slots (n, h_kv) of the flagged rows, their last entry taking its place."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A complete prompt (or kept tokens + new turn), as `EvictionMethod.choose_entries` gets it. Row r has lengths[r] entries."""
+
+    k: torch.Tensor  # (n, h_kv, length, d), as stored
+    scores: torch.Tensor | None  # (n, h, length) fp32 or wider, per query head
+    positions: torch.Tensor  # (n, h_kv, length) int32, in the row
+    lengths: list[int]
+    plans: list[Plan]
+    ctx: LayerContext
