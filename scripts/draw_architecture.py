@@ -194,8 +194,11 @@ WIDTH, TOP, STEP, HIGH, GAP = (
 )  # pixels: sheet, first floor, floor to floor, box height, between boxes
 
 
-def boxes() -> dict[str, tuple[float, float, float]]:
-    """Room -> left, top, width of its box."""
+Box = tuple[float, float, float]  # left, top, width
+
+
+def boxes() -> dict[str, Box]:
+    """Room -> its box."""
     placed = {}
     for floor, rooms in enumerate(FLOORS):
         widths = [max(150.0, 7.0 * max(len(SAYS[room]), len(room) + 2) + 24) for room in rooms]
@@ -219,7 +222,16 @@ def svg(rooms: Graph) -> str:
         "Who imports whom: arrows point down, and there is no circle</text>",
     ]
     for a, b in needed(rooms):
-        lines.append(f'<path d="{_curve(placed[a], placed[b])}" fill="none" stroke="#5b6573" marker-end="url(#tip)"/>')
+        if FLOOR_OF[b] == len(FLOORS) - 1:
+            continue  # everybody may use these; their arrows would only hide the others
+        between = [placed[room] for floor in FLOORS[FLOOR_OF[a] + 1 : FLOOR_OF[b]] for room in floor]
+        curve = _curve(placed[a], placed[b], between)
+        lines.append(f'<path d="{curve}" fill="none" stroke="#5b6573" marker-end="url(#tip)"/>')
+    bottom = TOP + STEP * (len(FLOORS) - 1) - 12
+    lines.append(
+        f'<text x="{WIDTH / 2}" y="{bottom}" text-anchor="middle" font-size="11.5" fill="#4a5563">'
+        "single files that every floor may use (arrows left out)</text>"
+    )
     for room, (left, top, width) in placed.items():
         name = (
             "run.py" if room == "run" else room.replace(".", "/") + ("" if FLOOR_OF[room] == len(FLOORS) - 1 else "/")
@@ -233,17 +245,29 @@ def svg(rooms: Graph) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _curve(start: tuple[float, float, float], end: tuple[float, float, float]) -> str:
-    """From the bottom of one box to the top of another; along the floor between two boxes of one floor."""
+def _curve(start: Box, end: Box, between: list[Box]) -> str:
+    """An arrow: along the floor, straight down to the next floor, or past the boxes of the floors between."""
     (x, y, w), (u, v, t) = start, end
     if y == v:
         right = u > x
         return f"M{x + w if right else x:.0f},{y + HIGH / 2:.0f} L{u if right else u + t:.0f},{v + HIGH / 2:.0f}"
     a, b = x + w / 2, u + t / 2
-    skips = v - y > STEP  # past the boxes between: bend to the side
-    a += 0 if not skips else (w / 3 if b >= a else -w / 3)
-    bend = (v - y - HIGH) / 2
-    return f"M{a:.0f},{y + HIGH} C{a:.0f},{y + HIGH + bend:.0f} {b:.0f},{v - bend:.0f} {b:.0f},{v - 1}"
+    if not between:
+        bend = (v - y - HIGH) / 2
+        return f"M{a:.0f},{y + HIGH} C{a:.0f},{y + HIGH + bend:.0f} {b:.0f},{v - bend:.0f} {b:.0f},{v - 1}"
+    low, high = leftmost(between), rightmost(between)
+    right = b > high if not low < b < high else a > (low + high) / 2
+    lane = max(high + 80, b) if right else min(low - 80, b)
+    side = x + w if right else x
+    return f"M{side:.0f},{y + HIGH / 2:.0f} C{lane:.0f},{y + HIGH / 2:.0f} {lane:.0f},{v - STEP:.0f} {b:.0f},{v - 1}"
+
+
+def leftmost(boxes: list[Box]) -> float:
+    return min(left for left, _, _ in boxes)
+
+
+def rightmost(boxes: list[Box]) -> float:
+    return max(left + width for left, _, width in boxes)
 
 
 def main() -> int:
