@@ -1,15 +1,20 @@
-"""Time to the second token and per output token of methods over prompt lengths, each step held against what it must move.
+"""Time to the second token and per output token of methods over prompt lengths, beside the least time of a decode step.
 
     python scripts/bench_latency.py --geometry mistral-7b-instruct-v0.2 --layers 2 --lengths 2048 4096
     python scripts/bench_latency.py --model <hub id or folder> --dtype float16 --device cuda --lengths 8192 32768 --json out.json
     python scripts/bench_latency.py --rows full pqcache pqcache:store=host h2o h2o:attn=standard --overlap none
 
 A row is a method, with hyper-parameters behind a colon (`pqcache:store=host,max_iter=3`; `attn=` is the prefill's attention).
-Weights are random in a known model's geometry, or a real model's. TT2T: prompt submitted to second token. prefill: to the
-first one; index: of it, what building the index held the model up (work beside it is not counted; `beside` is how long it
-took). TPOT: decode steps, the first two of each run dropped. bound: weights / memory bandwidth + bytes fetched / link
-bandwidth, both as this machine reaches them; KV: reading the attended keys and values once, which the bound leaves out.
-Rounds are interleaved after one that warms up. A row that runs out of memory says so.
+Weights are random in a known model's geometry, or a real model's. Rounds are
+interleaved after one that warms up. A row that runs out of memory says so. Columns:
+
+    TT2T      prompt submitted to second token
+    prefill   prompt submitted to first token
+    index     how long building the index held the prefill up
+    beside    seconds of index builds that may run beside the model, whether they held it up or not
+    TPOT      decode steps, the first two of each run dropped; p95: their 95th percentile
+    bound     weights / memory bandwidth + bytes fetched / link bandwidth, both as this machine reaches them; x: TPOT / bound
+    KV        reading the attended keys and values once, which the bound leaves out
 """
 
 from __future__ import annotations
@@ -27,14 +32,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from pqcache.measure.geometries import GEOMETRIES
 from pqcache.measure.machine import Ceilings, ceilings, device_caption
-from pqcache.measure.roofline import DROPPED_STEPS, Bound, bound, prompt, random_model
+from pqcache.measure.roofline import DROPPED_STEPS, bound, prompt, random_model
 from pqcache.methods import METHODS, method_class
 from pqcache.naming import suggestion
 from pqcache.selective import Budget, GenerationResult, Method, generate
 from pqcache.selective.shape import NotApplicable
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
+from scripts.bench.options import add_machine_options, prepare, refuse_below
+from scripts.bench.timing import progress
 
 ROWS = [
     "full",
@@ -60,7 +69,7 @@ class Line:
 
 
 def parse_row(text: str, budget: str) -> Line:
-    """Raises ValueError, one line, for what does not exist."""
+    """A row by its text, `<method>:<key>=<value>,...`. Raises ValueError, one line, for what does not exist."""
     name, _, rest = text.partition(":")
     if name not in METHODS:
         raise ValueError(f"--rows={text}: unknown method; {suggestion(name, METHODS)}")
@@ -85,11 +94,13 @@ def parse_row(text: str, budget: str) -> Line:
     return Line(text, lambda: cls(**options), attn)
 
 
-def steps(runs: list[GenerationResult]) -> list[float]:
+def step_times(runs: list[GenerationResult]) -> list[float]:
+    """Seconds of all decode steps but the first of each run, sorted."""
     return sorted(s for run in runs for s in run.step_s[DROPPED_STEPS:])
 
 
-def at(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
+    """The value at a share of the sorted values; NaN if there are none."""
     return values[min(len(values) - 1, round(share * (len(values) - 1)))] if values else float("nan")
 
 
@@ -100,16 +111,16 @@ def figures(line: Line, model: PreTrainedModel, limits: Ceilings) -> dict[str, A
         values = [v for v in map(pick, line.runs) if v is not None]
         return statistics.median(values) if values else None
 
-    last, times = line.runs[-1], steps(line.runs)
-    least: Bound = bound(model, last, limits)
-    p50 = at(times, 0.5)
+    last, times = line.runs[-1], step_times(line.runs)
+    least = bound(model, last, limits)
+    p50 = quantile(times, 0.5)
     return {
         "tt2t_s": median(lambda r: r.tt2t_s),
         "prefill_s": median(lambda r: r.prefill_s),
         "index_build_s": median(lambda r: r.index_build_s),
         "index_work_s": median(lambda r: r.index_work_s or None),
         "tpot_p50_ms": 1e3 * p50,
-        "tpot_p95_ms": 1e3 * at(times, 0.95),
+        "tpot_p95_ms": 1e3 * quantile(times, 0.95),
         "bound_ms": least.to_dict(),
         "roofline": p50 / least.total,
         "attended_tokens": last.attended_tokens,
@@ -133,7 +144,7 @@ def measure(
         for line in lines:
             if line.trouble:
                 continue
-            print(f"\r{length} tokens: round {turn}/{rounds} {line.label:30}", end="", file=sys.stderr, flush=True)
+            progress(f"{length} tokens: round {turn}/{rounds} {line.label:30}")
             try:
                 run = generate(model, line.make(), ids, max_new_tokens=new, attn=line.attn, lanes=make_lanes())
             except NotApplicable as error:
@@ -142,13 +153,14 @@ def measure(
                 line.trouble = "out of memory"
                 torch.cuda.empty_cache()
             except RuntimeError as error:
-                if "allocate" not in str(error):  # the CPU's allocator has no exception of its own
+                # The CPU's allocator has no exception of its own.
+                if "allocate" not in str(error):
                     raise
                 line.trouble = "out of memory"
             else:
                 if turn:
                     line.runs.append(run)
-    print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)
+    progress(" " * 79)
 
 
 HEAD = (
@@ -180,17 +192,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3, help="after one that warms up")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    add_machine_options(parser, device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--overlap", default="auto", choices=OVERLAP, help="copies and clustering beside the model")
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
     args = parser.parse_args(argv)
-    for name, least in (("new_tokens", DROPPED_STEPS + 2), ("rounds", 1), ("layers", 1)):
-        if (value := getattr(args, name)) is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')}={value}: allowed is an int >= {least}")
-    if min(args.lengths) < 1:
-        parser.error(f"--lengths={min(args.lengths)}: allowed is an int >= 1")
+    refuse_below(parser, args, new_tokens=DROPPED_STEPS + 2, rounds=1, layers=1, lengths=1)
     try:
         args.lines = [parse_row(text, args.budget) for text in args.rows]
     except ValueError as error:
@@ -201,6 +206,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def lanes_maker(overlap: str, device: torch.device) -> Callable[[], Lanes]:
+    """What makes the lanes of a run, on which copies and index builds go beside the model."""
     if overlap == "none":
         return Lanes
     return ThreadLanes if overlap == "threads" else lambda: lanes_for(device)
@@ -208,9 +214,7 @@ def lanes_maker(overlap: str, device: torch.device) -> Callable[[], Lanes]:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, dtype = prepare(args)
     try:
         if args.model is not None:
             model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
@@ -226,11 +230,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         end="",
     )
     print(f"; {args.rounds} rounds of {args.new_tokens} tokens; overlap {args.overlap}\n")
-    found: dict[str, Any] = {"caption": caption, "ceilings": limits.to_dict(), "budget": args.budget, "lengths": {}}
+    results: dict[str, Any] = {"caption": caption, "ceilings": limits.to_dict(), "budget": args.budget, "lengths": {}}
     for length in args.lengths:
         measure(args.lines, model, length, args.new_tokens, args.rounds, lanes_maker(args.overlap, device))
         print(f"prompts of {length} tokens\n{HEAD}")
-        rows = found["lengths"][str(length)] = {}
+        rows = results["lengths"][str(length)] = {}
         for line in args.lines:
             if line.trouble:
                 rows[line.label] = {"trouble": line.trouble}
@@ -240,8 +244,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 show(line.label, rows[line.label])
         print()
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    return found
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return results
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A table at equal measured bytes: each method's token budget is solved until it holds what a reference method holds.
+"""A table at equal measured bytes: each method's token budget is solved for the bytes that a reference method holds.
 
     python scripts/equal_bytes.py reference=int8 method=snapkv,h2o,kvcrush model.dtype=bfloat16 limit=20
     python scripts/equal_bytes.py reference=zipcache budget=0.2 method=snapkv,pyramidkv,kvcrush kvcrush.base=h2o task.length=4096
 
-reference, budget: the method whose bytes are the measure, and its budget (default 0.2). method: those to be fitted to it.
-<method>.<key>=<value>: a hyper-parameter of that method. Everything else is as for run.py and holds for all cells; the rows
-land in `out`. Run a 16-bit model (model.dtype=bfloat16): codes are compared with 16-bit K and V.
+reference, budget: the method whose bytes all others should hold, and its budget (default 0.2). method: those that are fitted.
+<method>.<key>=<value>: a hyper-parameter of that method. Everything else is as for run.py and holds for all cells; rows are
+written to `out`. Run a 16-bit model (model.dtype=bfloat16): codes are compared with 16-bit K and V.
 
 Bytes are "content": all that stays resident after the last step, codes, parameters, positions and sums included, but not
 the slack of buffers, which grow by 256 tokens at a time and would, at short prompts, differ by more than the methods do.
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
@@ -33,7 +35,8 @@ from pqcache.harness.run.session import Session
 from pqcache.selective.budget import MIN_TOKENS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-ROUNDS = 8  # runs of a cell before giving up
+# Runs of a cell before giving up.
+ROUNDS = 8
 
 
 class Unreachable(Exception):
@@ -73,15 +76,18 @@ def solve(measure: Callable[[int, bool], float], target: float, prompt: float, t
         tried[tokens] = measure(tokens, False)
         if abs(tried[tokens] / target - 1) <= tolerance:
             return tokens
-        below = max((t for t, found in tried.items() if found < target), default=None)
-        above = min((t for t, found in tried.items() if found > target), default=None)
+        below = max((t for t, nbytes in tried.items() if nbytes < target), default=None)
+        above = min((t for t, nbytes in tried.items() if nbytes > target), default=None)
         tokens = round(tokens + (target - tried[tokens]) / per_token)
         if below is not None and above is not None and not below < tokens < above:
-            tokens = (below + above) // 2  # answers of other lengths moved the line
+            # Answers of other lengths moved the line.
+            tokens = (below + above) // 2
         if tokens in tried:
             break
-    near = min(tried, key=lambda t: abs(tried[t] - target))
-    raise Unreachable(f"closest is {near} tokens, {100 * (tried[near] / target - 1):+.2f} %, in {len(tried)} runs")
+    closest = min(tried, key=lambda t: abs(tried[t] - target))
+    raise Unreachable(
+        f"closest is {closest} tokens, {100 * (tried[closest] / target - 1):+.2f} %, in {len(tried)} runs"
+    )
 
 
 class Bench:
@@ -109,7 +115,8 @@ class Bench:
             if not quick:
                 rows[tokens] = self.run(method, str(tokens))
                 return content(rows[tokens])
-            with tempfile.TemporaryDirectory() as scratch:  # a trial is no result
+            # A trial is no result.
+            with tempfile.TemporaryDirectory() as scratch:
                 return content(self.run(method, str(tokens), "limit=1", f"out={scratch}", "wandb=disabled"))
 
         try:
@@ -136,62 +143,90 @@ def table(reference: Row, fits: list[Fit]) -> str:
             paired = score_statistics.paired(row["sample_scores"], reference["sample_scores"])
             interval = tables.span(score_statistics.interval(paired), tables.signed)
             line += f"{tables.signed(score_statistics.mean(paired)):>12}{interval:>16}"
-        for ours, theirs in ((content(row), content(reference)), (_allocated(row), _allocated(reference))):
-            width = 13 if ours == content(row) else 15
+        for size, width in ((content, 13), (allocated, 15)):
+            ours, theirs = size(row), size(reference)
             line += f"{ours / 2**20:{width}.3f}{100 * (ours / theirs - 1):+8.2f}%"
         lines.append(line)
     return "\n".join(lines)
 
 
-def _allocated(row: Row) -> float:
+def allocated(row: Row) -> float:
+    """Mean bytes of all tiers, buffer slack included."""
     return sum(row["resident_bytes"].values())
 
 
-def main(argv: list[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    values = dict(text.partition("=")[::2] for text in argv)
-    names = [name for name in values.pop("method", "").split(",") if name]
-    reference = values.pop("reference", "")
-    try:
-        if not names or not reference:
+@dataclass
+class Request:
+    """A command line: the reference and its budget, the methods to fit, and the options of all cells and of each method."""
+
+    reference: str
+    budget: str
+    methods: list[str]
+    tolerance: float
+    common: list[str]
+    options: dict[str, list[str]]
+
+    @classmethod
+    def parse(cls, argv: list[str]) -> Request:
+        """Raises Refused if a name is missing or the tolerance is no number."""
+        values = dict(text.partition("=")[::2] for text in argv)
+        methods = [name for name in values.pop("method", "").split(",") if name]
+        reference = values.pop("reference", "")
+        if not methods or not reference:
             raise Refused(["reference=<method> and method=<method>,<method> must be named"])
         try:
             tolerance = float(values.pop("tolerance", "0.01"))
         except ValueError:
             raise Refused(["tolerance: expected a number such as 0.01"]) from None
         budget = values.pop("budget", "0.2")
-        known = [*names, reference]
+        known = [*methods, reference]
         options = {
-            n: [f"method.{k.partition('.')[2]}={v}" for k, v in values.items() if k.split(".")[0] == n] for n in known
+            name: [f"method.{k.partition('.')[2]}={v}" for k, v in values.items() if k.split(".")[0] == name]
+            for name in known
         }
         common = [f"{k}={v}" for k, v in values.items() if k.split(".")[0] not in known]
-        bench = Bench(common, options)
-        for name in names:  # say what is wrong before anything runs
-            make_plan(compose_all([*common, f"method={name}", "budget=4096", *options[name]], CONFIGS))
-        measure = bench.run(reference, budget)
-        print(
-            f"{reference}: {content(measure) / 2**20:.3f} MiB content, score {tables.number(measure['score'])}",
-            flush=True,
-        )
-        fits = []
-        for name in names:
-            fits.append(bench.fit(name, measure, tolerance))
-            found = fits[-1].row
-            print(f"{name}: {fits[-1].reason if found is None else tables.summary_line(found)}", flush=True)
+        return cls(reference, budget, methods, tolerance, common, options)
+
+    def check(self) -> None:
+        """Raises Refused, before anything runs, if a cell is not possible."""
+        for name in self.methods:
+            make_plan(compose_all([*self.common, f"method={name}", "budget=4096", *self.options[name]], CONFIGS))
+
+
+def run(request: Request) -> None:
+    """Run the reference, fit every method to it, print the table. Raises Unreachable if the reference has no row."""
+    bench = Bench(request.common, request.options)
+    reference = bench.run(request.reference, request.budget)
+    size, score = content(reference) / 2**20, tables.number(reference["score"])
+    print(f"{request.reference}: {size:.3f} MiB content, score {score}", flush=True)
+    fits = []
+    for name in request.methods:
+        fits.append(bench.fit(name, reference, request.tolerance))
+        row = fits[-1].row
+        print(f"{name}: {fits[-1].reason if row is None else tables.summary_line(row)}", flush=True)
+    print(f"\n{table(reference, fits)}\n")
+    cells = (
+        f"{reference['model']}, {reference['kv_dtype']}, {reference['task']}: {reference['n_samples']} samples a cell"
+    )
+    print(f"{cells}, {reference['prompt_tokens']:.0f} prompt tokens on average, batch 1.")
+    print(f"error: of bytes against {request.reference}'s. content: without buffer slack; allocated: with it.")
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    try:
+        request = Request.parse(argv)
+        request.check()
+        run(request)
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
         return 2
     except Unreachable as error:
-        print(f"error: {reference}: {error}", file=sys.stderr)
+        print(f"error: {request.reference}: {error}", file=sys.stderr)
         return 1
-    prompt = f"{measure['prompt_tokens']:.0f} prompt tokens on average"
-    print(f"\n{table(measure, fits)}\n")
-    run = f"{measure['model']}, {measure['kv_dtype']}, {measure['task']}: {measure['n_samples']} samples a cell"
-    print(f"{run}, {prompt}, batch 1.")
-    print(f"error: of bytes against {reference}'s. content: without buffer slack; allocated: with it.")
     return 0
 
 

@@ -1,15 +1,17 @@
-"""How long one layer's prefill, its copy to the host and the clustering of its keys take here; what max_iter=adaptive needs.
+"""Profile one layer's prefill, its copy to the host and the clustering of its keys, for method.max_iter=adaptive.
 
     python scripts/profile_schedule.py --model mistral-7b-instruct-v0.2 --dtype float16 --device cuda
     python scripts/profile_schedule.py --shape 32,8,128,4096,14336 --dtype float32 --device cpu --threads 2
     python scripts/profile_schedule.py --shape 4,2,64,256,768 --lengths 512 1024 2048 --rounds 1 --figure schedule.png
 
-A decoder layer with random weights prefills prompts of each length (a quadratic is fitted); random keys are clustered in 3
-and in 9 rounds (a line each: what 3 rounds cost, and what each further one). Every time is the fastest of its repetitions, since
-other jobs only add to it; a warning says where times still contradict each other. T(x) is then the largest number of rounds that
-ends within one layer's prefill, from 3 to 300 (PQCache, section 3.3). Kept in <cache-dir>/schedule by machine and geometry, where
-`method=pqcache method.max_iter=adaptive` looks. On a machine without an accelerator clustering hides behind nothing, since both
-run on the same cores: the profile then says how much of a prefill it is. The picture (PQCache's Figure 7) needs matplotlib.
+A decoder layer with random weights prefills prompts of each length; a quadratic is fitted to its times. Random keys are
+clustered in 3 and in 9 rounds; a line is fitted to the cost of 3 rounds and to that of each further one. Every time is the
+fastest of its repetitions, since other jobs only add to it; a warning says where times still contradict each other. T(x) is
+then the largest number of rounds, from 3 to 300, that ends within one layer's prefill (PQCache, section 3.3). The profile is
+stored in <cache-dir>/schedule by machine and geometry, where `method=pqcache method.max_iter=adaptive` reads it.
+
+Without an accelerator clustering and prefill run on the same cores, and none hides behind the other: the profile then says
+what share of a prefill clustering is. The picture (PQCache's Figure 7) needs matplotlib.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.measure.machine import device_caption, fastest_seconds
 from pqcache.pq.fit import fit
 from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
+from scripts.bench.options import add_machine_options, prepare, refuse_below
 
-FEW, MANY = 3, 9  # rounds whose difference is the cost of a round
+# K-Means rounds whose difference is the cost of a round.
+FEW, MANY = 3, 9
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
@@ -79,20 +85,20 @@ def cluster_seconds(
 
 
 def contradictions(points: dict[str, Any], cost: CostModel) -> list[str]:
-    """What cannot be so, and what it would make of the number of rounds: signs of other jobs, or of too few repetitions."""
-    found = []
+    """Times that cannot be right, and the number of rounds they lead to: signs of other jobs or too few repetitions."""
+    lines = []
     lengths, compute = points["lengths"], points["compute_s"]
     for i in range(1, len(lengths)):
         if compute[i] <= compute[i - 1]:
-            found.append(f"{lengths[i]} tokens were prefilled sooner than {lengths[i - 1]}")
+            lines.append(f"{lengths[i]} tokens were prefilled sooner than {lengths[i - 1]}")
     for x, few, many in zip(points["keys"], points["few_s"], points["many_s"], strict=True):
         if many <= few:
-            found.append(f"{x} keys were clustered in {MANY} rounds sooner than in {FEW}: T({x}) = {cost.rounds(x)}")
-    return found
+            lines.append(f"{x} keys were clustered in {MANY} rounds sooner than in {FEW}: T({x}) = {cost.rounds(x)}")
+    return lines
 
 
 def draw(cost: CostModel, points: dict[str, list[float]], caption: str, path: Path) -> None:
-    """PQCache's Figure 7: what runs during one layer's prefill, over the length of the prompt."""
+    """Draw PQCache's Figure 7: what runs during one layer's prefill, over the length of the prompt."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -114,16 +120,32 @@ def draw(cost: CostModel, points: dict[str, list[float]], caption: str, path: Pa
         )
     (c1, c0), (e1, e0) = cost.base, cost.per_round
     own = [1e3 * (c1 * x + c0 + (t - FEW) * (e1 * x + e0)) for x, t in zip(fine, rounds, strict=True)]
-    told = f"{rounds[0]}" if len(set(rounds)) == 1 else f"{min(rounds)} to {max(rounds)}"
-    axis.plot(fine, own, ":", color="black", label=f"clustering, adaptive ({told} rounds)")
+    span = f"{rounds[0]}" if len(set(rounds)) == 1 else f"{min(rounds)} to {max(rounds)}"
+    axis.plot(fine, own, ":", color="black", label=f"clustering, adaptive ({span} rounds)")
     axis.set_xlabel("prompt length (tokens)")
     axis.set_ylabel("ms per layer")
-    axis.set_yscale("log")  # where the same cores do both, clustering is a hundredth of a prefill
+    # Where the same cores do both, clustering is a hundredth of a prefill.
+    axis.set_yscale("log")
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)
     axis.set_title(caption, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def show(cost: CostModel, points: dict[str, Any]) -> None:
+    """Print the profile, length by length."""
+    print(
+        f"{'tokens':>8} {'layer ms':>9} {'to host ms':>10} {'3 rounds ms':>11} {'per round':>9} {'share of 3':>10} {'T':>4}"
+    )
+    for i, x in enumerate(points["lengths"]):
+        layer, few, many = (1e3 * points[key][i] for key in ("compute_s", "few_s", "many_s"))
+        print(
+            f"{x:8d} {layer:9.2f} {1e3 * points['offload_s'][i]:10.2f} {few:11.2f} {(many - few) / (MANY - FEW):9.2f}"
+            f" {few / layer:10.4f} {cost.rounds(x):4d}"
+        )
+    shares = [few / layer for few, layer in zip(points["few_s"], points["compute_s"], strict=True)]
+    print(f"mean share of a layer's prefill that 3 rounds take: {statistics.mean(shares):.4f}")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -133,21 +155,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     model.add_argument(
         "--shape", help="query heads, KV heads, head dimension, hidden size, MLP size: 32,8,128,4096,14336"
     )
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_machine_options(parser, device="cuda" if torch.cuda.is_available() else "cpu", json=False)
     parser.add_argument("--kmeans-device", default="cpu", choices=["cpu", "cuda"], help="as method.kmeans_device")
     parser.add_argument("--m", type=int, default=2)
     parser.add_argument("--b", type=int, default=6)
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="at least three")
     parser.add_argument("--rounds", type=int, default=3, help="timed repetitions, after one that warms up")
-    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--cache-dir", type=Path, default=CACHE_DIR)
     parser.add_argument("--figure", type=Path, default=None, help="draw Figure 7 here")
     args = parser.parse_args(argv)
     if len(set(args.lengths)) < 3 or min(args.lengths) <= 2**args.b:
         parser.error(f"--lengths={args.lengths}: allowed are three or more lengths above 2^b={2**args.b}")
-    if args.rounds < 1:
-        parser.error(f"--rounds={args.rounds}: allowed is an int >= 1")
+    refuse_below(parser, args, rounds=1)
     if "cuda" in (args.device.split(":")[0], args.kmeans_device) and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: --device cpu --kmeans-device cpu")
     try:
@@ -158,15 +177,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def layer_config(args: argparse.Namespace) -> LlamaConfig:
-    """One gated layer of the size asked for, as a LlamaConfig: other families' layers of that size cost about the same."""
+    """One gated layer of the requested size, as a LlamaConfig: other families' layers of that size cost about the same."""
     if args.shape is not None:
         try:
             h, h_kv, d, hidden, intermediate = map(int, args.shape.split(","))
         except ValueError:
             raise ValueError(f"--shape={args.shape}: expected five integers, such as 32,8,128,4096,14336") from None
     else:
-        found = Geometry.of(geometry(args.model), args.dtype, m=1, b=1, kmeans_device="cpu")
-        h, h_kv, d, hidden, intermediate = found.h, found.h_kv, found.d, found.hidden, found.intermediate
+        size = Geometry.of(geometry(args.model), args.dtype, m=1, b=1, kmeans_device="cpu")
+        h, h_kv, d, hidden, intermediate = size.h, size.h_kv, size.d, size.hidden, size.intermediate
     if d % args.m or h % h_kv:
         raise ValueError(f"--shape={h},{h_kv},{d}: --m must divide the head dimension, KV heads the query heads")
     return LlamaConfig(
@@ -178,11 +197,9 @@ def layer_config(args: argparse.Namespace) -> LlamaConfig:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> Path:
     args = arguments(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    config, device, lengths = args.config, torch.device(args.device), sorted(set(args.lengths))
+    device, dtype = prepare(args)
+    config, lengths = args.config, sorted(set(args.lengths))
     where = torch.device(args.kmeans_device)
-    dtype = getattr(torch, args.dtype)
     points: dict[str, Any] = {
         "lengths": lengths,
         "compute_s": layer_seconds(config, lengths, dtype, device, args.rounds),
@@ -199,17 +216,7 @@ def main(argv: list[str] | None = None) -> Path:
     )
     caption += f"\n{device_caption(device)}; clustering on {where.type}; fastest of {args.rounds}"
     print(caption)
-    print(
-        f"{'tokens':>8} {'layer ms':>9} {'to host ms':>10} {'3 rounds ms':>11} {'per round':>9} {'share of 3':>10} {'T':>4}"
-    )
-    for i, x in enumerate(lengths):
-        layer, few, many = (1e3 * points[key][i] for key in ("compute_s", "few_s", "many_s"))
-        print(
-            f"{x:8d} {layer:9.2f} {1e3 * points['offload_s'][i]:10.2f} {few:11.2f} {(many - few) / (MANY - FEW):9.2f}"
-            f" {few / layer:10.4f} {cost.rounds(x):4d}"
-        )
-    shares = [few / layer for few, layer in zip(points["few_s"], points["compute_s"], strict=True)]
-    print(f"mean share of a layer's prefill that 3 rounds take: {statistics.mean(shares):.4f}")
+    show(cost, points)
     for line in contradictions(points, cost):
         print(f"warning: {line}; measure again on a quiet machine, or with more --rounds", file=sys.stderr)
     print(path)
