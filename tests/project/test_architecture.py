@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: no circle, no arrow up, a picture made from these imports, and a path that a step really takes."""
+"""docs/architecture.md is true: no circle, no arrow up, a picture of these imports, a path that a step really takes."""
 
 from __future__ import annotations
 
