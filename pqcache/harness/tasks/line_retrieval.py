@@ -65,9 +65,9 @@ class LineRetrieval(DataSetTask[LineRetrievalOptions]):
 
     def read(self, seed: int, limit: int | None) -> tuple[Rows, dict[str, Any]]:
         rows, facts = super().read(seed, limit)
-        wrong = [row["num_lines"] for row in rows if int(row["num_lines"]) != self.options.lines]
-        if wrong:
-            require(False, "lines", self.options.lines, f"{self.options.source} has prompts of {wrong[0]} lines")
+        for row in rows:
+            allowed = f"{self.options.source} has prompts of {row['num_lines']} lines"
+            require(int(row["num_lines"]) == self.options.lines, "lines", self.options.lines, allowed)
         return rows, facts
 
     def build(self, request: TaskRequest) -> TaskSpec:

@@ -30,14 +30,13 @@ HUB, CONSTRUCTED = "hub", "constructed"
 Rows = list[dict[str, Any]]
 
 
-def check_source(source: str, *, constructed: bool = False, file: bool = False) -> str:
-    """`source` if it is valid: hub, constructed (if the task constructs rows), a folder, or with `file` a file."""
+def check_source(source: str, *, constructed: bool = False, file: bool = False) -> None:
+    """Refuse a source that is not hub, constructed (if the task constructs rows), a folder, or with `file` a file."""
     words = [HUB, CONSTRUCTED] if constructed else [HUB]
     if source not in words:
         path = Path(source).expanduser()
         allowed = f"is no folder; must be {' or '.join(words)}, or the path of a local folder"
         require(path.is_dir() or (file and path.is_file()), "source", source, allowed)
-    return source
 
 
 def local_file(folder: str, *names: str) -> Path:

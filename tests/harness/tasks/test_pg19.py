@@ -19,11 +19,8 @@ def test_exact_positions_and_one_stream(tmp_path: Path, tokenizer: Any) -> None:
     spec, tasks = build("pg19", options, tokenizer, limit=None)
     _, docs = tasks["pg19"]
     assert [doc["meta"]["position"] for doc in docs] == [250, 500]
-    assert spec.tokens(docs[0]) == (
-        ids[:252],
-        251,
-        250,
-    )  # prefill [0, 250), one step with token 250, token 251 predicted
+    # prefill [0, 250), one step with token 250, token 251 predicted
+    assert spec.tokens(docs[0]) == (ids[:252], 251, 250)
     assert "exact" in spec.data["perplexity"]
     spec, tasks = build("pg19", {**options, "mode": "stream", "prefill": 100}, tokenizer)
     _, (doc,) = tasks["pg19"]

@@ -18,6 +18,7 @@ from pqcache.embedded.documents import filler_sentence
 SHORTEST = 128  # tokens; the fixed parts of every layout need that much
 NOMINAL_WORDS = (2000, 6000, 12000)  # LongBench-E: lengths that rows state in turn, one for each bucket
 
+# text -> tokens
 Count = Callable[[str], int]
 
 _NAMES = (

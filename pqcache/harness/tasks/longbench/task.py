@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
-from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
+from pqcache.harness.tasks.longbench.constructed import SHORTEST, Count, construct
 from pqcache.harness.tasks.longbench.data_sets import (
     BUCKETS,
     DATASETS,
@@ -112,8 +112,6 @@ class LongBenchTask(Task[LongBenchOptionsT]):
 
     # ending of the data sets' files
     ending = ""
-    # constructed rows for each sample
-    constructed_factor = 1
 
     def __init__(self, name: str, options: LongBenchOptionsT) -> None:
         super().__init__(name, options)
@@ -180,13 +178,12 @@ class LongBenchTask(Task[LongBenchOptionsT]):
         def count(text: str) -> int:
             return len(request.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-        samples, tokens = request.samples(DEFAULT_SAMPLES) * self.constructed_factor, self.options.constructed_tokens
-        every_bucket = self.constructed_factor > 1
-        rows = {
-            dataset: construct(dataset, samples, tokens, request.seed, count, e=every_bucket)
-            for dataset in self.datasets()
-        }
+        samples = request.samples(DEFAULT_SAMPLES)
+        rows = {dataset: self.constructed_rows(dataset, samples, request.seed, count) for dataset in self.datasets()}
         return rows, {"source": "constructed", "revision": None, "sha256": {}}
+
+    def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
+        return construct(dataset, samples, self.options.constructed_tokens, seed, count)
 
 
 class LongBench(LongBenchTask[LongBenchOptions]):
@@ -215,7 +212,6 @@ class LongBenchE(LongBenchGroup):
 
     Options = LongBenchEOptions
     ending = "_e"
-    constructed_factor = len(BUCKETS)
 
     def all_datasets(self) -> tuple[str, ...]:
         return DATASETS_E
@@ -227,6 +223,11 @@ class LongBenchE(LongBenchGroup):
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
         buckets = {name: [row for row in rows if bucket_of(row["length"]) == name][:limit] for name in BUCKETS}
         return {f"longbench_e_{dataset}_{name}": members for name, members in buckets.items() if members}
+
+    def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
+        """`samples` for each bucket."""
+        tokens = self.options.constructed_tokens
+        return construct(dataset, samples * len(BUCKETS), tokens, seed, count, e=True)
 
 
 def read_archive(
