@@ -25,15 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pqcache.selective.attach import attach, attention_modules
+from pqcache.selective.attach import attention_modules
 from pqcache.selective.budget import Plan, floor_share
-from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.calibration import Calibration
-from pqcache.selective.dense import DenseLayer, dense_prefill
+from pqcache.selective.calibration import Calibration, Tensors, watch_text
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
-from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import Method
+from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.rope import project_query, rotate
 from pqcache.selective.shape import ModelShape, NotApplicable
@@ -82,52 +79,26 @@ def partial_basis(layer: dict[str, torch.Tensor], rule: str, ratio: float) -> to
     return torch.stack([F.pad(x, (0, widest - x.shape[1])) for x in kept])
 
 
-class _ProbeLayer(DenseLayer):
-    """Attends as any dense layer, stores nothing, and computes its rotation from the one block it sees."""
-
-    rotation: dict[str, torch.Tensor]  # what `skew` returns
-    similarity = 1.0  # of this layer's attention input to that of the layer before: mean cosine
-
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
-    ) -> torch.Tensor:
-        method = ctx.cache.method
-        assert isinstance(method, _Probe)
-        self.rotation = skew(q, k, method.skew)
-        if method.hidden is not None:
-            self.similarity = float(F.cosine_similarity(method.hidden.float(), ctx.hidden.float(), dim=-1).mean())
-        method.hidden = ctx.hidden
-        return dense_prefill(q, k, v, mask, None, ctx)
-
-
-@dataclass(kw_only=True)
-class _Probe(Method):
-    """A dense pass for calibration, not a method to run."""
-
-    name: ClassVar[str] = "infinigen_probe"
-
-    skew: str = "svd"
-
-    def setup(self) -> None:
-        self.hidden: torch.Tensor | None = None  # attention input of the last layer that ran
-
-    def make_layer(self, layer_idx: int, shape: ModelShape) -> _ProbeLayer:
-        return _ProbeLayer(layer_idx, shape)
-
-
-@torch.no_grad()
-def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> dict[str, torch.Tensor]:
+def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> Tensors:
     """`skew` of all L layers on token ids (1, t), stacked: basis (L, h_kv, d, d), q_sum and k_sum (L, h_kv, d).
 
     similarity (L,): mean cosine of each layer's attention input to that of the layer before.
     """
-    cache = SelectiveCache(model, _Probe(skew=how))
-    cache.begin([ids.shape[1]])
-    with attach(model):
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    layers = [layer for layer in cache.layers if isinstance(layer, _ProbeLayer)]
-    stacked = {name: torch.stack([layer.rotation[name] for layer in layers]) for name in ("basis", "q_sum", "k_sum")}
-    return {**stacked, "similarity": torch.tensor([layer.similarity for layer in layers])}
+    rotations: list[Tensors] = []
+    similarity: list[float] = []
+    before: torch.Tensor | None = None  # attention input of the layer before
+
+    def rotate_layer(call: WatchedCall) -> None:
+        nonlocal before
+        rotations.append(skew(call.q, call.k, how))
+        hidden = call.ctx.hidden
+        same = 1.0 if before is None else float(F.cosine_similarity(before.float(), hidden.float(), dim=-1).mean())
+        similarity.append(same)
+        before = hidden
+
+    watch_text(model, ids, rotate_layer)
+    stacked = {name: torch.stack([layer[name] for layer in rotations]) for name in ("basis", "q_sum", "k_sum")}
+    return {**stacked, "similarity": torch.tensor(similarity)}
 
 
 class SpeculativeIndex(Index):
@@ -225,8 +196,9 @@ class InfiniGen(RetrievalMethod):
     aligned_dense_layers: ClassVar[int] = 1
     paper_dense_layers: ClassVar[int] = 2
     shortens: ClassVar[bool] = False  # it chooses one layer ahead, not within the step
-    n_sink: int = 0
-    recent_ratio: float = 0.0
+    retired: ClassVar[dict[str, Any]] = {"n_sink": 0, "recent_ratio": 0.0}
+    n_sink: ClassVar[int] = 0  # type: ignore[misc]
+    recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 
     # share of the columns that speculation uses (0.2 in the released code)
     partial_ratio: float = 0.2
@@ -245,8 +217,6 @@ class InfiniGen(RetrievalMethod):
         super().validate()
         self.require("partial_ratio", 0 < self.partial_ratio <= 1, "a float in (0, 1]")
         self.require_one_of("column_rule", COLUMN_RULES)
-        self.require("n_sink", self.n_sink == 0, "0, InfiniGen has no sinks")
-        self.require("recent_ratio", self.recent_ratio == 0, "0, InfiniGen has no local window")
         self.require_one_of("skew", SKEWS)
         self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
         self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")

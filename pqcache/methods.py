@@ -30,6 +30,7 @@ METHODS: dict[str, str] = {
     "quest": "baselines.quest:Quest",
     "two_stage": "baselines.combined:TwoStage",
     "infinigen": "baselines.infinigen:InfiniGen",
+    "double_sparsity": "baselines.double_sparsity:DoubleSparsity",
     "zipcache": "baselines.zipcache:ZipCache",
     "kivi": "baselines.kivi:KIVI",
     "gear": "baselines.gear:GEAR",

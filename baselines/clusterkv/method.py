@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -210,7 +210,8 @@ class ClusterKV(RetrievalMethod):
 
     name: ClassVar[str] = "clusterkv"
     paper_dense_layers: ClassVar[int] = 2
-    recent_ratio: float = 0.0
+    retired: ClassVar[dict[str, Any]] = {"recent_ratio": 0.0}
+    recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 
     # first tokens, always attended
     n_sink: int = 16
@@ -240,7 +241,6 @@ class ClusterKV(RetrievalMethod):
         self.require("clusters", self.clusters is None or self.clusters >= 1, "null or an int >= 1")
         self.require("cache_steps", self.cache_steps >= 0, "an int >= 0")
         self.require_one_of("distance", DISTANCES)
-        self.require("recent_ratio", self.recent_ratio == 0, "0, ClusterKV has no local window")
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
         aligned = partition_plan(self.budget, s, self.n_sink, 0.0)

@@ -3,7 +3,8 @@
     calibration = Calibration("mymethod", tokens=2048, settings=(1, self.rule))      # 1: the version of what is stored
     tensors = calibration.get(model, text, cache_dir, lambda model, ids: {"mean": ...})
 
-`Method.prepare` gets model, text and cache_dir from the harness, and is the place to call `get`.
+`Method.prepare` gets model, text and cache_dir from the harness, and is the place to call `get`. `watch_text` shows what every
+layer computes on the token ids: queries, keys, values, output and context.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pqcache.atomic import replacing
+from pqcache.selective.attach import attach
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.layer import WatchedCall, Watcher
+from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import sliding_window
 
 if TYPE_CHECKING:
@@ -91,3 +98,31 @@ def _load(path: Path) -> Tensors | None:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
         return None
+
+
+@torch.no_grad()
+def watch_text(model: PreTrainedModel, ids: torch.Tensor, watch: Callable[[WatchedCall], None]) -> None:
+    """Run the model with full attention over token ids (1, t); watch(call) is called for each layer, from the first on."""
+    cache = SelectiveCache(model, _Dense())
+    cache.watchers.append(_TextWatcher(watch))
+    cache.begin([ids.shape[1]])
+    with attach(model):
+        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+class _TextWatcher(Watcher):
+    def __init__(self, watch: Callable[[WatchedCall], None]) -> None:
+        self.call = watch
+
+    def watch(self, call: WatchedCall) -> None:
+        self.call(call)
+
+
+@dataclass(kw_only=True)
+class _Dense(Method):
+    """Full attention, for the calibration pass alone."""
+
+    name: ClassVar[str] = "calibration"
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> DenseLayer:
+        return DenseLayer(layer_idx, shape)

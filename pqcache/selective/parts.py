@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.fields import without_retired
 from pqcache.methods import METHODS, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
@@ -66,9 +67,11 @@ class ComposedMethod(Method):
         """
         options: dict[str, Any] = getattr(self, option)
         known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
-        for key, value in options.items():
-            if key in cls.retired and value == cls.retired[key]:
-                continue
+        try:
+            typed = without_retired(cls, options)
+        except ValueError as error:
+            raise ValueError(f"{option}={options}: {error}") from None
+        for key, value in typed.items():
             if key in common:
                 raise ValueError(f"{option}={options}: allowed is what is the part's own, without {key}")
             if key not in known:
@@ -76,7 +79,6 @@ class ComposedMethod(Method):
             kind = "None" if value is None else type(value).__name__
             if kind not in known[key] and not (kind == "int" and "float" in known[key]):
                 raise ValueError(f"{option}={options}: {key} takes {' or '.join(known[key])}")
-        typed = {key: value for key, value in options.items() if key in known}
         try:
             return cls(**{**defaults, **typed, **common})
         except NotApplicable:

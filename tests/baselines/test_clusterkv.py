@@ -328,6 +328,6 @@ def test_protocols_and_refusals() -> None:
     assert ClusterKV(budget=half, protocol="paper").plan(816, 0, 1).k == 408 - 16
     assert ClusterKV(budget=Budget(tokens=256)).plan(816, 0, 1).total == 256
     assert ClusterKV(protocol="paper").dense_layers == 2
-    for hyper in ({"window": 0}, {"clusters": 0}, {"recent_ratio": 0.5}, {"distance": "cosin"}, {"cache_steps": -1}):
+    for hyper in ({"window": 0}, {"clusters": 0}, {"distance": "cosin"}, {"cache_steps": -1}):
         with pytest.raises(ValueError, match="allowed is"):
             ClusterKV(**hyper)

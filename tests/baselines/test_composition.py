@@ -108,6 +108,12 @@ def test_what_does_not_fit_is_refused(cls: type[Method], option: str, value: str
     assert value not in str(caught.value).split("allowed is ")[1].split("; ")[0].split(", ")
 
 
+def test_options_that_had_one_value_still_take_it() -> None:
+    assert EvictRetrieve(retrieve="quest", retrieve_options={"n_sink": 0, "page": 8}).retriever.page == 8
+    with pytest.raises(ValueError, match="retrieve_options=.*n_sink=4: allowed is 0"):
+        EvictRetrieve(retrieve="quest", retrieve_options={"n_sink": 4})
+
+
 def test_refusals_name_what_fits() -> None:
     expected: dict[tuple[type[Any], str], set[str]] = {
         (TwoStage, "second"): {"oracle", "pqcache", "sparq"},

@@ -373,8 +373,6 @@ def test_protocols_and_refusals() -> None:
     with pytest.raises(NotApplicable, match="dense_layers=0"):
         InfiniGen(dense_layers=0)
     for hyper in (
-        {"n_sink": 4},
-        {"recent_ratio": 0.5},
         {"partial_ratio": 0.0},
         {"column_rule": "k"},
         {"skew": "pca"},

@@ -174,6 +174,6 @@ def test_every_selection_is_whole_pages_within_the_budget(llama: PreTrainedModel
 def test_protocols_and_refusals() -> None:
     assert Quest().dense_layers == 0
     assert Quest(protocol="paper").dense_layers == 2
-    for hyper in ({"page": 0}, {"n_sink": 4}, {"recent_ratio": 0.5}):
+    for hyper in ({"page": 0}, {"reduce": "mean"}):
         with pytest.raises(ValueError, match="allowed is"):
             Quest(**hyper)

@@ -1,0 +1,134 @@
+"""Double Sparsity: rank tokens by a few heavy channels of their keys (Yang et al., arXiv 2408.07092, section 3).
+
+Offline, a calibration text gives each head its heavy channels: those of largest |q| |k|. The label cache keeps these channels of
+every key, in `label_bits` bits. A decode step scores all tokens by the same channels of the query and attends exactly to the
+best ones (Algorithm 1).
+
+Deviations:
+- The heads of a group share heavy channels, by the sum over the group, and one choice of tokens; labels are stored per KV head.
+- A channel's weight is (sum over tokens of |q|) * (sum over tokens of |k|), both after RoPE.
+- Sinks and local window are this project's, as for the other retrieval methods: the paper selects all tokens by score.
+- With store=host selected tokens are fetched when they are needed. Double Sparsity-Offload prefetches them one layer ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from pqcache.selective.attach import attention_modules
+from pqcache.selective.budget import floor_share
+from pqcache.selective.calibration import Calibration, Tensors, watch_text
+from pqcache.selective.group import top_tokens
+from pqcache.selective.index import Index
+from pqcache.selective.layer import LayerContext, WatchedCall
+from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.selective.shape import ModelShape
+from pqcache.store.packed import BufferCodec, ExactCodec, TokenCodec, right_align
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHANNELS = ("qk", "q", "k")
+
+
+def channel_sums(model: PreTrainedModel, ids: torch.Tensor) -> Tensors:
+    """Sums of |q| and |k| after RoPE over token ids (1, t) and over each group's query heads: "q", "k" (layers, h_kv, d)."""
+    q_sums, k_sums = [], []
+
+    def add(call: WatchedCall) -> None:
+        h_kv = call.k.shape[1]
+        q_sums.append(call.q[0].float().abs().sum(1).unflatten(0, (h_kv, -1)).sum(1).cpu())
+        k_sums.append(call.k[0].float().abs().sum(1).cpu())
+
+    watch_text(model, ids, add)
+    return {"q": torch.stack(q_sums), "k": torch.stack(k_sums)}
+
+
+class LabelIndex(Index):
+    """The label cache of one layer: the heavy channels of every key, in few bits."""
+
+    def __init__(self, method: DoubleSparsity) -> None:
+        self.method, self.reduce = method, method.reduce
+        self.channels: torch.Tensor | None = None  # (h_kv, r), a constant of the model
+        self.labels: BufferCodec = ExactCodec() if method.label_bits == 16 else TokenCodec(method.label_bits)
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        if ctx.module not in self.method.channels:
+            raise RuntimeError("Double Sparsity was not prepared for this model: call prepare(model, None, None) first")
+        self.channels = self.method.channels[ctx.module].to(k.device)
+        self.labels.clear()
+        self.labels.append(self.heavy(right_align(k, [0] * len(lengths), lengths)), [0] * len(lengths), lengths)
+        return [True] * len(lengths)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        self.labels.append(self.heavy(k), [length - 1 for length in lengths], [1] * len(lengths))
+
+    def heavy(self, x: torch.Tensor) -> torch.Tensor:
+        """The heavy channels of x (n, h_kv, m, d), each KV head's own: (n, h_kv, m, r)."""
+        assert self.channels is not None
+        return x.gather(3, self.channels[None, :, None].expand(*x.shape[:3], -1))
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        return self.products(q, self.labels.tile(lo, hi)) * ctx.scaling
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        return self.products(q, self.labels.take(indices, self.layer.shape.group)) * ctx.scaling
+
+    def products(self, q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """q (n, h, 1, d), labels (n, h_kv or h, m, r) -> (n, h, m) fp32."""
+        n, h, _, d = q.shape
+        heavy = self.heavy(q.view(n, -1, self.layer.shape.group, d)).view(n, labels.shape[1], -1, labels.shape[3])
+        return (heavy.float() @ labels.float().mT).view(n, h, -1)
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        self.labels.map_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"device": self.labels.tensors() + ([] if self.channels is None else [self.channels])}
+
+
+@dataclass(kw_only=True)
+class DoubleSparsity(RetrievalMethod):
+    """Tokens with the largest q . k over heavy channels. `prepare` runs the model once over a calibration text."""
+
+    name: ClassVar[str] = "double_sparsity"
+    ranks_shortlists: ClassVar[bool] = True
+
+    # share of a key's channels that its label has (the paper's channel sparsity, 1/16), at least one channel
+    channel_ratio: float = 1 / 16
+    # weight by which channels are heavy: qk, q or k
+    channel: str = "qk"
+    # bits per number of a label, 1 to 8, or 16
+    label_bits: int = 4
+    # tokens of the calibration text, at most
+    calibration_tokens: int = 2048
+
+    def validate(self) -> None:
+        super().validate()
+        self.require("channel_ratio", 0 < self.channel_ratio <= 1, "a float in (0, 1]")
+        self.require_one_of("channel", CHANNELS)
+        self.require("label_bits", 1 <= self.label_bits <= 8 or self.label_bits == 16, "1..8, or 16")
+        self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
+
+    def setup(self) -> None:
+        super().setup()
+        self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, r)
+
+    def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
+        modules = attention_modules(model)
+        if self.budget.is_everything or (text is None and all(module in self.channels for module in modules)):
+            return
+        sums = Calibration(self.name, self.calibration_tokens, (1,)).get(model, text, cache_dir, channel_sums)
+        weight = sums["q"] * sums["k"] if self.channel == "qk" else sums[self.channel]
+        r = max(1, floor_share(weight.shape[2], self.channel_ratio))
+        for module, layer in zip(modules, weight, strict=True):
+            self.channels[module] = top_tokens(layer[None], [r])[0].to(model.device)
+
+    def make_index(self, layer_idx: int, shape: ModelShape) -> LabelIndex:
+        return LabelIndex(self)
