@@ -96,9 +96,8 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
     limit = tol * points.variance  # (G,)
     active = torch.arange(len(x), device=x.device)  # groups still moving
     codes = torch.full(x.shape[:2], -1, dtype=torch.int32, device=x.device)
-    stale = torch.ones(
-        len(x), dtype=torch.bool, device=x.device
-    )  # codes are those of the centroids before the last update
+    # whether a group's codes are those of its centroids before the last update
+    stale = torch.ones(len(x), dtype=torch.bool, device=x.device)
     rounds = 0
     for _ in range(max_iter):
         new_codes, partial, sums, counts = points.assign_and_add(active, centroids[active])

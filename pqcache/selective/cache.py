@@ -49,7 +49,7 @@ class SelectiveCache(Cache):
         self.attn, self.kernel = attention_kernel(attn)
         self.ledger = Ledger()
         # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
-        # retrieval.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.
+        # index.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.
         self.observers: list[Callable[[SelectiveLayer, torch.Tensor, Any], None]] = []
         self.watchers: list[Watcher] = []  # see every attention, prompt blocks included
         super().__init__(layers=method.layers(self.shape))

@@ -4,8 +4,8 @@ an index that ...                           overrides                           
 works one layer ahead (choose, send)        on_previous_input, on_layer_input, end_step      baselines/infinigen.py, pq/far.py
 does not cover the newest tokens yet        local, max_local                                 baselines/clusterkv/
 ranks a shortlist without all scores        score_at                                         baselines/combined/two_stage.py
-is built beside the model                   wait                                             pq/method.py
-has product-quantized keys on the device    pq_codes                                         pq/method.py
+is built beside the model                   wait                                             pq/index.py
+has product-quantized keys on the device    pq_codes                                         pq/index.py
 """
 
 from __future__ import annotations

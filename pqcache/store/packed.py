@@ -284,9 +284,8 @@ class PackedStream:
         self.codec.map_rows(index)
         rows = index.tolist()
         self.body, self.tails = [self.body[i] for i in rows], [self.tails[i] for i in rows]
-        start = self.tail.shape[2] - max(
-            self.tails
-        )  # the longest tail may have gone: equal rows are not searched for gaps
+        # the row with the longest tail may be gone: rows of equal length must not begin with a gap
+        start = self.tail.shape[2] - max(self.tails)
         self.tail = self.tail[:, :, start:].index_select(0, index.to(self.tail.device))
 
     def tensors(self) -> list[torch.Tensor]:

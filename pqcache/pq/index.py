@@ -1,0 +1,239 @@
+"""PQIndex: centroids and codes of one layer's keys, by which PQCache ranks tokens (arXiv 2407.12820, section 3)."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pqcache import kernels
+from pqcache.pq import codebook
+from pqcache.pq.far import FarCodes
+from pqcache.pq.fit import Fitted, fit
+from pqcache.selective.index import Candidates, Index, Selection
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.substitute import PQCodes
+from pqcache.store.buffer import Buffer
+from pqcache.store.host import HOST
+from pqcache.store.lanes import NOTHING, Work
+
+if TYPE_CHECKING:
+    from pqcache.pq.method import PQCache
+
+REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
+
+
+@dataclass
+class _Building:
+    """An index that is being built beside the model."""
+
+    work: Work[Fitted]
+    ledger: Ledger
+    device: torch.device
+    beside: bool  # else it was built on the spot, within its caller's time
+
+
+class PQIndex(Index):
+    """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i.
+
+    `build` starts the clustering, beside the model where the cache's lanes do that; every use of the index waits for it first.
+    With codes_store=host both are stored on the host, and `far` sends each step its copy.
+    """
+
+    def __init__(self, method: PQCache) -> None:
+        self.method = method
+        self.reduce = method.reduce
+        self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
+        self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
+        self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
+        self.building: _Building | None = None
+        self.far: FarCodes | None = None
+
+    def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
+        self.wait()
+        method, cache = self.method, ctx.cache
+        far = method.codes_store == "host"
+        home = HOST if far else k.device
+        counts = [max(0, length - method.n_sink) for length in lengths]
+        n, h_kv, _, d = k.shape
+        c = 2**method.b
+        if self.centroids is None or self.codes is None:
+            dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
+            self.centroids = torch.zeros((n, h_kv, method.m, c, d // method.m), dtype=dtype, device=home)
+            code = torch.uint8 if method.b <= 8 else torch.int16
+            self.codes = Buffer(n, h_kv * method.m, (), code, home, pinned=far, token_major=far)
+            self.far = FarCodes(k.device, cache.lanes, cache.ledger.move) if far else None
+            self.fitted = [0] * n
+        # too few keys for an index, or few new ones since the last fit: nothing to cluster
+        due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + REFIT)]
+        for r in due:
+            self.fitted[r] = counts[r]
+            rounds = method.rounds(counts[r])
+            cache.ledger.facts["kmeans_max_iter"] = max(rounds, cache.ledger.facts.get("kmeans_max_iter", 0))
+        if any(self.fitted):
+            self._start(k, counts, due, ctx)
+            if not cache.lanes.asynchronous:
+                self.wait()
+        return [fitted > 0 for fitted in self.fitted]
+
+    def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
+        """Start the fit on the device where K-Means runs. A store on the host has the keys there already."""
+        assert self.centroids is not None and self.codes is not None
+        method, ledger, lanes = self.method, ctx.cache.ledger, ctx.cache.lanes
+        home = self.codes.data.device
+        where = k.device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
+        old, longest, code_dtype = self.centroids, max(counts), self.codes.data.dtype
+        keys, written, sources = k[:, :, method.n_sink : method.n_sink + longest], NOTHING, [k, old]
+        assert self.layer.store is not None
+        if where.type != k.device.type:
+            on_host = self.layer.store.host_keys(longest) if where.type == "cpu" else None
+            if on_host is not None:
+                (keys, written), sources = on_host, [old]
+            else:
+                ledger.move("index_input", keys.numel() * keys.element_size())
+        if where.type != home.type:
+            code_bytes = len(counts) * self.codes.data.shape[1] * longest * code_dtype.itemsize
+            ledger.move("index_upload", len(due) * old[0].numel() * old.element_size() + code_bytes)
+
+        def work() -> Fitted:
+            written.finish()
+            fitted = fit(
+                keys.to(where), old, counts, due, rounds=method.rounds, tol=method.tol, seed=method.kmeans_seed,
+                code_dtype=code_dtype,
+            )  # fmt: skip
+            return fitted._replace(centroids=fitted.centroids.to(home), codes=fitted.codes.to(home))
+
+        self.building = _Building(lanes.build(work, *sources), ledger, k.device, lanes.asynchronous)
+
+    def wait(self) -> None:
+        self._take_over()
+        if self.far is not None:
+            self.far.settle()
+
+    def _take_over(self) -> None:
+        """Take over the index that was started, if one was. Waiting for it counts as index time."""
+        building, self.building = self.building, None
+        if building is None:
+            return
+        ledger = building.ledger
+        with ledger.index_timer(building.device) if building.beside else contextlib.nullcontext():
+            fitted = building.work.wait()
+        assert self.codes is not None
+        n = len(fitted.codes)
+        self.centroids = fitted.centroids.pin_memory() if self.codes.pinned else fitted.centroids
+        self.codes.write(fitted.codes, [0] * n, [fitted.codes.shape[-1]] * n)
+        if self.far is not None:
+            self.far.tokens = fitted.codes.shape[-1]
+        facts = ledger.facts
+        facts["kmeans_iterations"] = max(fitted.rounds, facts.get("kmeans_iterations", 0))
+        ledger.index_work_s += fitted.seconds
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        """The new token gets its codes at once; it is ranked once it has left the local window."""
+        self._take_over()
+        assert self.codes is not None
+        if self.far is not None:
+            self.far.end_step()
+        codes = codebook.encode(k, self.near()[0]).flatten(1, 2).to(self.codes.data.dtype)
+        starts = [length - 1 - self.method.n_sink for length in lengths]
+        if self.far is not None:
+            self.far.append(self.codes, codes[..., 0], starts)
+            return
+        if min(starts) >= 0:
+            self.codes.write(codes, starts, [1] * len(starts))
+            return
+        for row, start in enumerate(starts):  # a short row beside indexed ones: it is dense, its sinks are not coded
+            if start >= 0:
+                self.codes.reserve(start + 1)
+                self.codes.data[row, :, start] = codes[row, :, 0]
+
+    def near(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Centroids and codes (n, h_kv * m, >= tokens) on the device."""
+        assert self.centroids is not None and self.codes is not None
+        if self.far is not None:
+            return self.far.take(self.centroids, self.codes)
+        return self.centroids, self.codes.data
+
+    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
+        centroids, codes = self.near()
+        sink = self.method.n_sink
+        n, h_kv, m = centroids.shape[:3]
+        return codebook.score(q, codes[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1), centroids) * ctx.scaling
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""
+        centroids, codes = self.near()
+        if self.reduce == "sum_softmax" and self.scope == "candidates" and kernels.native(q, codes):
+            from pqcache.kernels.codes import top_tokens
+
+            sink = self.method.n_sink
+            n, m = centroids.shape[0], centroids.shape[2]
+            tables = codebook.tables(q, centroids) * ctx.scaling
+            codes = codes.view(n, h_kv, m, -1)
+            indices = top_tokens(tables, codes, cand.sinks - sink, [end - sink for end in cand.ends], cand.k)
+            if indices is not None:
+                padded = len(set(cand.k)) > 1
+                return Selection(
+                    torch.where(indices < 0, indices, indices + sink) if padded else indices + sink, padded
+                )
+        return super().select(q, cand, h_kv, ctx)
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """By the codes of these positions alone."""
+        centroids, codes = self.near()
+        n, h_kv, m = centroids.shape[:3]
+        heads = max(h_kv, indices.shape[1])
+        at = (indices - self.method.n_sink).clamp_min(0).expand(n, heads, -1)
+        at = at.unflatten(1, (h_kv, -1))  # (n, h_kv, g, t)
+        codes = codes.view(n, h_kv, m, -1)
+        if heads == h_kv:
+            codes = codes.gather(3, at.expand(-1, -1, m, -1))
+            return codebook.score(q, codes, centroids) * ctx.scaling
+        at = at.flatten(2)[:, :, None].expand(-1, -1, m, -1)  # (n, h_kv, m, g * t)
+        codes = codes.gather(3, at).unflatten(3, (heads // h_kv, -1)).transpose(2, 3).flatten(1, 2)  # (n, h, m, t)
+        return codebook.score(q, codes, centroids.repeat_interleave(heads // h_kv, dim=1)) * ctx.scaling
+
+    # -- codes on the host, sent ahead of their layer -----------------------------------------------------------------
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """Begin to send what this layer's next step needs, unless it is still being built: the step will wait then."""
+        if self.far is None or self.building is not None or not ctx.step.decode or all(self.layer.dense):
+            return
+        assert self.centroids is not None and self.codes is not None
+        self.far.start(self.centroids, self.codes)
+
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        self.on_previous_input(ctx)
+
+    def end_step(self) -> None:
+        if self.far is not None:
+            self.far.end_step()
+
+    # -- codes lent to kernels on the device --------------------------------------------------------------------------
+
+    def pq_codes(self) -> PQCodes | None:
+        self._take_over()
+        if self.far is not None:
+            return None
+        if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
+            return None
+        return PQCodes(self.centroids, self.codes)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        self.wait()
+        if self.centroids is None or self.codes is None:
+            return
+        centroids = self.centroids.index_select(0, index.to(self.centroids.device))
+        self.centroids = centroids.pin_memory() if self.codes.pinned else centroids
+        self.codes.map_rows(index)
+        self.fitted = [self.fitted[i] for i in index.tolist()]
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        if self.centroids is None or self.codes is None:
+            return {}
+        return {"device" if self.far is None else "host": [self.centroids, self.codes.data]}
