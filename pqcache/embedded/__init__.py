@@ -24,7 +24,7 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     """The shipped tokenizer; `<bos> prompt <answer>` is its chat form."""
     from transformers import PreTrainedTokenizerFast
 
-    # AutoTokenizer would take the class of the model type, whose Unicode normalization loses characters
+    # AutoTokenizer would use the class of the model type, whose Unicode normalization loses characters.
     return PreTrainedTokenizerFast.from_pretrained(model_dir())
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 FACTS_PER_1K, NEAR_DUPLICATES_PER_1K = 6, 6
 N_VALUES = 5
 _INTRO = "Here are some notes and stories."
-_SHORTEST = 96  # tokens; a shorter prompt has no room for a fact, a duplicate and the question
+# Tokens; a shorter prompt has no room for a fact, a duplicate and the question.
+_SHORTEST = 96
 
 
 def _sample(
@@ -71,9 +72,9 @@ def make_samples(
 
 
 def score(response: str, values: list[str]) -> float:
-    """100 x the share of `values` that stand at their place after the response's first " is "; 0 if there is none."""
-    _, found, rest = response.partition(" is ")
-    if not found or not values:
+    """100 x the share of `values` at their place after the response's first " is "; 0 if there is no " is "."""
+    _, separator, rest = response.partition(" is ")
+    if not separator or not values:
         return 0.0
     words = [re.sub(r"\W+$", "", w) for w in rest.split()]
     return 100.0 * sum(a == b for a, b in zip(words, values, strict=False)) / len(values)

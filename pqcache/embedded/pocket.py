@@ -21,7 +21,8 @@ from pqcache.embedded.words import Words, pseudo_words
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHORTEST = 512  # tokens; a shorter prompt has no room for the largest scene
+# Tokens; a shorter prompt has no room for the largest scene.
+SHORTEST = 512
 
 
 def _code_filler(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> list[str]:
@@ -80,7 +81,7 @@ def make_samples(
     """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
 
     count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
-    words: the tokenizer whose tokens the made-up words consist of, if it is another one.
+    words: the tokenizer whose tokens make up the pseudo-words, if it is another one.
     """
     if length < SHORTEST:
         raise ValueError(f"pocket needs prompts of at least {SHORTEST} tokens, not {length}")

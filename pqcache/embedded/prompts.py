@@ -29,7 +29,7 @@ def size(tokenizer: PreTrainedTokenizerBase, piece: str) -> int:
 def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: bool = False) -> list[str]:
     """Filler pieces (each with the white space before it) of together at most `room` tokens, fewer by less than 12.
 
-    documents: every paragraph is a document with a number; the first one has begun before.
+    documents: every paragraph is a document with a number; the first one began before the filler.
     """
     pieces: list[str] = []
     number = 1
@@ -39,11 +39,12 @@ def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: 
             number += 1
             gap = f"\n\nDocument {number}: " if documents else "\n\n"
         piece = gap + filler_sentence(rng)
-        taken = size(tokenizer, piece)
-        if taken <= room:
+        tokens = size(tokenizer, piece)
+        if tokens <= room:
             pieces.append(piece)
-            room -= taken
-        elif room < 40:  # too little room for most sentences: end with a short one
+            room -= tokens
+        elif room < 40:
+            # Too little room for most sentences: end with a short one.
             piece = " It rained" + " again and again" * ((room - 6) // 4) + "."
             if size(tokenizer, piece) <= room:
                 pieces.append(piece)

@@ -14,8 +14,10 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-_EVAL_SHARE = 0.25  # of all pseudo-words
-_NAME_BEGINNINGS, _VALUE_BEGINNINGS, _ENDINGS = 160, 320, 64  # at most so many, the most frequent tokens first
+# Share of all pseudo-words that is kept for evaluation.
+_EVAL_SHARE = 0.25
+# Limits; the most frequent tokens come first.
+_NAME_BEGINNINGS, _VALUE_BEGINNINGS, _ENDINGS = 160, 320, 64
 _WORD = re.compile(r"[A-Za-z]+")
 
 
@@ -26,7 +28,7 @@ def is_eval_word(word: str) -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """Pseudo-words, sorted; names are capitalised, values lower-case. No word is in two of the four lists, whatever its case."""
+    """Pseudo-words, sorted. Names are capitalised, values lower-case; regardless of case no word is in two lists."""
 
     names_train: tuple[str, ...]
     names_eval: tuple[str, ...]
@@ -35,7 +37,7 @@ class Words:
 
     @property
     def held_out(self) -> frozenset[str]:
-        """Lower-case words that may stand in no training document."""
+        """Lower-case words that no training document may contain."""
         return frozenset(w.lower() for w in self.names_eval + self.values_eval)
 
 
@@ -57,7 +59,7 @@ def _compose(tokenizer: PreTrainedTokenizerBase, beginning: str, limit: int) -> 
 
 @lru_cache(maxsize=2)
 def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
-    """All pseudo-words of a tokenizer, split; a second or so, then cached."""
+    """All pseudo-words of a tokenizer, split. Takes about a second, then cached."""
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
     taken = {n.lower() for n in names}
     values = [v for v in _compose(tokenizer, "Ġ[a-z]{2,4}", _VALUE_BEGINNINGS) if v not in taken]

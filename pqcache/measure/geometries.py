@@ -1,6 +1,7 @@
-"""Sizes of known models, for random weights where their real ones are not at hand: only times and bytes depend on them.
+"""Sizes of known models, for random weights where the real ones are not at hand.
 
-`geometry(name)` gives a transformers configuration by one of these names, or that of a hub id or a local folder.
+Times and bytes depend on the sizes alone. `geometry(name)` returns a transformers configuration by one of the names in
+GEOMETRIES, by a hub id, or by a local folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _tiny() -> PreTrainedConfig:
     )  # fmt: skip
 
 
-# As the models' own config.json says. OPT learns its positions and rotates nothing: its sizes stand in a Llama's layers.
+# Sizes are those of the models' own config.json. OPT has learned positions and no rotation: its sizes are put into Llama layers.
 GEOMETRIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral-7b-instruct-v0.2": lambda: MistralConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -67,7 +68,7 @@ GEOMETRIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def geometry(name: str) -> PreTrainedConfig:
-    """A configuration by name, or of a hub id or a folder. Raises ValueError, one line, for a name that is none of these."""
+    """The configuration by a name of GEOMETRIES, a hub id or a folder. Raises ValueError, one line, for any other name."""
     if name in GEOMETRIES:
         return GEOMETRIES[name]()
     folder = Path(name).expanduser()

@@ -14,8 +14,10 @@ from random import Random
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
 INTRO = "Here are some notes and stories."
-UNITS_PER_1K = 1.5  # a unit: one way of 4 to 9 look-ups
-NEAR = 0.4  # share of places whose name begins like another one's
+# A unit: one way of 4 to 9 look-ups.
+UNITS_PER_1K = 1.5
+# Share of places whose name begins like another one's.
+NEAR = 0.4
 
 
 def make(rng: Random, lexicon: Lexicon, units: int) -> Scene:

@@ -7,7 +7,8 @@ from random import Random
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
 INTRO = "Here is a long program."
-UNITS_PER_1K = 6.0  # a unit: two functions with similar names
+# A unit: two functions with similar names.
+UNITS_PER_1K = 6.0
 N_VALUES = 6
 
 

@@ -8,7 +8,8 @@ from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 from pqcache.embedded.families.series import pairs, series
 
 INTRO = "Here are some notes and stories."
-UNITS_PER_1K = 1.5  # a unit: the stops of two travellers with similar names
+# A unit: the stops of two travellers with similar names.
+UNITS_PER_1K = 1.5
 N_VALUES = 2
 
 

@@ -8,7 +8,8 @@ from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 from pqcache.embedded.families.series import pairs, series
 
 INTRO = "Here are notes, reports and stories."
-UNITS_PER_1K = 1.0  # a unit: the decisions of two councils with similar names, and one's proposals
+# A unit: the decisions of two councils with similar names, and one's proposals.
+UNITS_PER_1K = 1.0
 N_VALUES = 5
 
 

@@ -12,7 +12,8 @@ from pqcache.embedded.documents import ATTRIBUTES
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
 INTRO = "Here are several documents.\n\nDocument 1:"
-UNITS_PER_1K = 4.0  # a unit: two facts that belong together and two near-duplicates of them
+# A unit: two facts that belong together and two near-duplicates of them.
+UNITS_PER_1K = 4.0
 N_VALUES = 6
 RELATIONS = (
     "teacher farmer sailor baker doctor painter guard writer singer driver tailor cook captain student judge nurse clerk"

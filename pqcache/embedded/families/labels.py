@@ -1,7 +1,7 @@
 """Few-shot label learning: which label an example has can be seen from other examples that share one of its two words.
 
-Every label has three words of its own. An example shows two of them in some order; the pair that is asked for stands in no
-example, so that each of its words has to be matched by itself: both stand in their places in an example.
+Every label has three words of its own. An example shows two of them in some order. The questioned pair is in no example, so
+that each of its words has to be matched by itself: each is at its place in some example.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from random import Random
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
 INTRO = "Here are some notes and stories."
-UNITS_PER_1K = 3.0  # a unit: one label
-N_VALUES = 3  # words of a label
+# A unit: one label.
+UNITS_PER_1K = 3.0
+# Words of a label.
+N_VALUES = 3
 
 
 def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) -> Scene:
@@ -26,7 +28,8 @@ def make(rng: Random, lexicon: Lexicon, units: int, n_values: int = N_VALUES) ->
         classes.append(label)
         pairs = list(permutations(words[3 * i : 3 * i + 3], 2))
         rng.shuffle(pairs)
-        first = pairs[0]  # two pairs are kept back that share no place, so that neither takes away the other's examples
+        # The two pairs that are held back share no place, so that neither loses its examples to the other.
+        first = pairs[0]
         second = next(pair for pair in pairs if pair[0] != first[0] and pair[1] != first[1])
         shown = [f"The sample {a} {b} is {label}." for a, b in pairs if (a, b) not in (first, second)]
         pieces += shown

@@ -7,7 +7,8 @@ from random import Random
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
 INTRO = "Here are notes, reports and stories."
-UNITS_PER_1K = 6.0  # a unit: two notes that share a word at each end
+# A unit: two notes that share a word at each end.
+UNITS_PER_1K = 6.0
 N_VALUES = 6
 
 

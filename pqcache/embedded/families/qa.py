@@ -8,7 +8,8 @@ from pqcache.embedded.documents import ATTRIBUTES
 from pqcache.embedded.families.scene import Ask, Lexicon, Scene
 
 INTRO = "Here are some notes and stories."
-UNITS_PER_1K = 6.0  # a unit: a fact and one near-duplicate
+# A unit: a fact and one near-duplicate.
+UNITS_PER_1K = 6.0
 N_VALUES = 6
 
 

@@ -10,29 +10,38 @@ from random import Random
 
 @dataclass(frozen=True)
 class Ask:
-    """One question. `answer` is what the model is trained to say, `gold` the part of it that the metric compares."""
+    """One question.
+
+    answer: what the model is trained to say. gold: the part of it that the metric compares.
+    source: the piece that the first looked-up token comes from.
+    """
 
     question: str
     answer: str
     gold: str
-    source: str  # the piece that the first looked-up token comes from
+    source: str
 
 
 @dataclass(frozen=True)
 class Scene:
-    """`pieces` may stand in the text in any order; each needs white space before it."""
+    """Sentences and the questions about them.
+
+    pieces: the sentences, in any order in the text; each needs white space before it.
+    classes: all labels, where the metric needs them.
+    """
 
     pieces: tuple[str, ...]
     asks: tuple[Ask, ...]
-    classes: tuple[str, ...] = ()  # all labels, where the metric needs them
+    classes: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=4)
 def _by_beginning(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    """Names by their first three letters."""
+    by_beginning: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name[:3], []).append(name)
-    return {k: tuple(v) for k, v in found.items()}
+        by_beginning.setdefault(name[:3], []).append(name)
+    return {beginning: tuple(alike) for beginning, alike in by_beginning.items()}
 
 
 class Lexicon:
@@ -47,14 +56,15 @@ class Lexicon:
         if like is not None:
             alike = [n for n in _by_beginning(self._names)[like[:3]] if n not in self._used]
             if alike:
-                self._used.add(found := self._rng.choice(alike))
-                return found
+                fresh = self._rng.choice(alike)
+                self._used.add(fresh)
+                return fresh
         if len(self._used) > len(self._names) // 2:
             raise ValueError(f"too few names: {len(self._names)}")
-        while (found := self._rng.choice(self._names)) in self._used:
+        while (fresh := self._rng.choice(self._names)) in self._used:
             pass
-        self._used.add(found)
-        return found
+        self._used.add(fresh)
+        return fresh
 
     def names(self, n: int, near: float) -> list[str]:
         """`n` fresh names, a share `near` of them beginning like another one of the list."""
