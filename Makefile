@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint format heatmaps pocket tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs format heatmaps pocket tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+configs: $(INSTALLED) ## write the files of configs/ that list options, from the code
+	$(RUN) -m pqcache.harness.config.files
 
 format: $(INSTALLED) ## let ruff rewrite what it can
 	$(RUN) -m ruff check --fix .

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
 import typing
 from collections.abc import Iterable
@@ -65,20 +64,20 @@ def default_of(f: Field) -> Any:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Option -> its comment: above the field or behind it, else what the class's docstring says after `name:`.
+    """Option -> its comment, above the field or behind it.
 
     A subclass that gives a field another default keeps the comment of its base class, unless it has one of its own.
     """
-    names = [f.name for f in fields(cls)]
-    found: dict[str, str] = {}
+    beside: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if base is not object:
-            found |= _in_docstring(base.__dict__.get("__doc__") or "", names) | _beside_fields(base)
-    return {name: found[name] for name in names if name in found}
+        beside |= _beside_fields(base)
+    return {f.name: beside[f.name] for f in fields(cls) if f.name in beside}
 
 
 def _beside_fields(cls: type) -> dict[str, str]:
-    """Field -> the comment lines directly above it, or the comment at the end of its last line."""
+    """Annotated name -> the comment lines directly above it, or the comment at the end of its last line."""
+    if cls.__module__ == "builtins":
+        return {}
     try:
         lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
     except (OSError, TypeError):  # a class made at run time has no source
@@ -98,22 +97,4 @@ def _beside_fields(cls: type) -> dict[str, str]:
         text = behind.lstrip("#").strip() if behind.startswith("#") else " ".join(above)
         if text and not text.startswith(("type:", "fmt:", "noqa")):
             found[node.target.id] = text
-    return found
-
-
-def _in_docstring(text: str, names: list[str]) -> dict[str, str]:
-    """Option -> the first sentence after `name:` or `name, other:` in a docstring."""
-    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    if not known:
-        return {}
-    entry = re.compile(rf"(?:^|(?<=[.\s]))((?:{known})(?:, (?:{known}))*): ")
-    found: dict[str, str] = {}
-    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
-        paragraph = " ".join(paragraph.split())
-        entries = list(entry.finditer(paragraph))
-        ends = [following.start() for following in entries[1:]] + [len(paragraph)]
-        for one, end in zip(entries, ends, strict=bool(entries)):
-            said = paragraph[one.end() : end].strip()
-            sentence = re.split(r"(?<=[a-z)\d\"])\. (?=[A-Z])", said)[0].rstrip(".")
-            found |= dict.fromkeys(one[1].split(", "), sentence)
     return found

@@ -19,11 +19,7 @@ CODES_STORES = ("resident", "host")
 
 @dataclass(kw_only=True)
 class PQCache(RetrievalMethod):
-    """m: sub-spaces per key (must divide the head dimension). b: bits per code, 2^b centroids per sub-space. max_iter: K-Means
-    rounds at most, or "adaptive": as many as end within one layer's prefill by a profile of this machine (section 3.3), so that
-    scores depend on the machine; rows say how many. tol, kmeans_seed, kmeans_device: of the K-Means. codes_store: where centroids
-    and codes are stored, resident (on the device) or host, from where a step's copy is sent while the layer before runs (section
-    3.4). Others: RetrievalMethod.
+    """PQ codes of keys rank the candidates; see RetrievalMethod for sinks, local window and stores.
 
     Candidates are ranked by softmax over the candidates per query head, summed over the group; centroids stay as the prompt
     left them, later keys take the nearest one.
@@ -36,12 +32,21 @@ class PQCache(RetrievalMethod):
     name: ClassVar[str] = "pqcache"
     ranks_shortlists: ClassVar[bool] = True
 
+    # sub-spaces per key: 1 | 2 | 4 | 8 | 16, a divisor of the head dimension
     m: int = 2
+    # bits per code: 2^b centroids per sub-space
     b: int = 6
+    # K-Means rounds at most | adaptive: as many as end within one layer's prefill by a profile of this machine (section 3.3);
+    # scores then depend on the machine, and rows say how many rounds
     max_iter: int | str = 5
+    # K-Means stops when its centroids move less than this share of the keys' mean variance, squared and in total
     tol: float = 1e-4
+    # seed of the first centroids
     kmeans_seed: int = 4321
+    # where K-Means runs: cpu | cuda | auto (where the keys are)
     kmeans_device: str = "cpu"
+    # where centroids and codes are: resident (on the device) | host (a step's copy is sent while the layer before runs,
+    # section 3.4)
     codes_store: str = "resident"
 
     def validate(self) -> None:

@@ -41,11 +41,7 @@ STORES = ("resident", "host", "block_cache")
 class RetrievalMethod(Method):
     """Base of retrieval methods: sinks + local window + top-k of an index, over a store. A subclass writes make_index.
 
-    n_sink: first tokens always attended, outside a budget ratio. recent_ratio: share of the budget that is the local window.
-    store: resident (all on the device), host (sinks and window on the device, the rest fetched), or block_cache (host, with
-    blocks of tokens on the device). reduce: how the query heads of a group agree, see selective.group.
-    cache_block, cache_tokens: tokens per block, and of all blocks of a layer and row. cache_topk: blocks that go to the policy
-    per step. cache_policy: lru, lfu, or none, which caches nothing (PQCache, section 3.4).
+    The cache_* options are those of store=block_cache (PQCache, section 3.4).
     """
 
     # what compositions read (baselines/combined):
@@ -54,13 +50,23 @@ class RetrievalMethod(Method):
     ranks_shortlists: ClassVar[bool] = False  # its index scores some positions at the cost of these (`score_at`)
     shared_reduce: ClassVar[str] = "sum_softmax"  # the `reduce` under which the query heads of a group choose together
 
+    # first tokens, always attended, on top of a budget ratio
     n_sink: int = 32
+    # share of the budget that is the local window
     recent_ratio: float = 0.5
+    # resident (K and V on the device) | host (sinks and window on the device, the rest fetched) | block_cache (host, with
+    # blocks of tokens on the device)
     store: str = "resident"
+    # how the query heads of a group choose together: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit | none (each
+    # for itself)
     reduce: str = "sum_softmax"
+    # store=block_cache: tokens per block
     cache_block: int = 128
+    # store=block_cache: tokens on the device, per layer and row
     cache_tokens: int = 4096
+    # store=block_cache: blocks that the policy is given per step, those with the most selected tokens
     cache_topk: int = 32
+    # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached)
     cache_policy: str = "lru"
 
     @property

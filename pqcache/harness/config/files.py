@@ -1,0 +1,117 @@
+"""Write the files of configs/ that list options, each with its default and a comment, from the dataclasses behind them.
+
+    python -m pqcache.harness.config.files            write them (make configs)
+    python -m pqcache.harness.config.files --check    name those that differ from the code; exit code 1 if there are any
+
+The comment lines at the top of a file are written by hand and kept. A method's or a task's file lists every option at its
+default; a new method or task gets a file. A default of `null` may depend on the protocol, as its comment says. A model's file
+keeps the values it sets; its other options are listed behind a `#`. config.yaml keeps its list of groups.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pqcache.atomic import write_text
+from pqcache.fields import comments, option_fields
+from pqcache.harness.config.options import LM_EVAL, ModelOptions, RunOptions
+from pqcache.harness.config.values import plain
+from pqcache.methods import METHODS, method_class
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+WIDTH = 120
+ONLY_RANDOM = ("geometry", "layers")  # options of model=random
+
+
+def generated(configs: Path = CONFIGS) -> dict[Path, str]:
+    """Path -> text of every file that the code decides."""
+    from pqcache.harness.tasks import TASKS, task_class
+    from pqcache.selective import Method
+
+    texts = {configs / "config.yaml": _top_level(configs / "config.yaml")}
+    common = [f.name for f in fields(Method)]
+    for name in METHODS:
+        path = configs / "method" / f"{name}.yaml"
+        texts[path] = _listed(path, method_class(name), common)
+    for name in (*TASKS, LM_EVAL):
+        path = configs / "task" / f"{name}.yaml"
+        texts[path] = _listed(path, task_class(f"{LM_EVAL}:" if name == LM_EVAL else name).Options)
+    for path in sorted((configs / "model").glob("*.yaml")):
+        texts[path] = _model(path)
+    return texts
+
+
+def outdated(configs: Path = CONFIGS) -> list[Path]:
+    """The files that differ from what the code says."""
+    texts = generated(configs)
+    return [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def _listed(path: Path, cls: type, skip: Iterable[str] = ()) -> str:
+    """A method's or a task's file: every option at its default."""
+    said = comments(cls)
+    options = [_entry(name, default, said.get(name)) for name, (_, default) in option_fields(cls, skip).items()]
+    return "".join([_head(path), f"name: {path.stem}\n", *options])
+
+
+def _model(path: Path) -> str:
+    """A model's file: the values it sets, and the other options as comments."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    said = comments(ModelOptions)
+    name = values["name"]
+    left_out = {*(() if name == "random" else ONLY_RANDOM), *(("path",) if name in ("embedded", "random") else ())}
+    lines = [_head(path), f"name: {name}\n"]
+    for key, (_, default) in option_fields(ModelOptions, left_out).items():
+        lines.append(_entry(key, values[key], said[key]) if key in values else _entry(key, default, said[key], "# "))
+    return "".join(lines)
+
+
+def _top_level(path: Path) -> str:
+    """config.yaml: what is written by hand, down to an empty line, then the top-level keys."""
+    head, _, _ = path.read_text(encoding="utf-8").partition("\n\n")
+    said = comments(RunOptions)
+    options = [_entry(name, default, said.get(name)) for name, (_, default) in option_fields(RunOptions).items()]
+    return "".join([head, "\n\n", *options])
+
+
+def _head(path: Path) -> str:
+    """The comment lines at the top of a file."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "".join(lines[:first])
+
+
+def _entry(key: str, value: Any, comment: str | None, mark: str = "") -> str:
+    """`key: value # comment`, the comment above where the line would be too long."""
+    dumped = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, allow_unicode=True)
+    text = f"{key}: {dumped.splitlines()[0]}"  # a scalar's second line says that the document ends
+    if comment is None:
+        return f"{mark}{text}\n"
+    if len(line := f"{mark}{text} # {comment}") <= WIDTH:
+        return f"{line}\n"
+    above = textwrap.wrap(comment, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+    return "\n".join([*above, f"{mark}{text}"]) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    texts = generated()
+    stale = outdated()
+    if "--check" in arguments:
+        for path in stale:
+            print(f"{path.relative_to(CONFIGS.parent)}: differs from the code; make configs writes it")
+        return int(bool(stale))
+    for path in stale:
+        write_text(path, texts[path])
+        print(path.relative_to(CONFIGS.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""The files of configs/ list every option with its default and a comment, as the code has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pqcache.fields import comments
+from pqcache.harness.config import files
+from pqcache.harness.config.options import ModelOptions, RunOptions
+from pqcache.harness.tasks import TASKS, task_class
+from pqcache.methods import METHODS, method_class
+from pqcache.selective import Method
+
+
+@dataclass(kw_only=True)
+class Plain:
+    """Two options."""
+
+    # above the field,
+    # on two lines
+    first: int = 1
+    second: str = "a"  # behind it
+
+
+@dataclass(kw_only=True)
+class Special(Plain):
+    """Another default, and one more option without a comment."""
+
+    first: int = 2
+    third: list | None = None
+
+
+def test_files_are_what_make_configs_writes() -> None:
+    stale = [str(path.relative_to(files.CONFIGS)) for path in files.outdated()]
+    assert stale == [], "make configs writes them"
+
+
+def test_comments_are_read_from_the_source() -> None:
+    assert comments(Special) == {"first": "above the field, on two lines", "second": "behind it"}
+
+
+@pytest.mark.parametrize(
+    "cls", [RunOptions, ModelOptions, *map(method_class, METHODS), *(task_class(t).Options for t in TASKS)]
+)
+def test_every_option_has_a_comment(cls: type) -> None:
+    common = {f.name for f in fields(Method)} if issubclass(cls, Method) else set()
+    assert {f.name for f in fields(cls)} - common <= comments(cls).keys()
+
+
+def test_what_is_written_by_hand_stays(tmp_path: Path) -> None:
+    for group in ("method", "task", "model"):
+        (tmp_path / group).mkdir()
+    (tmp_path / "config.yaml").write_text("# by hand\ndefaults:\n  - model: mine\n\nbudget: 0.7\n")
+    (tmp_path / "method" / "oracle.yaml").write_text("# by hand\nname: oracle\nscope: none\n")
+    (tmp_path / "model" / "mine.yaml").write_text("# by hand\nname: mine\npath: me/mine\n")
+    texts = {path.relative_to(tmp_path).as_posix(): text for path, text in files.generated(tmp_path).items()}
+    assert texts.keys() == {"config.yaml", "model/mine.yaml"} | {
+        f"{group}/{name}.yaml"
+        for group, names in (("method", METHODS), ("task", [*TASKS, "lm_eval"]))
+        for name in names
+    }
+    assert all(
+        texts[name].startswith("# by hand\n") for name in ("config.yaml", "method/oracle.yaml", "model/mine.yaml")
+    )
+    assert yaml.safe_load(texts["config.yaml"])["budget"] == 0.2
+    assert yaml.safe_load(texts["config.yaml"])["defaults"] == [{"model": "mine"}]
+    assert yaml.safe_load(texts["method/oracle.yaml"])["scope"] == "all"
+    assert yaml.safe_load(texts["model/mine.yaml"]) == {"name": "mine", "path": "me/mine"}
+    assert "# device: auto # auto (cuda" in texts["model/mine.yaml"]
