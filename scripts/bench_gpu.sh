@@ -13,7 +13,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUF
 
 if [[ " $* " != *" --tiny "* ]] && $PYTHON -c 'import pytest, pytest_timeout, hypothesis' 2>/dev/null; then
     timeout 120 $PYTHON -m pytest -q -m 'not slow' -p no:cacheprovider \
-        tests/kernels/test_triton_{codes,attend,blocks,nearest,step}.py || echo "kernel tests: FAILED or out of time"
+        tests/device/test_triton_{codes,attend,blocks,nearest,step}.py || echo "kernel tests: FAILED or out of time"
     timeout 60 $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/invariants/test_gpu.py \
         -k 'waits or recorded or host_store_equals or stale' || echo "GPU tests: FAILED or out of time"
 fi
