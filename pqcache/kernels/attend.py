@@ -39,15 +39,78 @@ def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
 _fetch: Any = intrinsic(_generate_fetch)
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts, out, lse):
+_FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
+
+
+@numba.njit(nogil=True, inline="always")
+def _fill_tile(positions, start, end, mine, sinks, local, length):
+    """Positions of the entries start, ... of [sinks | chosen | local] that a tile has room for: their number, the next entry."""
+    chosen = mine.shape[0]
+    count = 0
+    while count < _TILE and start < end:
+        if start < sinks:
+            position = start
+        elif start < sinks + chosen:
+            position = mine[start - sinks]
+        else:
+            position = length - local + (start - sinks - chosen)
+        if position >= 0:
+            positions[count] = position
+            count += 1
+        start += 1
+    return count, start
+
+
+@numba.njit(nogil=True, inline="always", fastmath=_FAST)
+def _softmax_tile(logits, count, high, mass, result):
+    """Logits (g, TILE) become weights relative to the running maximum; what was added before shrinks to it."""
+    g, d = result.shape
+    for a in range(g):
+        top = high[a]
+        for i in range(count):
+            top = max(top, logits[a, i])
+        if top > high[a]:
+            shrink = np.exp(high[a] - top)
+            mass[a] *= shrink
+            for j in range(d):
+                result[a, j] *= shrink
+            high[a] = top
+        added = np.float32(0)
+        for i in range(count):
+            logits[a, i] = np.exp(logits[a, i] - top)
+            added += logits[a, i]
+        mass[a] += added
+
+
+@numba.njit(nogil=True, inline="always", fastmath=_FAST)
+def _add_values(weights, positions, count, values, values_at, value_step, row_bytes, result):
+    """result (g, d) += weights (g, TILE) times the rows of V at the tile's positions."""
+    g, d = result.shape
+    i = 0
+    while i + 4 <= count:  # four rows of V per visit to the output
+        w0, w1, w2, w3 = positions[i], positions[i + 1], positions[i + 2], positions[i + 3]
+        for ahead in range(i + _AHEAD, min(i + _AHEAD + 4, count)):
+            _fetch(values_at + positions[ahead] * value_step, row_bytes)
+        for a in range(g):
+            p0, p1, p2, p3 = weights[a, i], weights[a, i + 1], weights[a, i + 2], weights[a, i + 3]
+            for j in range(d):
+                result[a, j] += p0 * values[w0, j] + p1 * values[w1, j] + p2 * values[w2, j] + p3 * values[w3, j]
+        i += 4
+    while i < count:
+        for a in range(g):
+            for j in range(d):
+                result[a, j] += weights[a, i] * values[positions[i], j]
+        i += 1
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FAST)
+def _attend(first, last, q, k, v, indices, sinks, local, length, scaling, parts, out, lse):
     """Task = (row, KV head, part); q (n, h_kv, g, d); k, v (n, h_kv, capacity, d); indices (n, H, chosen), -1 = nothing.
 
     Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g, d), lse (n, h_kv, parts, 2, g).
     """
     heads, g, d = q.shape[1], q.shape[2], q.shape[3]
-    chosen = indices.shape[2]
-    total = sinks + chosen + recent
+    total = sinks + indices.shape[2] + local
     key_step, value_step, row_bytes = k.strides[2], v.strides[2], d * 4
     for task in range(first, last):
         part = task % parts
@@ -56,70 +119,29 @@ def _attend(first, last, q, k, v, indices, sinks, recent, length, scaling, parts
         mine = indices[row, head if indices.shape[1] > 1 else 0]
         query, keys, values = q[row, head], k[row, head], v[row, head]
         keys_at, values_at = keys.ctypes.data, values.ctypes.data
-        where = np.empty(_TILE, np.int64)
+        positions = np.empty(_TILE, np.int64)
         logits = np.empty((g, _TILE), np.float32)
         result = out[row, head, part]
         high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
         high[:] = -np.inf
         start, end = total * part // parts, total * (part + 1) // parts
         while start < end:
-            count = 0
-            while count < _TILE and start < end:  # the entries [sinks | chosen | recent] that this tile holds
-                if start < sinks:
-                    position = start
-                elif start < sinks + chosen:
-                    position = mine[start - sinks]
-                else:
-                    position = length - recent + (start - sinks - chosen)
-                if position >= 0:
-                    where[count] = position
-                    count += 1
-                start += 1
+            count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
             for i in range(min(_AHEAD, count)):
-                _fetch(keys_at + where[i] * key_step, row_bytes)
+                _fetch(keys_at + positions[i] * key_step, row_bytes)
             for i in range(count):
-                position = where[i]
+                position = positions[i]
                 if i + _AHEAD < count:
-                    _fetch(keys_at + where[i + _AHEAD] * key_step, row_bytes)
+                    _fetch(keys_at + positions[i + _AHEAD] * key_step, row_bytes)
                 for a in range(g):
                     value = np.float32(0)
                     for j in range(d):
                         value += query[a, j] * keys[position, j]
                     logits[a, i] = value * scaling
             for i in range(min(_AHEAD, count)):  # they arrive while the exponentials are taken
-                _fetch(values_at + where[i] * value_step, row_bytes)
-            for a in range(g):
-                top = high[a]
-                for i in range(count):
-                    top = max(top, logits[a, i])
-                if top > high[a]:
-                    shrink = np.exp(high[a] - top)
-                    mass[a] *= shrink
-                    for j in range(d):
-                        result[a, j] *= shrink
-                    high[a] = top
-                added = np.float32(0)
-                for i in range(count):
-                    logits[a, i] = np.exp(logits[a, i] - top)
-                    added += logits[a, i]
-                mass[a] += added
-            i = 0
-            while i + 4 <= count:  # four rows of V per visit to the output
-                w0, w1, w2, w3 = where[i], where[i + 1], where[i + 2], where[i + 3]
-                for ahead in range(i + _AHEAD, min(i + _AHEAD + 4, count)):
-                    _fetch(values_at + where[ahead] * value_step, row_bytes)
-                for a in range(g):
-                    p0, p1, p2, p3 = logits[a, i], logits[a, i + 1], logits[a, i + 2], logits[a, i + 3]
-                    for j in range(d):
-                        result[a, j] += (
-                            p0 * values[w0, j] + p1 * values[w1, j] + p2 * values[w2, j] + p3 * values[w3, j]
-                        )
-                i += 4
-            while i < count:
-                for a in range(g):
-                    for j in range(d):
-                        result[a, j] += logits[a, i] * values[where[i], j]
-                i += 1
+                _fetch(values_at + positions[i] * value_step, row_bytes)
+            _softmax_tile(logits, count, high, mass, result)
+            _add_values(logits, positions, count, values, values_at, value_step, row_bytes, result)
 
 
 def attend_chosen(
@@ -128,11 +150,11 @@ def attend_chosen(
     v: torch.Tensor,
     indices: torch.Tensor,
     sinks: int,
-    recent: int,
+    local: int,
     length: int,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention over [first `sinks` | `indices` | last `recent` of `length`] tokens: (n, 1, h, d).
+    """Attention over [first `sinks` | `indices` | last `local` of `length`] tokens: (n, 1, h, d).
 
     q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1 or h_kv, chosen) int64, -1 = nothing.
     """
@@ -150,7 +172,7 @@ def attend_chosen(
         v.numpy(),
         indices.numpy(),
         sinks,
-        recent,
+        local,
         length,
         np.float32(scaling),
         parts,

@@ -39,6 +39,40 @@ def _threshold(bits, amount, k):
     return prefix, k
 
 
+@numba.njit(nogil=True, inline="always")
+def _count_codes(mine, lo, c, joint, size):
+    """Joint codes of a head's tokens from lo on, mine (m, tokens) uint8, into joint; how often each of `size` codes occurs."""
+    tokens = joint.shape[0]
+    for i in range(tokens):
+        joint[i] = mine[0, lo + i]
+    for j in range(1, mine.shape[0]):
+        for i in range(tokens):
+            joint[i] = joint[i] * np.uint16(c) + np.uint16(mine[j, lo + i])
+    # four histograms in turn: equal codes in a row would otherwise wait for each other
+    amount4 = np.zeros((4, size), np.int32)
+    for i in range(tokens // 4):
+        for lane in range(4):
+            amount4[lane, joint[4 * i + lane]] += 1
+    for i in range(tokens - tokens % 4, tokens):
+        amount4[0, joint[i]] += 1
+    return amount4[0] + amount4[1] + amount4[2] + amount4[3]
+
+
+@numba.njit(nogil=True, inline="always")
+def _multiply_out(power, product):
+    """product of one entry per sub-space for every joint code: power (m, c), product (c^m,)."""
+    m, c = power.shape
+    filled = 1
+    product[0] = 1
+    for j in range(m):
+        # product[a * c + b] = product[a] * power[j, b], from the back so that nothing is overwritten
+        for a in range(filled - 1, -1, -1):
+            value = product[a]
+            for b in range(c):
+                product[a * c + b] = value * power[j, b]
+        filled *= c
+
+
 @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
 def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
     """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep."""
@@ -51,19 +85,7 @@ def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
         tokens = hi[row] - lo
         mine = codes[row, head]
         joint = np.empty(tokens, np.uint16)
-        for i in range(tokens):
-            joint[i] = mine[0, lo + i]
-        for j in range(1, m):
-            for i in range(tokens):
-                joint[i] = joint[i] * np.uint16(c) + np.uint16(mine[j, lo + i])
-        # four histograms in turn: equal codes in a row would otherwise wait for each other
-        amount4 = np.zeros((4, size), np.int32)
-        for i in range(tokens // 4):
-            for lane in range(4):
-                amount4[lane, joint[4 * i + lane]] += 1
-        for i in range(tokens - tokens % 4, tokens):
-            amount4[0, joint[i]] += 1
-        amount = amount4[0] + amount4[1] + amount4[2] + amount4[3]
+        amount = _count_codes(mine, lo, c, joint, size)
         weights = np.zeros(size, np.float32)
         power = np.empty((m, c), np.float32)
         product = np.empty(size, np.float32)
@@ -71,16 +93,7 @@ def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
             for j in range(m):
                 for i in range(c):
                     power[j, i] = np.exp(tables[task, j, i, head_of_group] - highest[task, j, head_of_group])
-            filled = 1
-            product[0] = 1
-            for j in range(
-                m
-            ):  # product[a * c + b] = product[a] * power[j, b], from the back so that nothing is overwritten
-                for a in range(filled - 1, -1, -1):
-                    value = product[a]
-                    for b in range(c):
-                        product[a * c + b] = value * power[j, b]
-                filled *= c
+            _multiply_out(power, product)
             total, best = np.float32(0), np.float32(0)
             for i in range(size):
                 total += product[i] * amount[i]

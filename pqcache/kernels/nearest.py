@@ -23,20 +23,20 @@ from pqcache.kernels import threads
 # of the machine that numba compiles for: users may set fewer than this one has, and numba's cache on disk is keyed by them
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 _WIDE = "+avx512f" in _FEATURES
-_LANES = 16 if _WIDE else 8  # floats per vector register
+LANES = 16 if _WIDE else 8  # floats per vector register
 _VECTORS = 4  # registers of centroids side by side
 _POINTS = 4 if _WIDE else 2  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
-_COLUMNS = _LANES * _VECTORS  # centroids per tile
+_COLUMNS = LANES * _VECTORS  # centroids per tile
 # points per task: sums are added block by block, so that the result does not depend on the number of threads
 _BLOCK = 2048
 
 ROUGH = "+avx512bf16" in _FEATURES  # whether products of bfloat16 take half the time
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, _LANES)
+_VECTOR = ir.VectorType(_F32, LANES)
 _ROUGH_MAX_D = 256  # entries of a point that the rough tile has room for
-_WHOLE = ir.VectorType(_I32, _LANES)  # a register of integers, or of pairs of bfloat16
-_HALF = ir.VectorType(_I16, _LANES)
+_WHOLE = ir.VectorType(_I32, LANES)  # a register of integers, or of pairs of bfloat16
+_HALF = ir.VectorType(_I16, LANES)
 if ROUGH:
     llvm.initialize_native_asmparser()  # for the instruction's mnemonic: its intrinsic has another type in every LLVM
 
@@ -52,7 +52,7 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
 def _spread(builder: Any, scalar: Any, kind: Any) -> Any:
     """A vector of `kind` that has the scalar in every lane."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WHOLE, [0] * _LANES))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WHOLE, [0] * LANES))
 
 
 def _function(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -69,12 +69,12 @@ def _number(value: int) -> Any:
 
 def _multiply_add(builder: Any, rows: list[Any], middle: Any, centroids: Any, d: Any, sums: list[list[Any]]) -> None:
     """sums[p][v] += (x_p - middle) . c over d entries, fp32; x_p at rows[p], centroids (d, columns)."""
-    fma = _function(builder, f"llvm.fma.v{_LANES}f32", _VECTOR, _VECTOR, _VECTOR, _VECTOR)
+    fma = _function(builder, f"llvm.fma.v{LANES}f32", _VECTOR, _VECTOR, _VECTOR, _VECTOR)
     with cgutils.for_range(builder, d) as loop:
         offset = builder.mul(loop.index, _number(4))
         center = _load(builder, builder.add(middle, offset), _F32)
         line = builder.add(centroids, builder.mul(loop.index, _number(4 * _COLUMNS)))
-        columns = [_load(builder, builder.add(line, _number(4 * _LANES * v)), _VECTOR) for v in range(_VECTORS)]
+        columns = [_load(builder, builder.add(line, _number(4 * LANES * v)), _VECTOR) for v in range(_VECTORS)]
         for row, of_point in zip(rows, sums, strict=True):
             entry = builder.fsub(_load(builder, builder.add(row, offset), _F32), center)
             for column, place in zip(columns, of_point, strict=True):
@@ -90,23 +90,21 @@ def _multiply_add_rough(
     The sum of a pair's two products is one instruction, so that this takes half the multiply-adds.
     """
     rounded = [cgutils.alloca_once(builder, ir.ArrayType(_I16, _ROUGH_MAX_D)) for _ in rows]
-    with cgutils.for_range(builder, builder.udiv(d, _number(_LANES))) as loop:
-        offset = builder.mul(loop.index, _number(4 * _LANES))
+    with cgutils.for_range(builder, builder.udiv(d, _number(LANES))) as loop:
+        offset = builder.mul(loop.index, _number(4 * LANES))
         center = _load(builder, builder.add(middle, offset), _VECTOR)
         for row, buffer in zip(rows, rounded, strict=True):
             bits = builder.bitcast(builder.fsub(_load(builder, builder.add(row, offset), _VECTOR), center), _WHOLE)
-            odd = builder.and_(
-                builder.lshr(bits, ir.Constant(_WHOLE, [16] * _LANES)), ir.Constant(_WHOLE, [1] * _LANES)
-            )
-            nearest_even = builder.add(builder.add(bits, ir.Constant(_WHOLE, [0x7FFF] * _LANES)), odd)
-            half = builder.trunc(builder.lshr(nearest_even, ir.Constant(_WHOLE, [16] * _LANES)), _HALF)
-            to = builder.add(builder.ptrtoint(buffer, _I64), builder.mul(loop.index, _number(2 * _LANES)))
+            odd = builder.and_(builder.lshr(bits, ir.Constant(_WHOLE, [16] * LANES)), ir.Constant(_WHOLE, [1] * LANES))
+            nearest_even = builder.add(builder.add(bits, ir.Constant(_WHOLE, [0x7FFF] * LANES)), odd)
+            half = builder.trunc(builder.lshr(nearest_even, ir.Constant(_WHOLE, [16] * LANES)), _HALF)
+            to = builder.add(builder.ptrtoint(buffer, _I64), builder.mul(loop.index, _number(2 * LANES)))
             builder.store(half, _at(builder, to, _HALF), align=2)
     kind = ir.FunctionType(_VECTOR, [_VECTOR, _WHOLE, _WHOLE])
     dot = ir.InlineAsm(kind, "vdpbf16ps $2, $3, $0", "=v,0,v,v", side_effect=False)
     with cgutils.for_range(builder, builder.udiv(d, _number(2))) as loop:
         line = builder.add(centroids, builder.mul(loop.index, _number(4 * _COLUMNS)))
-        columns = [_load(builder, builder.add(line, _number(4 * _LANES * v)), _WHOLE) for v in range(_VECTORS)]
+        columns = [_load(builder, builder.add(line, _number(4 * LANES * v)), _WHOLE) for v in range(_VECTORS)]
         for buffer, of_point in zip(rounded, sums, strict=True):
             at = builder.add(builder.ptrtoint(buffer, _I64), builder.mul(loop.index, _number(4)))
             pair = _spread(builder, _load(builder, at, _I32), _WHOLE)
@@ -128,7 +126,7 @@ def _make_tile(points: int, rough: bool = False) -> Any:
 
             sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(_VECTORS)] for _ in range(points)]
             for v in range(_VECTORS):
-                start = _load(builder, builder.add(bias, _number(4 * _LANES * v)), _VECTOR)
+                start = _load(builder, builder.add(bias, _number(4 * LANES * v)), _VECTOR)
                 for p in range(points):
                     builder.store(start, sums[p][v])
             rows = [builder.add(x, builder.mul(step, _number(p))) for p in range(points)]
@@ -138,17 +136,17 @@ def _make_tile(points: int, rough: bool = False) -> Any:
                 best = scores[0]
                 for other in scores[1:]:
                     best = _greater(builder, other, best)
-                half = _LANES // 2  # halves onto each other: LLVM's own reduction goes through the lanes one by one
+                half = LANES // 2  # halves onto each other: LLVM's own reduction goes through the lanes one by one
                 while half:
-                    lanes = ir.Constant(_WHOLE, [lane ^ half for lane in range(_LANES)])
+                    lanes = ir.Constant(_WHOLE, [lane ^ half for lane in range(LANES)])
                     other = builder.shuffle_vector(best, ir.Constant(_VECTOR, ir.Undefined), lanes)
                     best = _greater(builder, other, best)
                     half //= 2
                 top = builder.extract_element(best, ir.Constant(_I32, 0))
                 bits = _number(0)
                 for v in range(_VECTORS):
-                    equal = builder.bitcast(builder.fcmp_ordered("==", scores[v], best), ir.IntType(_LANES))
-                    bits = builder.or_(bits, builder.shl(builder.zext(equal, _I64), _number(_LANES * v)))
+                    equal = builder.bitcast(builder.fcmp_ordered("==", scores[v], best), ir.IntType(LANES))
+                    bits = builder.or_(bits, builder.shl(builder.zext(equal, _I64), _number(LANES * v)))
                 index = builder.trunc(builder.call(first_bit, [bits, ir.Constant(ir.IntType(1), 0)]), _I32)
                 builder.store(top, _at(builder, builder.add(values, _number(4 * p)), _F32), align=4)
                 builder.store(index, _at(builder, builder.add(indices, _number(4 * p)), _I32), align=4)
@@ -169,10 +167,10 @@ def _generate_add(typingctx, total, x, middle, d):
 
     def generate(context, builder, signature, args):
         total, x, middle, d = args
-        whole = builder.udiv(d, ir.Constant(_I64, _LANES))
-        done = builder.mul(whole, ir.Constant(_I64, _LANES))
+        whole = builder.udiv(d, ir.Constant(_I64, LANES))
+        done = builder.mul(whole, ir.Constant(_I64, LANES))
         for kind, first, count, size in (
-            (_VECTOR, ir.Constant(_I64, 0), whole, _LANES),
+            (_VECTOR, ir.Constant(_I64, 0), whole, LANES),
             (_F32, done, builder.sub(d, done), 1),
         ):
             with cgutils.for_range(builder, count) as loop:
@@ -292,7 +290,7 @@ def nearest(
     packed = packed.view(a, tiles, _COLUMNS, d)
     bias = np.full((a, tiles, _COLUMNS), -np.inf, np.float32)  # padding never wins
     bias.reshape(a, -1)[:, :c] = (centroids.square().sum(-1) / -2).numpy()
-    if rough and ROUGH and d % _LANES == 0 and d <= _ROUGH_MAX_D:
+    if rough and ROUGH and d % LANES == 0 and d <= _ROUGH_MAX_D:
         of_two = packed.bfloat16().view(a, tiles, _COLUMNS, d // 2, 2).transpose(2, 3).contiguous()
         pairs = of_two.view(torch.int32)[..., 0].numpy()
     else:
