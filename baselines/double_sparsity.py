@@ -29,7 +29,7 @@ from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
-from pqcache.store.packed import BufferCodec, ExactCodec, TokenCodec, right_align
+from pqcache.store.codec import BufferCodec, ExactCodec, TokenCodec, right_align
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

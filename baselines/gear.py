@@ -30,7 +30,8 @@ from pqcache.selective.group import top_tokens
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import STEP, Buffer, take_tokens
-from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, pack_all_but
+from pqcache.store.codec import Codec, ExactCodec
+from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
 
 BACKBONES = ("kcvt", "kivi")

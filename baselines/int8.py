@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
-from pqcache.store.packed import Codec, ExactCodec, Schedule, TokenCodec, pack_all_but
+from pqcache.store.codec import Codec, ExactCodec, TokenCodec
+from pqcache.store.packed import Schedule, pack_all_but
 
 
 @dataclass(kw_only=True)

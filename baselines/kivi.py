@@ -28,7 +28,8 @@ from transformers import PreTrainedConfig
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
-from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, TokenCodec, pack_all_but
+from pqcache.store.codec import Codec, ExactCodec, TokenCodec
+from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 GROUPS_PER_STEP = 8  # parameters grow with the codes: 8 groups of 32 are 256 tokens

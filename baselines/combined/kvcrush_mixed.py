@@ -27,7 +27,8 @@ from pqcache.selective.quantization import attend_coded
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
-from pqcache.store.packed import PackedStore, PackedStream, TokenCodec, pack_all_but
+from pqcache.store.codec import TokenCodec
+from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 

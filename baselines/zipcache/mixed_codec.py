@@ -8,7 +8,7 @@ import torch
 
 from baselines.zipcache.widths import Widths, grow
 from pqcache.store.buffer import take_tokens
-from pqcache.store.packed import Codec
+from pqcache.store.codec import Codec
 from pqcache.store.quantizer import (
     LIMIT,
     Quantized,

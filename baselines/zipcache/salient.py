@@ -12,7 +12,8 @@ from baselines.zipcache.salient_store import SalientStore
 from baselines.zipcache.widths import Widths
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.store.packed import ExactCodec, PackedStore, PackedStream, pack_all_but
+from pqcache.store.codec import ExactCodec
+from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 
 GRANULARITIES = {  # name -> `by` of MixedCodec for K and V
     "channel-cst": ("channel", "cst"),

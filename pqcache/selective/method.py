@@ -22,7 +22,10 @@ PROTOCOLS = ("aligned", "paper")
 
 @dataclass(kw_only=True)
 class Method:
-    """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters.
+    """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters; `name` is what users type.
+
+    It writes `validate` and what its family's base asks for (RetrievalMethod, EvictionMethod, QuantizationMethod), or
+    `make_layer`. Everything else has a default.
 
     budget: what may be spent. dense_layers: how many first layers stay dense; None takes the method's default under
     `protocol` ("aligned": one rule for all methods; "paper": the method's own publication).

@@ -17,7 +17,8 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer, exact_copy
-from pqcache.store.packed import Codec, PackedStore, PackedStream, Schedule, pack_all_but
+from pqcache.store.codec import Codec
+from pqcache.store.packed import PackedStore, PackedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache
@@ -82,7 +83,7 @@ class QuantizationLayer(StagedLayer):
 
 @dataclass(kw_only=True)
 class QuantizationMethod(Method):
-    """Base of quantization methods. A subclass writes make_codec, or make_store."""
+    """Base of quantization methods. A subclass writes make_codec (store/codec.py), and schedule if exact tokens wait."""
 
     ignores_budget: ClassVar[bool] = True
     packs_prompt: ClassVar[bool] = False  # whether the end of a prompt packs everything, whatever the schedule says

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pqcache.selective.attention import partial, row_mask
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.buffer import take_tokens
-from pqcache.store.packed import Codec, ExactCodec, PackedStore, PackedStream, TokenCodec, pack_all_but
+from pqcache.store.codec import Codec, ExactCodec, TokenCodec
+from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 
 H_KV, D = 2, 8
 
