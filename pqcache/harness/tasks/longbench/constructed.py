@@ -68,30 +68,32 @@ class _Writer:
         return [*among[:at], piece, *among[at:]]
 
 
-def _fact(w: _Writer) -> tuple[str, str, str]:
+def _fact(writer: _Writer) -> tuple[str, str, str]:
     """(sentence, question, answer)"""
-    (thing,), (town,), colours = w.pick(_THINGS, 1), w.pick(_TOWNS, 1), w.pick(_VALUES, 2)
+    (thing,), (town,), colours = writer.pick(_THINGS, 1), writer.pick(_TOWNS, 1), writer.pick(_VALUES, 2)
     answer = " and ".join(colours)
     return f"The {thing} of {town} is painted {answer}.", f"In which colours is the {thing} of {town} painted?", answer
 
 
-def _document(w: _Writer) -> dict[str, Any]:
+def _document(writer: _Writer) -> dict[str, Any]:
     """A fact in a long text."""
-    fact, question, answer = _fact(w)
-    filler = w.fill(lambda i: w.sentences(1), fact + question)
-    return {"context": " ".join(w.put(fact, filler)), "input": question, "answers": [answer]}
+    fact, question, answer = _fact(writer)
+    filler = writer.fill(lambda i: writer.sentences(1), fact + question)
+    return {"context": " ".join(writer.put(fact, filler)), "input": question, "answers": [answer]}
 
 
-def _passages(w: _Writer) -> dict[str, Any]:
+def _passages(writer: _Writer) -> dict[str, Any]:
     """Numbered passages; two of them lead to the answer."""
-    fact, _, answer = _fact(w)
-    (name,) = w.pick(_NAMES, 1)
+    fact, _, answer = _fact(writer)
+    (name,) = writer.pick(_NAMES, 1)
     town, thing = fact.split(" is ")[0].split(" of ")[1], fact.split(" ")[1]
     link = f"{name} was born in {town}."
     question = f"In which colours is the {thing} of {name}'s home town painted?"
-    filler = w.fill(lambda i: f"Passage {i}:\n{w.sentences(2)}", f"Passage 1:\n{fact}\nPassage 2:\n{link}{question}")
+    filler = writer.fill(
+        lambda i: f"Passage {i}:\n{writer.sentences(2)}", f"Passage 1:\n{fact}\nPassage 2:\n{link}{question}"
+    )
     bodies = [piece.partition("\n")[2] for piece in filler]
-    bodies = w.put(link, w.put(fact, bodies))
+    bodies = writer.put(link, writer.put(fact, bodies))
     return {
         "context": "\n".join(f"Passage {i}:\n{body}" for i, body in enumerate(bodies, 1)),
         "input": question,
@@ -99,63 +101,67 @@ def _passages(w: _Writer) -> dict[str, Any]:
     }
 
 
-def _report(w: _Writer, title: str = "Section") -> dict[str, Any]:
+def _report(writer: _Writer, title: str = "Section") -> dict[str, Any]:
     """A text in parts, to be summarized; no input."""
-    fact, _, _ = _fact(w)
-    filler = w.fill(lambda i: f"{title} {i + 1}:\n{w.sentences(2)}", f"{title} 1:\n{fact}")
+    fact, _, _ = _fact(writer)
+    filler = writer.fill(lambda i: f"{title} {i + 1}:\n{writer.sentences(2)}", f"{title} 1:\n{fact}")
     parts = [piece.partition("\n")[2] for piece in filler]
     return {
-        "context": "\n".join(f"{title} {i}:\n{part}" for i, part in enumerate(w.put(fact, parts), 1)),
+        "context": "\n".join(f"{title} {i}:\n{part}" for i, part in enumerate(writer.put(fact, parts), 1)),
         "input": "",
         "answers": [" ".join([fact, *(part.partition(".")[0] + "." for part in parts[:2])])],
     }
 
 
-def _meeting(w: _Writer) -> dict[str, Any]:
-    speakers = w.pick(_NAMES, 3)
-    fact, _, _ = _fact(w)
+def _meeting(writer: _Writer) -> dict[str, Any]:
+    speakers = writer.pick(_NAMES, 3)
+    fact, _, _ = _fact(writer)
     question = f"What did {speakers[0]} say about the colours?"
     own = f"{speakers[0]}: {fact}"
-    filler = w.fill(lambda i: f"{speakers[i % 3]}: {w.sentences(1)}", own + question)
-    return {"context": "\n".join(w.put(own, filler)), "input": question, "answers": [f"{speakers[0]} said: {fact}"]}
+    filler = writer.fill(lambda i: f"{speakers[i % 3]}: {writer.sentences(1)}", own + question)
+    return {
+        "context": "\n".join(writer.put(own, filler)),
+        "input": question,
+        "answers": [f"{speakers[0]} said: {fact}"],
+    }
 
 
-def _labels(w: _Writer) -> dict[str, Any]:
+def _labels(writer: _Writer) -> dict[str, Any]:
     classes = list(_CLASSES)
 
     def example() -> tuple[str, str]:
-        label = w.rng.choice(classes)
-        return _CLASSES[label].format(t=w.pick(_TOWNS, 1)[0], o=w.pick(_THINGS, 1)[0]), label
+        label = writer.rng.choice(classes)
+        return _CLASSES[label].format(t=writer.pick(_TOWNS, 1)[0], o=writer.pick(_THINGS, 1)[0]), label
 
     question, label = example()
     last = f"Question: {question}\nType:"
-    shots = w.fill(lambda i: "Question: {}\nType: {}".format(*example()), last)
+    shots = writer.fill(lambda i: "Question: {}\nType: {}".format(*example()), last)
     return {"context": "\n".join(shots), "input": last, "answers": [label], "all_classes": classes}
 
 
-def _trivia(w: _Writer) -> dict[str, Any]:
+def _trivia(writer: _Writer) -> dict[str, Any]:
     def example(_: int) -> str:
-        fact, question, answer = _fact(w)
-        return f"Passage:\n{fact} {w.sentences(1)}\nQuestion:\n{question}\nAnswer:\n{answer}"
+        fact, question, answer = _fact(writer)
+        return f"Passage:\n{fact} {writer.sentences(1)}\nQuestion:\n{question}\nAnswer:\n{answer}"
 
-    fact, question, answer = _fact(w)
+    fact, question, answer = _fact(writer)
     last = f"Passage:\n{fact}\nQuestion:\n{question}\nAnswer:\n"
-    return {"context": "\n\n\n".join(w.fill(example, last)), "input": last, "answers": [answer, answer.split()[0]]}
+    return {"context": "\n\n\n".join(writer.fill(example, last)), "input": last, "answers": [answer, answer.split()[0]]}
 
 
-def _dialogues(w: _Writer) -> dict[str, Any]:
+def _dialogues(writer: _Writer) -> dict[str, Any]:
     def dialogue() -> tuple[str, str]:
-        one, two = w.pick(_NAMES, 2)
-        fact, question, answer = _fact(w)
+        one, two = writer.pick(_NAMES, 2)
+        fact, question, answer = _fact(writer)
         return f"Dialogue: {one}: {question}\n{two}: {answer}\nSummary: ", f"{two} tells {one}: {fact}"
 
     last, summary = dialogue()
-    return {"context": "\n".join(w.fill(lambda i: "".join(dialogue()), last)), "input": last, "answers": [summary]}
+    return {"context": "\n".join(writer.fill(lambda i: "".join(dialogue()), last)), "input": last, "answers": [summary]}
 
 
-def _paragraphs(w: _Writer) -> list[str]:
-    sentences = max(1, w.room // 1024)  # there are 30 paragraphs at most
-    made = w.fill(lambda i: f"Paragraph {i + 1}: {w.sentences(sentences)}", "", least=2)
+def _paragraphs(writer: _Writer) -> list[str]:
+    sentences = max(1, writer.room // 1024)  # there are 30 paragraphs at most
+    made = writer.fill(lambda i: f"Paragraph {i + 1}: {writer.sentences(sentences)}", "", least=2)
     return [piece.partition(": ")[2] for piece in made]
 
 
@@ -163,18 +169,18 @@ def _number(paragraphs: list[str]) -> str:
     return "\n\n".join(f"Paragraph {i}: {text}" for i, text in enumerate(paragraphs, 1))
 
 
-def _repeats(w: _Writer) -> dict[str, Any]:
-    paragraphs = _paragraphs(w)
+def _repeats(writer: _Writer) -> dict[str, Any]:
+    paragraphs = _paragraphs(writer)
     for i in range(1, len(paragraphs), 3):
-        paragraphs[i] = min(paragraphs[i - 1], paragraphs[i], key=w.count)
+        paragraphs[i] = min(paragraphs[i - 1], paragraphs[i], key=writer.count)
         paragraphs[i - 1] = paragraphs[i]
     return {"context": _number(paragraphs), "input": "", "answers": [str(len(set(paragraphs)))]}
 
 
-def _retrieval(w: _Writer) -> dict[str, Any]:
-    w.room -= max(48, w.room // 16)  # the input repeats a paragraph
-    paragraphs = _paragraphs(w)[:30]
-    at = w.rng.randrange(len(paragraphs))
+def _retrieval(writer: _Writer) -> dict[str, Any]:
+    writer.room -= max(48, writer.room // 16)  # the input repeats a paragraph
+    paragraphs = _paragraphs(writer)[:30]
+    at = writer.rng.randrange(len(paragraphs))
     return {
         "context": _number(paragraphs),
         "input": "It is told that " + paragraphs[at][0].lower() + paragraphs[at][1:],
@@ -182,21 +188,25 @@ def _retrieval(w: _Writer) -> dict[str, Any]:
     }
 
 
-def _function(w: _Writer) -> str:
-    thing, (colour,) = w.pick(_THINGS, 2), w.pick(_VALUES, 1)
-    return f"def {thing[0]}_{colour}({thing[1]}):\n    return {thing[1]} + {w.rng.randrange(100)}\n"
+def _function(writer: _Writer) -> str:
+    thing, (colour,) = writer.pick(_THINGS, 2), writer.pick(_VALUES, 1)
+    return f"def {thing[0]}_{colour}({thing[1]}):\n    return {thing[1]} + {writer.rng.randrange(100)}\n"
 
 
-def _code(w: _Writer) -> dict[str, Any]:
+def _code(writer: _Writer) -> dict[str, Any]:
     body, answer = "def paint(wall, colour):\n    wall.colour = colour\n", "    return wall"
-    return {"context": "\n".join([*w.fill(lambda i: _function(w), body), body]), "input": "", "answers": [answer]}
+    return {
+        "context": "\n".join([*writer.fill(lambda i: _function(writer), body), body]),
+        "input": "",
+        "answers": [answer],
+    }
 
 
-def _repository(w: _Writer) -> dict[str, Any]:
-    (colour,) = w.pick(_VALUES, 1)
+def _repository(writer: _Writer) -> dict[str, Any]:
+    (colour,) = writer.pick(_VALUES, 1)
     body = f"# Path: src/main.py\nfrom colours import mix_{colour}\n\ndef main(wall):\n"
     needed = f"def mix_{colour}(wall):\n    return wall\n"
-    functions = w.put(needed, w.fill(lambda i: _function(w), "# Path: src/colours.py\n" + needed + body))
+    functions = writer.put(needed, writer.fill(lambda i: _function(writer), "# Path: src/colours.py\n" + needed + body))
     return {
         "context": "# Path: src/colours.py\n" + "\n".join(functions),
         "input": body,
@@ -213,7 +223,7 @@ _LAYOUTS: dict[str, Callable[[_Writer], dict[str, Any]]] = {
     "musique": _passages,
     "gov_report": _report,
     "qmsum": _meeting,
-    "multi_news": lambda w: _report(w, "Passage"),
+    "multi_news": lambda writer: _report(writer, "Passage"),
     "trec": _labels,
     "triviaqa": _trivia,
     "samsum": _dialogues,
