@@ -1,4 +1,4 @@
-"""What a selection is worth, as pure functions of one decode step's tensors. No method is known here.
+"""The quality of a selection, as pure functions of one decode step's tensors. No method is known here.
 
 Letters: n rows, h query heads, h_kv KV heads, m positions of the longest row, d head dimension. Sets of tokens are bool
 tensors over positions, (n, 1 or h, m). Everything is fp32 and exact: brute force on the stored keys, not an estimate.
@@ -85,7 +85,7 @@ def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -
 
 
 class Output(NamedTuple):
-    """What full attention gives, and what leaving tokens out costs."""
+    """Full attention's output, and the error of leaving tokens out."""
 
     full: torch.Tensor  # (n, h, d) output of full attention
     lost: torch.Tensor  # (n, h) weight of what is not attended, under full attention: 1 - mass

@@ -6,8 +6,8 @@
     summarize([arrays])                 # means, 5th percentile, by layer
 
 Truth is full attention of the run's own queries over every token it has seen. Where the layer's own store holds all of them
-exactly and on the device it is read there; else an exact copy of K and V is kept beside it (what is offloaded, evicted or
-packed cannot say what was lost), which doubles the memory of the cache. The layer's bytes are not read and not counted.
+exactly and on the device, it is read there; else an exact copy of K and V is kept beside it, which doubles the memory of
+the cache: an offloaded, evicting or packed store cannot say what was lost. The layer's bytes are not read and not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, W
 from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.store.resident import ResidentStore
 
-# array -> what it says, per layer, row, query head and step; NaN where it is not defined
+# array -> its meaning, per layer, row, query head and step; NaN where it is not defined
 ARRAYS = {
     "recall_q": "share of the query head's own top tokens among the candidates that was selected",
     "recall_kv": "the same against the exact oracle's top tokens of the KV head",
@@ -77,7 +77,7 @@ class Shadow:
 
     @staticmethod
     def store_of(layer: SelectiveLayer, total: list[int]) -> ResidentStore | None:
-        """The layer's own store, if it keeps every token as it came. Only families that never change keys are asked."""
+        """The layer's own store, if it keeps every token as it came. Only for families that never change keys."""
         if not isinstance(layer, RetrievalLayer | DenseLayer) or layer.held_positions() is not None:
             return None
         store = layer.store
@@ -101,13 +101,13 @@ class Measures(Watcher):
         self.prompt: list[int] = []  # tokens before the first decode step
         self.positions: torch.Tensor | None = None  # (n, tracked) positions that are followed
         self.first_top: dict[int, torch.Tensor] = {}  # (n, h, m) the prompt's heaviest tokens at the first step
-        self.found: dict[int, list[dict[str, torch.Tensor]]] = {}  # layer -> per step, name -> (n, h)
+        self.measured: dict[int, list[dict[str, torch.Tensor]]] = {}  # layer -> per step, name -> (n, h)
         self.ranks: dict[int, list[torch.Tensor]] = {}  # layer -> per step (n, h, tracked)
 
     def watch(self, call: WatchedCall) -> None:
         layer, ctx = call.layer, call.ctx
         at = layer.layer_idx
-        if len(self.found.get(at, ())) >= self.max_steps:
+        if len(self.measured.get(at, ())) >= self.max_steps:
             return
         shadow = self.shadows.setdefault(at, Shadow())
         shadow.add(call)
@@ -115,7 +115,7 @@ class Measures(Watcher):
             self._measure(call, shadow.view(layer, ctx.step.total))
         kept = layer.held_positions()
         self.held[at] = None if kept is None else kept.clone()
-        if len(self.found.get(at, ())) >= self.max_steps:
+        if len(self.measured.get(at, ())) >= self.max_steps:
             shadow.copy = None
 
     def _measure(self, call: WatchedCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -155,7 +155,7 @@ class Measures(Watcher):
         real = call.out[:, 0].float()
         here["output_error"] = (real - full).norm(dim=-1) / full.norm(dim=-1)
         self._follow(at, logits, order, prompt, here)
-        self.found.setdefault(at, []).append(here)
+        self.measured.setdefault(at, []).append(here)
 
     def _follow(
         self, at: int, logits: torch.Tensor, order: torch.Tensor, prompt: torch.Tensor, here: dict[str, torch.Tensor]
@@ -177,7 +177,7 @@ class Measures(Watcher):
     def _attended(
         self, layer: SelectiveLayer, h: int, length: int, ctx: LayerContext
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """What this step attended, (n, h, length), None if the layer does not say; and (chosen, candidates) if it chose."""
+        """(attended tokens (n, h, length), None if the layer does not say; (chosen, candidates) if it selected)."""
         n, device = len(ctx.step.total), ctx.hidden.device
         selected: Any = layer.selected
         kept = layer.held_positions() if isinstance(selected, Selected) else self.held.get(layer.layer_idx)
@@ -211,13 +211,13 @@ class Measures(Watcher):
 
         Empty if there was no decode step.
         """
-        if not self.found:
+        if not self.measured:
             return {}
-        layers = sorted(self.found)
-        nothing = torch.full_like(self.found[layers[0]][0]["output_error"], torch.nan)
+        layers = sorted(self.measured)
+        nothing = torch.full_like(self.measured[layers[0]][0]["output_error"], torch.nan)
         out = {
             name: torch.stack(
-                [torch.stack([step.get(name, nothing) for step in self.found[at]], -1) for at in layers]
+                [torch.stack([step.get(name, nothing) for step in self.measured[at]], -1) for at in layers]
             ).cpu()
             for name in ARRAYS
         }

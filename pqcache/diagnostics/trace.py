@@ -9,7 +9,7 @@ A trace is one safetensors file of one prompt. Metadata (strings; lists and obje
     steps            decode steps recorded
     sinks            first tokens attended at every step (positions 0 .. sinks-1)
     dense_layers     first layers that attend everything; they have no tensors
-    sample           whatever its writer wants to tell: method, hyper-parameters, task, document
+    sample           where it came from: method, hyper-parameters, task, document
 Tensors of each other layer l:
     layer<l>.steps   (steps, 5) int32: lo, hi (the candidates are positions lo .. hi-1), local (tokens of the local window, the
                      current one not counted), H, k. H is 1 (all heads), h_kv or h. H = 0: no list of indices, the step attended
@@ -54,14 +54,14 @@ def prompt_hash(token_ids: torch.Tensor, prompt_tokens: int) -> str:
 class TraceRecorder(Watcher):
     """Records one request of one row; `save` writes the file.
 
-    sample: what to tell about where it came from. Memory is that of the compressed indices.
+    sample: where it came from, for the file's metadata. Memory is that of the compressed indices.
     """
 
     def __init__(self, sample: dict[str, Any] | None = None) -> None:
         self.sample = sample or {}
         self.steps: dict[int, list[tuple[int, ...]]] = {}
         self.widths: dict[int, list[int]] = {}
-        self.packed: dict[int, tuple[Any, list[bytes]]] = {}  # layer -> compressor, what it gave so far
+        self.packed: dict[int, tuple[Any, list[bytes]]] = {}  # layer -> compressor, its output so far
         self.header: dict[str, Any] = {}
         self.dense: set[int] = set()
         self.last = 0  # decode steps seen
@@ -150,7 +150,7 @@ class Choice:
 
 
 class Trace:
-    """One trace file, read layer by layer as it is asked for."""
+    """One trace file; each layer is read when it is first needed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,12 +175,12 @@ class Trace:
             values = torch.frombuffer(
                 bytearray(zlib.decompress(packed.numpy().tobytes()) or bytes(4)), dtype=torch.int32
             )
-            found, start = [], 0
+            choices, start = [], 0
             for (lo, hi, local, heads, k), width in zip(steps, widths, strict=True):
                 indices = None
                 if heads:
                     block = values[start : start + heads * width].view(1, heads, width).long()
                     indices, start = block.cumsum(-1), start + heads * width
-                found.append(Choice(lo, hi, local, k, indices))
-            self._layers[at] = found
+                choices.append(Choice(lo, hi, local, k, indices))
+            self._layers[at] = choices
         return self._layers[at]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,7 @@ def test_frames_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_row_is_documented() -> None:
-    source = Path(results.__file__).read_text()
-    body = source[source.index("class Row(") : source.index("# -- the Full cell")]
+    body = inspect.getsource(Row)
     plain = {"method", "task", "n_samples", "versions", "tpot_p95_ms"}  # say it all by their name or neighbour
     for name in Row.__annotations__:
         line = next(line for line in body.splitlines() if line.strip().startswith(f"{name}:"))

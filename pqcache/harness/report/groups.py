@@ -42,14 +42,14 @@ def labels(rows: Sequence[Row]) -> list[str]:
                 key = part.removeprefix("method.").partition("=")[0]
                 varied.setdefault(row["method"], {})[key] = None
     lengths = {row["task_options"].get("length") for row in rows}
-    found = []
+    names = []
     for row in rows:
         values = row["hyper_parameters"]
         parts = [f"{key}={values[key]}" for key in sorted(varied.get(row["method"], ())) if key in values]
         if len(lengths) > 1:
             parts.append(f"{row['task_options'].get('length')} tokens")
-        found.append(" ".join([row["method"], *parts]))
-    return found
+        names.append(" ".join([row["method"], *parts]))
+    return names
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -85,12 +85,12 @@ def _family(row: Row, task: str) -> str:
     """A sub-task's score and interval."""
     if task not in row["tasks"]:
         return MISSING
-    found = row["tasks"][task]
-    return f"{number(found['score'])} {span(found['score_interval'])}".strip()
+    result = row["tasks"][task]
+    return f"{number(result['score'])} {span(result['score_interval'])}".strip()
 
 
 def _caption(rows: Sequence[Row]) -> str:
-    """What the columns are of: prompt, samples, where TT2T was measured, machines."""
+    """Prompt length, samples, whose times TT2T is of, machines."""
     prompt = fmean(row["prompt_tokens"] for row in rows)
     lines = [
         f"{rows[0]['model']}, {rows[0]['task']}: {prompt:.0f} prompt tokens and"

@@ -153,23 +153,35 @@ def _totals(axes: list[Axes], rows: Labelled) -> None:
 
 
 def _stacked(axis: Axes, rows: Labelled) -> None:
+    """A bar per label and prompt length: prefill, index, decode."""
     labels = list(dict.fromkeys(label for label, _ in rows))
     lengths = sorted({_length(row) for _, row in rows})
+    by_bar: dict[tuple[str, float], Row] = {}
+    for label, row in rows:
+        by_bar.setdefault((label, _length(row)), row)
     width = 0.8 / len(labels)
     for i, label in enumerate(labels):
+        named = False
         for j, length in enumerate(lengths):
-            for row in [r for name, r in rows if name == label and _length(r) == length][:1]:
-                prefill, index, step = row["prefill_s"], row["index_build_s"], row["tpot_p50_ms"]
-                if prefill is None or index is None or step is None:
-                    continue
-                at, decode = j + (i - (len(labels) - 1) / 2) * width, (row["generated_tokens"] - 1) * step / 1e3
-                colour, first = drawing.colour(i), j == 0
-                axis.bar(at, prefill - index, width * 0.9, color=colour, alpha=0.35)
-                axis.bar(at, index, width * 0.9, bottom=prefill - index, color="black")
-                axis.bar(at, decode, width * 0.9, bottom=prefill, color=colour, label=label if first else None)
+            row = by_bar.get((label, length))
+            if row is not None:
+                x = j + (i - (len(labels) - 1) / 2) * width
+                named |= _stack(axis, x, row, width * 0.9, drawing.colour(i), None if named else label)
     axis.bar(0, 0, color="grey", alpha=0.35, label="pale: prefill")
     axis.bar(0, 0, color="black", label="black: index")
     axis.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
+
+
+def _stack(axis: Axes, x: float, row: Row, width: float, colour: str, label: str | None) -> bool:
+    """One bar; False if a time is missing."""
+    prefill, index, step_ms = row["prefill_s"], row["index_build_s"], row["tpot_p50_ms"]
+    if prefill is None or index is None or step_ms is None:
+        return False
+    decode = (row["generated_tokens"] - 1) * step_ms / 1e3
+    axis.bar(x, prefill - index, width, color=colour, alpha=0.35)
+    axis.bar(x, index, width, bottom=prefill - index, color="black")
+    axis.bar(x, decode, width, bottom=prefill, color=colour, label=label)
+    return True
 
 
 def _phases_and_memory(axes: list[Axes], rows: Labelled) -> None:

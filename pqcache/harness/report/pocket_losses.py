@@ -4,9 +4,12 @@
     python run.py experiment=pocket_mass                               # diagnostics=true: out=results/pocket_mass
     python -m pqcache.harness.report.pocket_losses results/pocket results/pocket_mass
 
-prints the table and writes losses.md and losses.png into the first folder. Lost: samples where Full scores more. Depth: where
-in the prompt what is asked for stands, 0 = start. Mass: softmax weight of the attended tokens under full attention, over
-selecting layers, heads and decode steps; p5: its 5th percentile; worst head: the head and layer with the least mean mass.
+prints the table and writes losses.md and losses.png into the first folder. Columns:
+    lost         samples where Full scores more
+    depth        where in the prompt the fact is that the question asks for, 0 = start
+    mass         softmax weight of the attended tokens under full attention, over selecting layers, heads and decode steps
+    p5           its 5th percentile
+    worst head   the head and layer with the least mean mass
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def masses(folder: Path) -> dict[Key, dict[str, Mass]]:
     """(method, budget) -> family -> mass, from the diagnostics of every row of a group below a folder."""
     import numpy
 
-    found: dict[Key, dict[str, Mass]] = {}
+    masses_of: dict[Key, dict[str, Mass]] = {}
     for row in group_rows(folder):
         if row["diagnostics"] is None:
             continue
@@ -69,8 +72,8 @@ def masses(folder: Path) -> dict[Key, dict[str, Mass]]:
             if every.size:
                 heads = numpy.nanmean(numpy.stack([numpy.nanmean(part, axis=-1) for part in parts]), axis=0)
                 mass = Mass(float(every.mean()), float(numpy.percentile(every, 5)), float(heads.min()))
-                found.setdefault((row["method"], budget_text(row)), {})[task] = mass
-    return found
+                masses_of.setdefault((row["method"], budget_text(row)), {})[task] = mass
+    return masses_of
 
 
 def _cell(folder: Path, row: Row) -> Path:
@@ -81,18 +84,18 @@ def depths(row: Row) -> dict[str, list[float]]:
     """Family -> depth of what each sample asks for; the documents are made again."""
     from pqcache.embedded import load_tokenizer, pocket
 
-    tokenizer, found = load_tokenizer(), {}
+    tokenizer, depths_of = load_tokenizer(), {}
     for task, scores in row["sample_scores"].items():
         last = max(int(key.partition(":")[0]) for key in scores)
         length, family = row["task_options"]["length"], task.removeprefix("pocket_")
         samples = pocket.make_samples(family, last + 1, length, row["seed"], tokenizer)
-        found[task] = [sample["meta"]["depth"] for sample in samples]
-    return found
+        depths_of[task] = [sample["meta"]["depth"] for sample in samples]
+    return depths_of
 
 
 def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
     """(method, budget) -> family -> what it lost against the Full row among them."""
-    found: dict[Key, dict[str, Loss]] = {}
+    losses_of: dict[Key, dict[str, Loss]] = {}
     depth: dict[str, list[float]] = {}
     for row in rows:
         full = find_full(row, rows)
@@ -106,7 +109,7 @@ def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
             if not pairs:
                 continue
             lost = [k for k, (theirs, ours) in pairs.items() if ours < theirs - 1e-6]
-            found.setdefault((row["method"], budget_text(row)), {})[task] = Loss(
+            losses_of.setdefault((row["method"], budget_text(row)), {})[task] = Loss(
                 score=fmean(ours for _, ours in pairs.values()),
                 difference=fmean(ours - theirs for theirs, ours in pairs.values()),
                 lost=len(lost),
@@ -114,7 +117,7 @@ def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
                 depth_lost=_mean(depth[task][int(k.partition(":")[0])] for k in lost),
                 depth_kept=_mean(depth[task][int(k.partition(":")[0])] for k in pairs if k not in lost),
             )
-    return found
+    return losses_of
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -140,8 +143,8 @@ def table(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]]) ->
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for key, tasks in lost.items():
         for task, loss in tasks.items():
-            found = mass.get(key, {}).get(task)
-            seen = (found.mean, found.p5, found.worst_head) if found is not None else (None, None, None)
+            measured = mass.get(key, {}).get(task)
+            seen = (measured.mean, measured.p5, measured.worst_head) if measured is not None else (None, None, None)
             cells = [*key, task.removeprefix("pocket_"), number(loss.score), signed(loss.difference)]
             cells += [f"{loss.lost} of {loss.samples}", number(loss.depth_lost, 2), number(loss.depth_kept, 2)]
             lines.append(f"| {' | '.join([*cells, *(number(v, 3) for v in seen)])} |")
@@ -171,7 +174,7 @@ def picture(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]], 
         axis.grid(color=drawing.GRID, linewidth=0.7)
         axis.axhline(0, color="black", linewidth=0.6)
     for axis in axes[-1]:
-        axis.set_xlabel("attention mass of what is attended", fontsize=9)
+        axis.set_xlabel("attention mass of the attended tokens", fontsize=9)
     for line in axes:
         line[0].set_ylabel("score, difference to Full", fontsize=9)
     figure.legend(points.values(), points, loc="outside right center", fontsize=8, frameon=False)

@@ -25,8 +25,8 @@ def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
     rows = list(rows)
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        asked = row["budget_tokens"] if row["budget_ratio"] is None else None
-        key = repr([row[k] for k in _IDENTITY] + [asked, row["dense_layers"]])  # type: ignore[literal-required]
+        tokens = row["budget_tokens"] if row["budget_ratio"] is None else None
+        key = repr([row[k] for k in _IDENTITY] + [tokens, row["dense_layers"]])  # type: ignore[literal-required]
         groups.setdefault(key, []).append(row)
     return [_entry(group, rows) for group in groups.values() if len({row["seed"] for row in group}) > 1]
 

@@ -27,7 +27,7 @@ class Number:
     table: str
     model: str
     method: str
-    budget: float | int | None  # None: the method takes none
+    budget: float | int | None  # None: the method has none
     dataset: str
     metric: str
     value: float

@@ -86,8 +86,8 @@ class Row(TypedDict):
     sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
 
     # budget and tokens
-    budget_ratio: float | None  # share of the prompt asked for; 1.0 where it is ignored; null if tokens were asked
-    budget_tokens: float | None  # tokens asked for; for a ratio, planned per layer and KV head (mean over samples)
+    budget_ratio: float | None  # requested share of the prompt; 1.0 where it is ignored; null for a budget in tokens
+    budget_tokens: float | None  # requested tokens; for a ratio, planned per layer and KV head (mean over samples)
     budget_applied: float | None  # planned tokens / prompt tokens, rounding and sinks included; 1.0 where it is ignored
     prompt_tokens: float  # mean per sample
     generated_tokens: float  # mean per sample
@@ -137,7 +137,7 @@ def pair_with_full(row: Row, full: Row | None) -> Row:
 
 
 def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The Full row of the same model, task and seed; of several the one run most like this row."""
+    """The Full row of the same model, task and seed; of several the one whose run is most alike."""
     keys = ("model", "model_options", "task", "task_options", "seed")
     full = [r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
 
@@ -165,7 +165,7 @@ def read_row(path: Path) -> Row | None:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Every row.json under a folder, smoke runs below it apart (their own folder, given itself, has them)."""
+    """Every row.json under a folder, without the smoke runs in its sub-folders. A smoke folder itself lists its own."""
     folder = folder.expanduser()
     return [p for p in sorted(folder.rglob("row.json")) if SMOKE_FOLDER not in p.relative_to(folder).parts]
 

@@ -43,14 +43,14 @@ def interval(scores: Scores) -> list[float] | None:
 
 
 def significance(differences: Scores) -> float | None:
-    """Two-sided p of paired differences under random signs: how often chance alone moves their mean as far from zero."""
+    """Two-sided sign-flip p-value of paired differences: how often random signs move their mean as far from zero."""
     tasks = [np.array(list(samples.values()), dtype=float) for samples in differences.values() if samples]
     if not tasks:
         return None
     random = np.random.default_rng(SEED)
     total = np.zeros(RESAMPLES)
     for values in tasks:
-        moved = values[values != 0]  # a sign does not move the others
+        moved = values[values != 0]  # zeros have no sign
         for start in range(0, RESAMPLES, step := max(1, 4_000_000 // max(1, len(moved)))):
             signs = random.integers(0, 2, (min(step, RESAMPLES - start), len(moved)), dtype=np.int8) * 2 - 1
             total[start : start + step] += signs @ moved / len(values)

@@ -22,7 +22,7 @@ COLUMNS = ("score", "to Full", "95 % interval", "attended", "MiB", "TT2T s", "TP
 
 
 def _own_prefills(row: Row) -> str:
-    """Which samples TT2T and prefill are of, where other cells' prefill served the rest."""
+    """How many samples TT2T and prefill are of, where the rest used another cell's prefill."""
     return f" (of {row['timed_samples']} samples)" if row["timed_samples"] < row["n_samples"] else ""
 
 
@@ -65,29 +65,29 @@ def row_text(row: Row, path: Path | None) -> str:
 
 def metrics_text(row: Row) -> str:
     """Every metric of a row of one sub-task, as lm-eval names and scales them; nothing where there is only one."""
-    found = [task.get("metrics", {}) for task in row["tasks"].values()]
-    wanted = len(found) == 1 and (len(found[0]) > 1 or "perplexity" in found[0])
-    return ", ".join(f"{name} {value:.4g}" for name, value in found[0].items()) if wanted else ""
+    tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
+    several = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
+    return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if several else ""
 
 
-def diagnostics_text(found: Mapping[str, Any]) -> str:
+def diagnostics_text(measured: Mapping[str, Any]) -> str:
     """Recall, mass and error of a diagnostics run in one line."""
-    if not found.get("samples"):
+    if not measured.get("samples"):
         return "nothing measured: no decode step"
     return (
-        f"recall {number(found['recall_kv'], 3)} of the oracle's, {number(found['recall_q'], 3)} of each query head's own"
-        f" (chance {number(found['chance'], 3)}); mass {number(found['mass'], 3)} (p5 {number(found['mass_p5'], 3)}),"
-        f" output error {number(found['output_error'], 3)}"
+        f"recall {number(measured['recall_kv'], 3)} of the oracle's, {number(measured['recall_q'], 3)} of each query head's own"
+        f" (chance {number(measured['chance'], 3)}); mass {number(measured['mass'], 3)} (p5 {number(measured['mass_p5'], 3)}),"
+        f" output error {number(measured['output_error'], 3)}"
     )
 
 
 def bound_text(row: Row) -> str:
-    """What a decode step must move at least, and how far from it the step is."""
-    found = row["extra"]
+    """The lower bound of a decode step, and how many times slower the step is."""
+    extra = row["extra"]
     return (
-        f"TPOT is {number(row['roofline'], 2)} times weights {number(found.get('weights_ms'), 3)} ms"
-        f" + fetched {number(found.get('link_ms'), 3)} ms (attended K and V {number(found.get('cache_ms'), 3)} ms; memory"
-        f" {number(found.get('memory_gb_per_s'))} GB/s, link {number(found.get('link_gb_per_s'))} GB/s)"
+        f"TPOT is {number(row['roofline'], 2)} times weights {number(extra.get('weights_ms'), 3)} ms"
+        f" + fetched {number(extra.get('link_ms'), 3)} ms (attended K and V {number(extra.get('cache_ms'), 3)} ms; memory"
+        f" {number(extra.get('memory_gb_per_s'))} GB/s, link {number(extra.get('link_gb_per_s'))} GB/s)"
     )
 
 
@@ -100,36 +100,42 @@ def summary_line(row: Row) -> str:
 
 
 def budget_text(row: Row) -> str:
+    """0.2, or 512 tokens."""
     if row["budget_ratio"] is not None:
         return f"{row['budget_ratio']:g}"
     return f"{number(row['budget_tokens'], 0)} tokens"
 
 
 def number(value: float | None, digits: int = 1) -> str:
+    """A number, or n/a."""
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def signed(value: float | None, digits: int = 1) -> str:
+    """A difference with its sign (never -0), or n/a."""
     if value is None:
         return MISSING
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
 def span(interval: list[float] | None, show: Any = number) -> str:
+    """[low, high]; empty for None."""
     return "" if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
 
 
 def _of_samples(row: Row) -> str:
-    """How many samples a comparison to Full is about, where Full has not run all of them."""
+    """How many samples are compared to Full, where Full has not run all of them."""
     paired = row["paired_samples"]
     return "" if paired is None or paired >= row["n_samples"] else f" ({paired} of {row['n_samples']} samples)"
 
 
 def tiers(sizes: Mapping[str, float]) -> str:
+    """Bytes by tier, empty tiers left out."""
     return ", ".join(f"{name} {size(value)}" for name, value in sizes.items() if value)
 
 
 def size(value: float) -> str:
+    """Bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -144,7 +150,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     """One table of a sweep: a line per method (and whatever else varies), a block of columns per budget.
 
     rows: cell name -> row. outcomes: cell name -> what to show where there is no row (n/a, failed).
-    A method that ignores the budget stands in every block.
+    A method that ignores the budget is in every block.
     """
     import pandas as pd
 
@@ -192,7 +198,7 @@ def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:
 
     Cells are compared where all else is alike (budget, model, task, seed). The choice looks at the scores it then reports.
     """
-    found: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for line, names in plan.best_of.items():
         for cell in plan.cells:
             row = rows.get(cell.name)
@@ -200,9 +206,9 @@ def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:
                 continue
             where = f"{row['model']}, {row['task']}, budget {budget_text(row)}, seed {row['seed']}"
             for name in set(cell.names) & set(names):
-                found.setdefault((line, where), []).append((name, row["score"]))
+                groups.setdefault((line, where), []).append((name, row["score"]))
     lines = []
-    for (line, where), scores in found.items():
+    for (line, where), scores in groups.items():
         scores.sort(key=lambda entry: plan.best_of[line].index(entry[0]))
         best = max(scores, key=lambda entry: entry[1])
         of = ", ".join(f"{name} {number(score)}" for name, score in scores)
@@ -251,7 +257,7 @@ def _absent(outcome: str) -> dict[str, str]:
 
 
 def varying_keys(plan: RunPlan) -> list[str]:
-    """The keys a table needs to tell its lines apart: the method, and what else differs between cells."""
+    """The keys whose values differ between the cells of a table, the method first."""
     keys = ["method"]
     if any(cell.names for cell in plan.cells):
         keys.insert(0, "cell")
@@ -279,6 +285,7 @@ def _mixed(plan: RunPlan, key: str) -> bool:
 
 
 def cell_label(cell: Cell, key: str) -> str:
+    """The value of one of `varying_keys` for a cell; empty where the cell has no such key."""
     if key == "cell":
         return ", ".join(cell.names)
     if key in ("model", "method", "task"):

@@ -40,7 +40,7 @@ Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, re
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Prepared:
     """One request in the model's terms."""
 
     task: str
@@ -48,7 +48,7 @@ class _Asked:
     text: str  # the prompt, wrapped
     ids: list[int]
     until: list[str]  # stop strings
-    new_tokens: int  # at most
+    new_tokens: int  # maximum
     mark: str  # the sample's fingerprint
     stop_token: str | None  # its last token ends the answer and cannot begin it
     wrapper: str  # see LoadedModel.wrapper
@@ -57,7 +57,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What the row says of a prompt."""
+    """What the row needs to know about a prompt."""
 
     wrapper: str
     cut: tuple[int, int] | None
@@ -103,7 +103,7 @@ class HarnessLM(LikelihoodLM):
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
         self.smoke = smoke
-        self.warm = smoke  # whose times nobody reads
+        self.warm = smoke  # times of a smoke run are not read
         self.prompts: dict[tuple, _Prompt] = {}  # of the same samples
 
     @property
@@ -131,34 +131,34 @@ class HarnessLM(LikelihoodLM):
 
     def prompt(self, request: Instance) -> tuple[list[int], int]:
         """The token ids of a request, and how many of the last of them go through the decode path."""
-        asked = self._read(request)
-        return asked.ids, self._question(asked)
+        prepared = self._read(request)
+        return prepared.ids, self._question(prepared)
 
     def has(self, request: Instance) -> bool:
         """Whether the log holds the sample."""
-        asked = self._read(request)
-        return self.log.find(asked.task, asked.doc_id, asked.mark) is not None
+        prepared = self._read(request)
+        return self.log.find(prepared.task, prepared.doc_id, prepared.mark) is not None
 
     def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
         """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
-        asked = self._read(request)
-        task, doc_id, mark = asked.task, asked.doc_id, asked.mark
+        prepared = self._read(request)
+        task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
         sample = self.log.find(task, doc_id, mark)
         if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
-            sample = self._generate(asked, request.doc, prefill)
-            if asked.cut is not None:
-                sample["extra"]["cut_tokens"] = asked.cut[1]
+            sample = self._generate(prepared, request.doc, prefill)
+            if prepared.cut is not None:
+                sample["extra"]["cut_tokens"] = prepared.cut[1]
             if self.recorder is not None:
-                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
+                self.recorder.save(task, doc_id, mark)  # before the log: its line promises that the files exist
             self.log.append(sample)
         else:
             self.resumed += 1
         self.used[task, doc_id] = sample
-        self.note_prompt((task, doc_id), asked.wrapper, asked.cut, asked.ids, asked.text)
+        self.note_prompt((task, doc_id), prepared.wrapper, prepared.cut, prepared.ids, prepared.text)
         return sample
 
-    def _read(self, request: Instance) -> _Asked:
-        """What a request asks for, in the model's terms. Raises ValueError if it is too long for the model."""
+    def _read(self, request: Instance) -> _Prepared:
+        """A request in the model's terms. Raises ValueError if it is too long for the model."""
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
@@ -170,7 +170,7 @@ class HarnessLM(LikelihoodLM):
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
-        return _Asked(task, doc_id, text, ids, until, new_tokens, fingerprint(ids, rules), stop_token, wrapper, cut)
+        return _Prepared(task, doc_id, text, ids, until, new_tokens, fingerprint(ids, rules), stop_token, wrapper, cut)
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
         bos = self.loaded.tokenizer.bos_token_id
@@ -210,8 +210,8 @@ class HarnessLM(LikelihoodLM):
             facts=self.facts,
         )
 
-    def _question(self, asked: _Asked) -> int:
-        question = self.loaded.question_tokens(asked.text) if self.question_as_decode else 0
+    def _question(self, prepared: _Prepared) -> int:
+        question = self.loaded.question_tokens(prepared.text) if self.question_as_decode else 0
         return min(question, NEW_TOKENS) if self.smoke else question  # steps are what takes a smoke run's time
 
     def _prompt(self, task: str, prompt: str, settings: dict[str, Any]) -> tuple[str, str, tuple[int, int] | None]:
@@ -222,19 +222,19 @@ class HarnessLM(LikelihoodLM):
         """
         cut = None
         if "cut_middle" in settings:
-            most = settings["cut_middle"] or self.loaded.room(settings.get("longest_answer", self.max_new_tokens))
-            if most is not None:
-                if most < 2:
+            max_tokens = settings["cut_middle"] or self.loaded.room(settings.get("longest_answer", self.max_new_tokens))
+            if max_tokens is not None:
+                if max_tokens < 2:
                     longest = self.loaded.max_length
                     raise ValueError(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
-                prompt, dropped = self.loaded.cut_middle(prompt, most)
-                cut = most, dropped
-        wanted = settings.get("wrapper", "template")
-        return self.loaded.wrap(prompt, wanted), self.loaded.wrapper(wanted), cut
+                prompt, dropped = self.loaded.cut_middle(prompt, max_tokens)
+                cut = max_tokens, dropped
+        style = settings.get("wrapper", "template")
+        return self.loaded.wrap(prompt, style), self.loaded.wrapper(style), cut
 
     @property
     def first_prompt(self) -> dict[str, Any] | None:
-        """What tells the prompts of one evaluation from another's."""
+        """Task, document, length and hash of the first prompt: they tell evaluations apart."""
         for (task, doc_id, *_), prompt in self.prompts.items():
             return {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
         return None
@@ -246,7 +246,7 @@ class HarnessLM(LikelihoodLM):
         wrappers = dict.fromkeys(prompt.wrapper for prompt in prompts)
         bare = dict.fromkeys(task for (task, *_), prompt in self.prompts.items() if prompt.wrapper == "none")
         cuts = [prompt.cut for prompt in prompts if prompt.cut is not None]
-        cut = ", ".join(f"middle, to {most} tokens before wrapping" for most in dict.fromkeys(most for most, _ in cuts))
+        cut = ", ".join(f"middle, to {n} tokens before wrapping" for n in dict.fromkeys(n for n, _ in cuts))
         if self.smoke:
             cut = f"middle, to {PROMPT_TOKENS} tokens (smoke)"
         return {
@@ -268,24 +268,24 @@ class HarnessLM(LikelihoodLM):
         new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
         return [s for s in until if s], min(int(new_tokens), NEW_TOKENS) if self.smoke else int(new_tokens)
 
-    def _generate(self, asked: _Asked, doc: dict, prefill: Prefill | None = None) -> Sample:
-        task, doc_id, ids, until = asked.task, asked.doc_id, asked.ids, asked.until
+    def _generate(self, prepared: _Prepared, doc: dict, prefill: Prefill | None = None) -> Sample:
+        task, doc_id, ids, until = prepared.task, prepared.doc_id, prepared.ids, prepared.until
         tokenizer = self.loaded.tokenizer
         stop_ids = self.loaded.stop_ids()
         vocabulary = tokenizer.get_vocab()
         special = set(tokenizer.all_special_tokens)
         stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}  # decoding would drop these
         not_first: set[int] = set()
-        if asked.stop_token:  # its last token ends the answer too, and neither that nor an end token can begin it
-            stop_ids.add(tokenizer(asked.stop_token, add_special_tokens=False)["input_ids"][-1])
+        if prepared.stop_token:  # its last token ends the answer too, and neither that nor an end token can begin it
+            stop_ids.add(tokenizer(prepared.stop_token, add_special_tokens=False)["input_ids"][-1])
             not_first = stop_ids
         self.begin(task, doc_id, ids)
-        question = self._question(asked)
+        question = self._question(prepared)
         result = generate(
             self.loaded.model,
             self.method,
             torch.tensor([ids], device=self.loaded.model.device),
-            max_new_tokens=asked.new_tokens,
+            max_new_tokens=prepared.new_tokens,
             eos_token_ids=tuple(sorted(stop_ids)),
             stop=stopper(tokenizer, until),
             question_tokens=question,
@@ -299,7 +299,7 @@ class HarnessLM(LikelihoodLM):
             answer = answer[:-1]
         response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
         score = self.scorer(task, doc, response) if self.scorer is not None else None
-        return self.finish(task, doc_id, asked.mark, response, score, question, result)
+        return self.finish(task, doc_id, prepared.mark, response, score, question, result)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:

@@ -1,4 +1,4 @@
-"""task=latency: one cell is one method at one prompt length; its row has times, bytes and the bound they are held against.
+"""task=latency: one cell is one method at one prompt length; its row has times, bytes and their lower bound.
 
     python run.py -m model=random model.geometry=tiny task=latency task.length=512,1024 method=full,pqcache
     python run.py model=random model.geometry=mistral-7b-instruct-v0.2 model.layers=2 task=latency method=pqcache
@@ -32,6 +32,7 @@ _ceilings: dict[tuple[str, str], Ceilings] = {}  # device, dtype: measured once 
 
 
 def limits_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The measured bandwidths of a device."""
     key = str(device), str(dtype)
     if key not in _ceilings:
         _ceilings[key] = ceilings(device, dtype)
@@ -47,11 +48,12 @@ def prompt_ids(loaded: LoadedModel, length: int, seed: int) -> torch.Tensor:
 
 
 def make_lanes(overlap: str, device: torch.device) -> Lanes:
+    """What may run beside the model, by `task.overlap`: none, threads, or the device's own."""
     return Lanes() if overlap == "none" else ThreadLanes() if overlap == "threads" else lanes_for(device)
 
 
 def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
-    """The row of a cell, and whether any of its rounds was run now."""
+    """The row of a cell, and whether a round was run now."""
     task, model, device = cell.identity["task"], loaded.model, loaded.model.device
     ids = prompt_ids(loaded, task["length"], cell.identity["seed"])
     text = ids if loaded.name == "random" else loaded.calibration_text()
@@ -67,9 +69,9 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
     samples: list[Sample] = []
     fresh = False
     for index in range(task["rounds"]):
-        found = log.find("latency", index, mark)
-        if found is None:
-            if not fresh:  # warms up at the length itself: kernels and allocators care
+        sample = log.find("latency", index, mark)
+        if sample is None:
+            if not fresh:  # warm up at the same length: kernels and allocators depend on it
                 with contextlib.suppress(ValueError):
                     generate(model, cell.method, ids.to(device), max_new_tokens=3, attn=cell.run.attn)
             fresh = True
@@ -84,7 +86,7 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
             run.extra.update(bound(model, run, limits).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))
             if run.index_work_s:
                 run.extra["index_work_s"] = run.index_work_s
-            found = make_sample(
+            sample = make_sample(
                 run,
                 task="latency",
                 doc_id=index,
@@ -95,16 +97,17 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
                 attn=attention_kernel(cell.run.attn)[0],
                 facts=facts,
             )
-            log.append(found)
-        samples.append(found)
+            log.append(sample)
+        samples.append(sample)
     protocol = {"wrapper": "none", "system": None, "bos_count": 0, "truncation": "none"}
     row = build_row(cell, {}, samples, prompt_protocol=protocol, kv_dtype=loaded.dtype)
     row["n_samples"] = len(samples)
-    least = row["extra"]["weights_ms"] + row["extra"]["link_ms"]
+    bound_ms = row["extra"]["weights_ms"] + row["extra"]["link_ms"]
     if row["tpot_p50_ms"] is not None:
-        row["roofline"], row["roofline_reason"] = row["tpot_p50_ms"] / least, None
+        row["roofline"], row["roofline_reason"] = row["tpot_p50_ms"] / bound_ms, None
     return row, fresh
 
 
 def cell_layers(loaded: LoadedModel) -> int:
+    """Number of transformer layers."""
     return int(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)

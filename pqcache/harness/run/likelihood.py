@@ -1,4 +1,4 @@
-"""The log-likelihood side of the lm-eval adapter: tokens that are given, scored through the decode path of a method.
+"""The log-likelihood side of the lm-eval adapter: scores tokens of the documents through the decode path of a method.
 
 A scored sequence is one line of the sample log; its `response` holds the log-probabilities.
 """
@@ -40,14 +40,14 @@ class LogLikelihood(float):
         return value
 
 
-def _found(sample: Sample) -> tuple[LogLikelihood, bool]:
-    """What a scored sample's line says."""
+def _logprobs_of(sample: Sample) -> tuple[LogLikelihood, bool]:
+    """The log-probability of a scored sample, and whether it is the greedy continuation."""
     answer = json.loads(sample["response"])
     return LogLikelihood(answer["logprobs"]), bool(answer["greedy"])
 
 
 class LikelihoodLM(LM):
-    """The half of HarnessLM that scores; the attributes are HarnessLM's."""
+    """The half of HarnessLM that scores documents; HarnessLM sets the attributes and writes the last three methods."""
 
     loaded: LoadedModel
     method: Method
@@ -66,7 +66,7 @@ class LikelihoodLM(LM):
         raise NotImplementedError
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
-        """What the row is to say of a prompt."""
+        """Record a prompt for the row."""
         raise NotImplementedError
 
     def finish(
@@ -84,14 +84,14 @@ class LikelihoodLM(LM):
 
     def check_length(self, task: str, doc_id: int, tokens: int, new_tokens: int) -> None:
         """Raises ValueError if a sample is too long for the model."""
-        most = self.loaded.max_length
-        if most is not None and tokens + new_tokens > most:
+        max_length = self.loaded.max_length
+        if max_length is not None and tokens + new_tokens > max_length:
             raise ValueError(
                 f"{task} sample {doc_id}: {tokens} prompt tokens + {new_tokens} new ones exceed the"
-                f" {most} tokens the model was made for (model.max_length)"
+                f" {max_length} tokens the model was made for (model.max_length)"
             )
 
-    # -- what lm-eval asks ---------------------------------------------------------------------------------------------
+    # -- lm-eval's interface ---------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, is it the greedy continuation) of each request's continuation after its context.
@@ -126,10 +126,10 @@ class LikelihoodLM(LM):
     def _continuation(self, request: Instance) -> tuple[LogLikelihood, bool]:
         if self.tokens is not None:
             ids, first, prefill = self.tokens(request.doc)
-            return _found(self._scored(request, (request.idx,), ids, first, prefill, "none"))
+            return _logprobs_of(self._scored(request, (request.idx,), ids, first, prefill, "none"))
         ids, first, question = self._pair(str(request.args[0]), str(request.args[1]))
         prefill = max(1, first - max(1, question))
-        return _found(self._scored(request, (request.idx,), ids, first, prefill, self.loaded.wrapper()))
+        return _logprobs_of(self._scored(request, (request.idx,), ids, first, prefill, self.loaded.wrapper()))
 
     def _rolling(self, request: Instance) -> LogLikelihood:
         opening = opening_tokens(self.loaded.tokenizer)
@@ -144,7 +144,7 @@ class LikelihoodLM(LM):
             start = max(0, end - size - 1)
             window, prefill = ids[start:end], max(1, (end - start) // 2)
             sample = self._scored(request, (request.idx, start), window, done - start, prefill, "none")
-            parts += _found(sample)[0].tokens
+            parts += _logprobs_of(sample)[0].tokens
             done = end
         return LogLikelihood(parts)
 
@@ -171,24 +171,24 @@ class LikelihoodLM(LM):
         return ids, len(head), question
 
     def _prefix(self) -> int:
-        """What stands before a text without context, where the tokenizer opens texts with nothing."""
+        """The token before a text without context, where the tokenizer has no opening tokens."""
         tokenizer = self.loaded.tokenizer
-        found = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        if found is None:
+        token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if token is None:
             raise ValueError(f"{self.loaded.name}: no BOS or EOS token to stand before a text without context")
-        return int(found)
+        return int(token)
 
     def _scored(
         self, request: Instance, index: tuple[int | None, ...], ids: list[int], first: int, prefill: int, wrapper: str
     ) -> Sample:
-        """The sample of one scored sequence: found in the log, or computed."""
+        """The sample of one scored sequence, from the log or computed now."""
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         self.check_length(task, doc_id, len(ids) - 1, 0)
         mark = fingerprint(ids, {"first": first, "prefill": prefill, "weights": self.loaded.weights})
         sample = self.log.find(task, doc_id, mark)
         if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
             self.begin(task, doc_id, ids[:prefill])
-            found = likelihood(
+            scored = likelihood(
                 self.loaded.model,
                 self.method,
                 torch.tensor([ids], device=self.loaded.model.device),
@@ -197,10 +197,10 @@ class LikelihoodLM(LM):
                 attn=self.attn,
                 watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             )
-            answer = {"logprobs": [round(value, 7) for value in found.logprobs], "greedy": all(found.greedy)}
-            sample = self.finish(task, doc_id, mark, json.dumps(answer), None, max(0, first - prefill), found.result)
+            answer = {"logprobs": [round(value, 7) for value in scored.logprobs], "greedy": all(scored.greedy)}
+            sample = self.finish(task, doc_id, mark, json.dumps(answer), None, max(0, first - prefill), scored.result)
             if self.recorder is not None:
-                self.recorder.save(task, doc_id, mark)  # first the files: a line in the log says they are there
+                self.recorder.save(task, doc_id, mark)  # before the log: its line promises that the files exist
             self.log.append(sample)
         else:
             self.resumed += 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")  # where a prompt's last question starts
 INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
-JOIN = 64  # tokens that two halves of a prompt may have more when joined
+JOIN = 64  # tokens that joining two halves of a prompt may add
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
 
 
@@ -28,7 +28,7 @@ class LoadedModel:
     chat: bool
     system: str | None
     max_length: int | None  # tokens of prompt + answer the model was made for
-    weights: str = ""  # what tells these weights from others under the same name: see weights_mark
+    weights: str = ""  # identifies the weights behind the name: see weights_mark
 
     @property
     def device(self) -> str:
@@ -38,19 +38,19 @@ class LoadedModel:
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
 
-    def wrapper(self, wanted: str = "template") -> str:
+    def wrapper(self, style: str = "template") -> str:
         """How prompts are wrapped: none, chat template, or INST.
 
-        wanted: template | none | inst (INST instead of a chat template that is made of the same marks, without its spaces).
+        style: template | none | inst (INST in place of a chat template that uses the same marks).
         """
-        if not self.chat or wanted == "none":
+        if not self.chat or style == "none":
             return "none"
-        marks = wanted == "inst" and self.system is None and "[INST]" in str(self.tokenizer.chat_template)
+        marks = style == "inst" and self.system is None and "[INST]" in str(self.tokenizer.chat_template)
         return INST if marks else "chat template"
 
-    def wrap(self, prompt: str, wanted: str = "template") -> str:
-        """The prompt as the one user turn of a chat; unchanged for a model without chat. wanted: see `wrapper`."""
-        wrapper = self.wrapper(wanted)
+    def wrap(self, prompt: str, style: str = "template") -> str:
+        """The prompt as the one user turn of a chat; unchanged for a model without chat. style: see `wrapper`."""
+        wrapper = self.wrapper(style)
         if wrapper == "none":
             return prompt
         if wrapper == INST:
@@ -70,9 +70,9 @@ class LoadedModel:
         return prefix + ids
 
     def cut_middle(self, prompt: str, length: int) -> tuple[str, int]:
-        """The prompt, of more than `length` tokens (opening ones included) the first and last halves; and the tokens dropped.
+        """The first and last half of a prompt of more than `length` tokens (opening ones included), and the tokens dropped.
 
-        As LongBench does it: both halves are decoded and joined as text, which may be some tokens more or fewer again.
+        As LongBench does it: both halves are decoded and joined as text, which may change the number of tokens a little.
         """
         ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         if len(ids) <= length:
@@ -82,7 +82,7 @@ class LoadedModel:
         return head + tail, len(ids) - 2 * half
 
     def room(self, new_tokens: int) -> int | None:
-        """Tokens of a bare prompt that leave room for its wrapping, an answer, and what joining two halves may add."""
+        """Longest bare prompt, in tokens, that leaves room for wrapping, an answer, and what joining two halves may add."""
         return None if self.max_length is None else self.max_length - new_tokens - self.count("") - JOIN
 
     def count(self, prompt: str) -> int:
@@ -90,7 +90,7 @@ class LoadedModel:
         return len(self.encode(self.wrap(prompt)))
 
     def calibration_text(self) -> torch.Tensor:
-        """Token ids (1, t) of plain sentences, the same in every run, for methods that look at a model before they serve it."""
+        """Token ids (1, t) of plain sentences, the same in every run, for methods that calibrate on the model."""
         import torch
 
         from pqcache.embedded.documents import filler_text
@@ -141,6 +141,7 @@ def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def pick_device(device: str) -> str:
+    """model.device, with auto resolved to cuda or cpu."""
     import torch
 
     if device != "auto":
@@ -164,7 +165,7 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 
 def why_not(options: dict[str, Any], error: Exception) -> str:
-    """One line: the model that cannot be had, why, and what to do."""
+    """One line: which model cannot be loaded, why, and what to do."""
     reason = " ".join(str(error).split())
     return (
         f"model.path={options['path']}: cannot be loaded; set model.path to a local folder, or check the name, the network and,"
@@ -173,7 +174,7 @@ def why_not(options: dict[str, Any], error: Exception) -> str:
 
 
 def load(name: str, options: dict[str, Any]) -> LoadedModel:
-    """Load weights and tokenizer. Raises OSError or ValueError, whose first line says what is missing."""
+    """Load weights and tokenizer. Raises OSError or ValueError; the first line names the problem."""
     import torch
 
     device = pick_device(options["device"])
@@ -182,9 +183,9 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
         dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
         model = random_model(options["geometry"], options["layers"], dtype, device)
-        tokenizer: Any = None  # task=latency asks for none
-        longest_ = longest(model.config.get_text_config(decoder=True), options)
-        return LoadedModel(name, model, tokenizer, False, None, longest_, f"random {options['geometry']}")
+        tokenizer: Any = None  # task=latency needs none
+        limit = longest(model.config.get_text_config(decoder=True), options)
+        return LoadedModel(name, model, tokenizer, False, None, limit, f"random {options['geometry']}")
     if name == "embedded":
         from pqcache.embedded import load_model, load_tokenizer
 

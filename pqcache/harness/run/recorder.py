@@ -1,9 +1,9 @@
-"""What `diagnostics=true` writes: per sample an npz of the measures, with `diagnostics=trace` a selection trace, too.
+"""What `diagnostics=true` writes: an npz of measures per sample; with `diagnostics=trace` a selection trace, too.
 
 <cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see report/diagnostic_arrays.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
 
-A sample's files are on disk before its line in samples.jsonl is. Every number is measured on the run's own queries.
+A sample's files are on disk before its line in samples.jsonl. Every number is measured on the run's own queries.
 """
 
 from __future__ import annotations
@@ -29,27 +29,23 @@ if TYPE_CHECKING:
 class Recorder:
     """The diagnostics of one cell: `watchers` for a sample, then `save`; `row` when all are done."""
 
-    def __init__(self, folder: Path, level: bool | str, told: dict[str, Any], dense_layers: int) -> None:
-        """level: true or "trace". told: what a trace says about its origin (the cell's configuration)."""
-        self.folder, self.trace, self.told, self.dense_layers = (
-            folder / "diagnostics",
-            level == "trace",
-            told,
-            dense_layers,
-        )
+    def __init__(self, folder: Path, level: bool | str, origin: dict[str, Any], dense_layers: int) -> None:
+        """level: true or "trace". origin: the cell's configuration, which a trace repeats."""
+        self.folder, self.trace = folder / "diagnostics", level == "trace"
+        self.origin, self.dense_layers = origin, dense_layers
         self._measures = Measures()
         self._recorder = TraceRecorder()
 
     def watchers(self, task: str, doc_id: int) -> list[Watcher]:
         self._measures = Measures()
-        self._recorder = TraceRecorder({**self.told, "task": task, "document": doc_id})
+        self._recorder = TraceRecorder({**self.origin, "task": task, "document": doc_id})
         return [self._measures, self._recorder] if self.trace else [self._measures]
 
     def path(self, task: str, doc_id: int, mark: str) -> Path:
         return self.folder / f"{task}-{doc_id}-{mark}.npz"
 
     def complete(self, task: str, doc_id: int, mark: str) -> bool:
-        """Whether the files of a sample are there."""
+        """Whether the files of a sample exist."""
         path = self.path(task, doc_id, mark)
         return path.exists() and (not self.trace or path.with_suffix(SUFFIX).exists())
 
@@ -67,14 +63,14 @@ class Recorder:
     def row(self, samples: Iterable[Sample]) -> dict[str, Any]:
         """The summary of these samples, from their files."""
         paths = [self.path(s["task"], s["doc_id"], s["fingerprint"]) for s in samples]
-        found = summarize(
+        summary = summarize(
             [{k: x[:, None] for k, x in read_arrays(path).items() if k in ARRAYS} for path in paths], self.dense_layers
         )
         return {
             **dict.fromkeys(Diagnostics.__annotations__),
             "samples": 0,
             "steps": 0,
-            **found,
+            **summary,
             "folder": self.folder.name,
         }
 

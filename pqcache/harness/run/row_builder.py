@@ -28,7 +28,7 @@ def build_row(
     """The row of a finished cell, not yet compared to Full. `Row` says what each field is."""
     samples = list(samples)
     question_tokens = _mean(s["question_tokens"] for s in samples)
-    asked = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
+    question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
     row = {
         **_configuration(cell),
@@ -36,7 +36,7 @@ def build_row(
         "seed": cell.identity["seed"],
         "n_samples": sum(len(s) for s in scores.values()),
         "protocol": cell.identity["protocol"],
-        "prompt_protocol": {**prompt_protocol, **asked},
+        "prompt_protocol": {**prompt_protocol, **question},
         "attn": _joined(s["attn"] for s in samples) or "",
         "kv_dtype": kv_dtype,
         "kmeans_iterations": extra.get("kmeans_iterations"),

@@ -1,7 +1,7 @@
 """samples.jsonl: one line per finished sample, safe against being killed at any byte.
 
-A line is appended, flushed and synced before the next sample starts. A sample is found again by its task, document
-number and fingerprint (weights, model input, generation settings): a line of other weights or another prompt is never
+A line is appended, flushed and synced before the next sample starts. A sample is looked up by its task, document number
+and fingerprint (weights, model input, generation settings), so that a line of other weights or another prompt is never
 used.
 """
 
@@ -37,11 +37,10 @@ class Sample(TypedDict):
     new_tokens: int  # tokens generated, eos included
     prompt_tokens: int
     question_tokens: int  # prompt tokens fed through the decode path
-    # Submitting the prompt -> first token; None if another cell's prefill served; with diagnostics, times include measuring.
+    # Prompt submitted -> first token. None: another cell's prefill was used. With diagnostics, times include measuring.
     prefill_s: float | None
-    tt2t_s: (
-        float | None
-    )  # submitting the prompt -> second token; None if one token was generated, or with such a prefill
+    # Prompt submitted -> second token. None: one token was generated, or another cell's prefill was used.
+    tt2t_s: float | None
     step_s: list[float]  # every decode step
     index_build_s: float
     budget_tokens: float | None  # tokens planned per layer and KV head; None: the method ignores the budget
@@ -58,7 +57,7 @@ class Sample(TypedDict):
 
 
 def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
-    """16 hex digits of what determines an answer, the cell's own configuration apart."""
+    """16 hex digits that identify a model input and the settings of its generation; the method is not among them."""
     text = json.dumps([list(ids), settings], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -104,7 +103,7 @@ def make_sample(
 
 
 class SampleLog:
-    """The samples of one cell: those found on disk, and an append-only file for new ones.
+    """The samples of one cell: those on disk, and an append-only file for new ones.
 
     Opening it takes a lock, so that two processes cannot run the same cell at once, and drops a half-written last line.
     """
@@ -113,12 +112,12 @@ class SampleLog:
         self.path = path
         self._file = _open_locked(path)
         self._drop_half_line()
-        self._found: dict[tuple[str, int, str], Sample] = {}
+        self._samples: dict[tuple[str, int, str], Sample] = {}
         self._file.seek(0)
         for line in self._file:
             sample = _read(line)
             if sample is not None:
-                self._found[_key(sample)] = sample
+                self._samples[_key(sample)] = sample
 
     def _drop_half_line(self) -> None:
         self._file.seek(0)
@@ -128,17 +127,18 @@ class SampleLog:
             self._file.truncate(whole)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._samples)
 
     def find(self, task: str, doc_id: int, mark: str) -> Sample | None:
-        return self._found.get((task, doc_id, mark))
+        """The recorded sample of a document; mark: its fingerprint."""
+        return self._samples.get((task, doc_id, mark))
 
     def append(self, sample: Sample) -> None:
         """Record a finished sample; it is on disk when this returns."""
         self._file.write(json.dumps(sample, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._found[_key(sample)] = sample
+        self._samples[_key(sample)] = sample
 
     def close(self) -> None:
         self._file.close()
@@ -180,7 +180,7 @@ def _key(sample: Sample) -> tuple[str, int, str]:
 
 
 def _read(line: bytes) -> Sample | None:
-    """A sample from its line; None for a damaged line, which is then simply done again."""
+    """A sample from its line; None for a damaged line: the sample is computed again."""
     try:
         value = json.loads(line)
     except ValueError:

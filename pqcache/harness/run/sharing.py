@@ -1,8 +1,8 @@
 """One dense prefill per prompt for all cells of a command that differ in method and budget only.
 
-Runs before the cells: each prompt is computed once, every cell generates from it, and its sample goes to that cell's log,
-where the cell then finds it. A cell's first samples are left to the cell itself, so that TT2T is measured with a prefill of
-its own; so are all samples of methods that do not attend to the prompt exactly.
+Runs before the cells. Each prompt is computed once; every cell generates from it, and the sample goes to the cell's log.
+Two kinds of samples are left to the cell itself: its first ones, so that TT2T is measured with its own prefill, and all
+samples of methods that do not attend to the prompt exactly.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from pqcache.harness.run.adapter import HarnessLM
     from pqcache.harness.run.session import Session
 
-OWN_PREFILLS = 5  # samples of a cell, at least, whose prefill is its own
+OWN_PREFILLS = 5  # at least so many samples of a cell are timed with their own prefill
 
 
 def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that ask a model the same prompts: all that sets them apart is the method and its budget."""
-    found: dict[str, list[Cell]] = {}
+    """Groups of cells with the same model and prompts; they differ in the method and its budget."""
+    by_prompts: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.method is None or cell.skip is not None or cell.run.diagnostics:
             continue
         same = {key: cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")}
-        found.setdefault(json.dumps([same, cell.run.attn, cell.run.limit], sort_keys=True), []).append(cell)
-    return [group for group in found.values() if len(group) > 1]
+        by_prompts.setdefault(json.dumps([same, cell.run.attn, cell.run.limit], sort_keys=True), []).append(cell)
+    return [group for group in by_prompts.values() if len(group) > 1]
 
 
 def run_group(group: list[Cell], session: Session) -> None:
@@ -63,11 +63,11 @@ def run_group(group: list[Cell], session: Session) -> None:
 
 @dataclass
 class SharedLM(LM):
-    """Gives lm-eval no answers of its own: it only sees to it that the adapters' logs hold theirs."""
+    """Fills the adapters' logs. Its own answers to lm-eval are empty."""
 
     members: list[HarnessLM]
-    own: int  # documents of each task that every cell computes by itself
-    alone: set[int] = field(default_factory=set)  # members that cannot be served
+    own: int  # first documents of each task, which every cell computes itself
+    alone: set[int] = field(default_factory=set)  # members that need their own prefill
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class SharedLM(LM):
                 lm.answer(request, prefill)
             except OwnPrefill:
                 self.alone.add(index)
-            except Exception:  # whatever it is, the cell's own run will meet it and say so
+            except Exception:  # the cell's own run will meet the same error and report it
                 self.alone.add(index)
                 prefill = None  # it may have been left half used
 

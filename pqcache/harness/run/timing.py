@@ -2,7 +2,7 @@
 
 TT2T runs from submitting the prompt to the second token: the first token never needs a method's index, the second does.
 TPOT is the time of one decode step; each sample's first two steps are dropped (they pay for warming up), the rest are
-pooled over samples. Where no step is left the answer is None: 0 would be a made-up number.
+pooled over samples. Without a step left the result is None: 0 would be made up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WARM_TOKENS = 1024
 
 
 def warm_up(model: PreTrainedModel, method: Method, prompt: Sequence[int], attn: str) -> None:
-    """Three tokens after a prompt's beginning, not recorded: kernels compile on first use, which is no sample's latency."""
+    """Generate three tokens after the prompt's first tokens, unrecorded: kernels compile on first use."""
     ids = torch.tensor([list(prompt[:WARM_TOKENS])], device=model.device)
-    with contextlib.suppress(ValueError):  # what this method refuses, the sample itself will say
+    with contextlib.suppress(ValueError):  # what the method refuses, the sample will report
         generate(model, method, ids, max_new_tokens=3, attn=attn)
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per finished cell, with its scores and timings. A failure here never costs a result."""
+"""Weights & Biases: one run per finished cell, with its scores and timings. A failure here never loses a result."""
 
 from __future__ import annotations
 
