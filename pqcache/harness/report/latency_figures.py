@@ -163,10 +163,10 @@ def _stacked(axis: Axes, rows: Labelled) -> None:
     for i, label in enumerate(labels):
         named = False
         for j, length in enumerate(lengths):
-            row = by_bar.get((label, length))
-            if row is not None:
+            if (label, length) in by_bar:
                 x = j + (i - (len(labels) - 1) / 2) * width
-                named |= _stack(axis, x, row, width * 0.9, drawing.colour(i), None if named else label)
+                shown = None if named else label
+                named |= _stack(axis, x, by_bar[label, length], width * 0.9, drawing.colour(i), shown)
     axis.bar(0, 0, color="grey", alpha=0.35, label="pale: prefill")
     axis.bar(0, 0, color="black", label="black: index")
     axis.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
