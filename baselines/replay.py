@@ -55,7 +55,7 @@ class ReplayLayer(RetrievalLayer):
             raise ValueError(f"{trace.path}: has {trace.steps} decode steps, this run goes on")
         choice = self.index.choice = trace.layer(self.layer_idx)[self.step]
         self.step += 1
-        return Candidates(choice.lo, [choice.hi], [choice.k], self.store.lengths), [choice.local]
+        return Candidates(choice.sinks, [choice.end], [choice.k], self.store.lengths), [choice.local]
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,8 @@
 """Measures that compare retrieval methods, and traces of what they selected. Off by default; see selective/INTERFACE.md."""
 
 from pqcache.diagnostics.capture import Capture, rerun
-from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
+from pqcache.diagnostics.observe import ARRAYS, Measures
+from pqcache.diagnostics.summary import summarize
 from pqcache.diagnostics.trace import Trace, TraceRecorder, prompt_hash, read_header
 
 __all__ = [

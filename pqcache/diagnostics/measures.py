@@ -31,7 +31,8 @@ def exact_logits(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tens
 def marks(indices: torch.Tensor, m: int) -> torch.Tensor:
     """Positions (n, H, k), -1 = padding, as a set (n, H, m)."""
     out = torch.zeros((*indices.shape[:2], m + 1), dtype=torch.bool, device=indices.device)
-    return out.scatter_(2, indices.long() + 1, True)[..., 1:]  # padding falls on column 0
+    # Padding falls on column 0.
+    return out.scatter_(2, indices.long() + 1, True)[..., 1:]
 
 
 def spread(x: torch.Tensor, h: int) -> torch.Tensor:
@@ -85,12 +86,16 @@ def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -
 
 
 class Output(NamedTuple):
-    """Full attention's output, and the error of leaving tokens out."""
+    """The output of full attention, and the cost of attending to a set S alone.
 
-    full: torch.Tensor  # (n, h, d) output of full attention
-    lost: torch.Tensor  # (n, h) weight of what is not attended, under full attention: 1 - mass
-    error: torch.Tensor  # (n, h) |o - o_S|, S attended exactly
-    bound: torch.Tensor  # (n, h) 2 (1 - mass) max|v| >= error
+    full (n, h, d): output of full attention. lost (n, h): weight of what is not attended, 1 - mass.
+    error (n, h): |o - o_S|, S attended exactly. bound (n, h): 2 (1 - mass) max|v| >= error.
+    """
+
+    full: torch.Tensor
+    lost: torch.Tensor
+    error: torch.Tensor
+    bound: torch.Tensor
 
 
 def output(logits: torch.Tensor, v: torch.Tensor, stored: torch.Tensor | None, attended: torch.Tensor) -> Output:
@@ -108,7 +113,8 @@ def output(logits: torch.Tensor, v: torch.Tensor, stored: torch.Tensor | None, a
     probs = logits.softmax(-1)
     left = probs.masked_fill(attended, 0)
     lost = left.sum(-1)
-    inside = logits.masked_fill(~attended, -torch.inf).softmax(-1)  # stable, however little mass it has
+    # A softmax of its own is stable, however little mass the set has.
+    inside = logits.masked_fill(~attended, -torch.inf).softmax(-1)
 
     def mean(weights: torch.Tensor) -> torch.Tensor:  # (n, h, m) -> (n, h, d)
         return (weights.view(n, h_kv, -1, m) @ values).view(n, h, -1)

@@ -5,14 +5,13 @@
     arrays = measures.arrays()          # name -> (layers, rows, h, steps)
     summarize([arrays])                 # means, 5th percentile, by layer
 
-Truth is full attention of the run's own queries over every token it has seen. Where the layer's own store holds all of them
-exactly and on the device, it is read there; else an exact copy of K and V is kept beside it, which doubles the memory of
-the cache: an offloaded, evicting or packed store cannot say what was lost. The layer's bytes are not read and not counted.
+Truth is full attention of the run's own queries over every token seen so far. It is read from the layer's own store where that
+holds all K and V exactly and on the device. Else an exact copy is stored beside it, since what is offloaded, evicted or packed
+cannot show what was lost; this doubles the memory of the cache. Neither is counted in the layer's bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, W
 from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.store.resident import ResidentStore
 
-# array -> its meaning, per layer, row, query head and step; NaN where it is not defined
+# Array -> its meaning, per layer, row, query head and step; NaN where it is not defined.
 ARRAYS = {
     "recall_q": "share of the query head's own top tokens among the candidates that was selected",
     "recall_kv": "the same against the exact oracle's top tokens of the KV head",
@@ -41,10 +40,7 @@ ARRAYS = {
     "output_error": "|o - out| / |o| of the layer's real output, whatever the method does to keys, values and weights",
     "top_stay": "share of the prompt's 64 heaviest tokens at the first step that still are",
 }
-MEANS = (
-    "recall_q", "recall_kv", "recall_budget", "hit_top10", "chance", "attended", "mass", "output_error", "set_error", "bound",
-    "top_stay",
-)  # fmt: skip
+# Tokens that top_stay follows, and that hit_top10 counts.
 TOP_STAY = 64
 TOP_HIT = 10
 
@@ -77,7 +73,7 @@ class Shadow:
 
     @staticmethod
     def store_of(layer: SelectiveLayer, total: list[int]) -> ResidentStore | None:
-        """The layer's own store, if it keeps every token as it came. Only for families that never change keys."""
+        """The layer's own store if it holds every token unchanged, else None. Families that change keys never do."""
         if not isinstance(layer, RetrievalLayer | DenseLayer) or layer.held_positions() is not None:
             return None
         store = layer.store
@@ -160,9 +156,10 @@ class Measures(Watcher):
     def _follow(
         self, at: int, logits: torch.Tensor, order: torch.Tensor, prompt: torch.Tensor, here: dict[str, torch.Tensor]
     ) -> None:
-        """Ranks of the tracked tokens, and what is left of the first step's heaviest tokens."""
+        """Ranks of the tracked tokens, and the share of the first step's heaviest tokens that still are."""
         if self.positions is None:
-            share = torch.linspace(0, 1, self.tracked + 2)[1:-1]  # neither the first token nor the last
+            # Neither the first token nor the last.
+            share = torch.linspace(0, 1, self.tracked + 2)[1:-1]
             self.positions = torch.stack([(share * (s - 1)).round().long() for s in self.prompt]).to(logits.device)
         self.ranks.setdefault(at, []).append(m.ranks(logits, prompt, self.positions).int())
         first = self.first_top.get(at)
@@ -177,19 +174,24 @@ class Measures(Watcher):
     def _attended(
         self, layer: SelectiveLayer, h: int, length: int, ctx: LayerContext
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """(attended tokens (n, h, length), None if the layer does not say; (chosen, candidates) if it selected)."""
+        """The set that this step attended, (n, h, length), and (chosen, candidates) if it selected.
+
+        None for the set if the layer does not report what it attends.
+        """
         n, device = len(ctx.step.total), ctx.hidden.device
         selected: Any = layer.selected
         kept = layer.held_positions() if isinstance(selected, Selected) else self.held.get(layer.layer_idx)
         if isinstance(selected, Selected):
             chosen, inside, forced = _sets(selected, h, device)
-            if kept is not None:  # positions of what is left of the row, not of the row
+            # Positions are those of the entries that are left, not of the row.
+            if kept is not None:
                 chosen, inside, forced = (_place(x, kept, h, length) for x in (chosen, inside, forced))
             chosen, inside, forced = (_widen(x, length) for x in (chosen, inside, forced))
             return chosen | forced, (chosen, inside)
         column = torch.arange(length, device=device)
         ends = torch.tensor(ctx.step.total, device=device)[:, None, None]
-        if kept is not None:  # what was held before this step, and the current token
+        # What was held before this step, and the current token.
+        if kept is not None:
             return m.spread(m.marks(kept, length), h) | (column == ends - 1), None
         if layer.attends_all:
             return (column < ends).expand(n, h, -1), None
@@ -233,7 +235,8 @@ def _sets(selected: Selected, h: int, device: torch.device) -> tuple[torch.Tenso
     column = torch.arange(max(cand.lengths), device=device)
     stored = column < torch.tensor(cand.lengths, device=device)[:, None, None]
     inside = (column >= cand.sinks) & (column < torch.tensor(cand.ends, device=device)[:, None, None]) & stored
-    if selected.indices is None:  # all candidates, or a plan that selects none
+    # Without indices all candidates are selected, or none.
+    if selected.indices is None:
         whole = [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)]
         chosen = inside & torch.tensor(whole, device=device)[:, None, None]
     else:
@@ -250,37 +253,3 @@ def _place(x: torch.Tensor, positions: torch.Tensor, h: int, length: int) -> tor
 
 def _widen(x: torch.Tensor, length: int) -> torch.Tensor:
     return x if x.shape[2] == length else torch.nn.functional.pad(x, (0, length - x.shape[2]))
-
-
-# -- summaries ---------------------------------------------------------------------------------------------------------
-
-
-def summarize(samples: Sequence[Mapping[str, torch.Tensor]], dense_layers: int = 0) -> dict[str, Any]:
-    """One summary of the arrays of several requests: means over samples, layers, heads and steps, each step counting once.
-
-    The first `dense_layers` layers are left out of the means. None where a measure is not defined. Keys: MEANS, mass_p5 (5th
-    percentile of mass over all of those), bound_held (share of entries whose error is within the bound), samples, steps,
-    by_layer (name -> one mean per layer; chance is selected / candidates).
-    """
-    samples = [s for s in samples if s]
-    pooled: dict[str, torch.Tensor] = {}
-    for name in ARRAYS if samples else ():
-        pooled[name] = torch.cat([s[name].flatten(1) for s in samples], 1)  # (layers, everything)
-    if not samples:
-        return {}
-    pooled["chance"] = pooled["selected"] / pooled["candidates"]
-    chosen = {name: x[dense_layers:] for name, x in pooled.items()}
-    out: dict[str, Any] = {name: _mean(chosen[name]) for name in MEANS}
-    mass = chosen["mass"][chosen["mass"].isfinite()]
-    out["mass_p5"] = float(mass.sort().values[int(0.05 * (len(mass) - 1))]) if len(mass) else None
-    known = chosen["bound"].isfinite()
-    within = chosen["set_error"] <= chosen["bound"] * (1 + 1e-5) + 1e-12
-    out["bound_held"] = float(within[known].double().mean()) if known.any() else None
-    out["samples"], out["steps"] = len(samples), sum(s["mass"].shape[-1] for s in samples)
-    out["by_layer"] = {name: [_mean(x) for x in pooled[name]] for name in MEANS}
-    return out
-
-
-def _mean(x: torch.Tensor) -> float | None:
-    known = x[x.isfinite()]
-    return float(known.double().mean()) if known.numel() else None

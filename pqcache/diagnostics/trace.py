@@ -11,9 +11,9 @@ A trace is one safetensors file of one prompt. Metadata (strings; lists and obje
     dense_layers     first layers that attend everything; they have no tensors
     sample           where it came from: method, hyper-parameters, task, document
 Tensors of each other layer l:
-    layer<l>.steps   (steps, 5) int32: lo, hi (the candidates are positions lo .. hi-1), local (tokens of the local window, the
-                     current one not counted), H, k. H is 1 (all heads), h_kv or h. H = 0: no list of indices, the step attended
-                     all candidates if k = hi - lo, none if k = 0
+    layer<l>.steps   (steps, 5) int32: first, end (the candidates are positions first .. end-1), local (tokens of the local
+                     window, the current one not counted), H, k. H is 1 (all heads), h_kv or h. H = 0: no list of indices,
+                     the step attended all candidates if k = end - first, none if k = 0
     layer<l>.indices uint8, one zlib stream: for each step with H > 0 its H x k' positions as little-endian int32, head by head,
                      in the order in which they were gathered; each head's list as first value and differences. -1 is padding
     layer<l>.widths  (steps,) int32: k', entries per head including padding
@@ -54,7 +54,7 @@ def prompt_hash(token_ids: torch.Tensor, prompt_tokens: int) -> str:
 class TraceRecorder(Watcher):
     """Records one request of one row; `save` writes the file.
 
-    sample: where it came from, for the file's metadata. Memory is that of the compressed indices.
+    sample: where the request came from, for the file's metadata. Memory is that of the compressed indices.
     """
 
     def __init__(self, sample: dict[str, Any] | None = None) -> None:
@@ -96,7 +96,7 @@ class TraceRecorder(Watcher):
     def _begin(self, call: WatchedCall) -> None:
         cache = call.ctx.cache
         if call.q.shape[0] != 1 or cache.token_ids is None or cache.prompt_lengths is None:
-            raise ValueError("a trace is of one prompt whose token ids begin() was told")
+            raise ValueError("a trace is of one prompt whose token ids were passed to begin()")
         shape = cache.shape
         self.header = {
             "prompt_sha256": prompt_hash(cache.token_ids[0], cache.prompt_lengths[0]),
@@ -115,7 +115,8 @@ class TraceRecorder(Watcher):
         tensors = {}
         for at in layers:
             compressor, chunks = self.packed[at]
-            data = bytearray(b"".join([*chunks, compressor.copy().flush()]))  # a copy: it may be saved again
+            # A copy of the compressor: the trace may be saved again.
+            data = bytearray(b"".join([*chunks, compressor.copy().flush()]))
             tensors[f"layer{at}.indices"] = torch.frombuffer(data, dtype=torch.uint8)
             tensors[f"layer{at}.steps"] = torch.tensor(self.steps[at], dtype=torch.int32)
             tensors[f"layer{at}.widths"] = torch.tensor(self.widths[at], dtype=torch.int32)
@@ -140,17 +141,21 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer attended at one step."""
+    """What one layer attended at one step.
 
-    lo: int
-    hi: int
+    The candidates are positions sinks .. end-1; k of them were selected, beside `local` tokens of the local window.
+    indices (1, H, k') int64: the selected positions; None if all candidates or none were selected.
+    """
+
+    sinks: int
+    end: int
     local: int
     k: int
-    indices: torch.Tensor | None  # (1, H, k') int64
+    indices: torch.Tensor | None
 
 
 class Trace:
-    """One trace file; each layer is read when it is first needed."""
+    """One trace file; a layer is read when it is first used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -166,7 +171,7 @@ class Trace:
         return int(self.header["steps"])
 
     def layer(self, at: int) -> list[Choice]:
-        """Every step's choice of layer `at`, which is none of the dense ones."""
+        """Every step's choice of layer `at`. The dense layers have none."""
         if at not in self._layers:
             with safe_open(self.path, "pt") as file:
                 steps = file.get_tensor(f"layer{at}.steps").tolist()
@@ -176,11 +181,11 @@ class Trace:
                 bytearray(zlib.decompress(packed.numpy().tobytes()) or bytes(4)), dtype=torch.int32
             )
             choices, start = [], 0
-            for (lo, hi, local, heads, k), width in zip(steps, widths, strict=True):
+            for (sinks, end, local, heads, k), width in zip(steps, widths, strict=True):
                 indices = None
                 if heads:
                     block = values[start : start + heads * width].view(1, heads, width).long()
                     indices, start = block.cumsum(-1), start + heads * width
-                choices.append(Choice(lo, hi, local, k, indices))
+                choices.append(Choice(sinks, end, local, k, indices))
             self._layers[at] = choices
         return self._layers[at]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.atomic import write_bytes
-from pqcache.diagnostics.observe import ARRAYS, Measures, summarize
+from pqcache.diagnostics import ARRAYS, Measures, summarize
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.rows import Diagnostics
