@@ -1,7 +1,7 @@
 """Options are the fields of dataclasses: their types and defaults, their comments, and how they enter a cell's identity.
 
 The options of a method, of a task, of a model and of the command are fields of one dataclass each. A comment above a field,
-or behind it on its line, says what the option is; `make configs` writes it into configs/.
+or behind it on its line, describes the option; `make configs` writes it into configs/.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _beside_fields(cls: type) -> dict[str, str]:
         return {}
     tree = ast.parse("\n".join(lines)).body[0]
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    beside = {}
     for node in tree.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
@@ -96,5 +96,5 @@ def _beside_fields(cls: type) -> dict[str, str]:
             above.insert(0, lines[first].strip().lstrip("#").strip())
         text = behind.lstrip("#").strip() if behind.startswith("#") else " ".join(above)
         if text and not text.startswith(("type:", "fmt:", "noqa")):
-            found[node.target.id] = text
-    return found
+            beside[node.target.id] = text
+    return beside

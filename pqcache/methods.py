@@ -1,6 +1,6 @@
-"""Method names and where their classes live. A new method is one line in METHODS and one file in configs/method.
+"""The table of methods: name -> class. A new method is one line here; `make configs` writes its file in configs/method.
 
-Classes are imported only when a method is asked for, so that an unknown name is answered at once.
+A class is imported when its method is used, so that an unknown name is refused at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a command line to composed configurations: Hydra's grammar, groups and sweeps, with our own errors.
 
-Hydra composes; this file checks names first and expands the sweep itself, because Hydra would answer a wrong value with
-a long text and exit code 1, would start a sweep before its last cell was looked at, and would write its own folders.
+Hydra composes one configuration at a time. Sweeps are expanded here: Hydra would start one before its last cell is checked,
+and would write folders of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Composed:
     """One composed configuration, still unchecked."""
 
     config: dict[str, Any]
-    group_defaults: dict[str, dict[str, Any]]  # what the chosen files of model, method and task say by themselves
+    group_defaults: dict[str, dict[str, Any]]  # group -> what the chosen model's, method's or task's file sets
     cell: str | None = None
     typed: tuple[str, ...] = ()  # what to type to compose exactly this one
 
@@ -51,7 +51,7 @@ class Request:
     show_config: bool = False
     best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells whose best it is
     report: dict[str, Any] = field(default_factory=dict)  # an experiment's `report:`, see papers.Report
-    errors: list[str] = field(default_factory=list)  # found so far; the wrong overrides were left out
+    errors: list[str] = field(default_factory=list)  # so far; the wrong overrides were left out
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -133,8 +133,8 @@ def _cells(
         own = [o for o in own if o.get_key_element().lstrip("+") not in typed]  # what was typed wins
         swept = any(o.is_sweep_override() for o in own)
         for point in _product(own, config_dir):
-            told = [f"{CELL}={name}", *rest, *(point if swept else [])]
-            composed.append(_composed([*point, *rest], name, config_dir, compose_once, told))
+            typed_for_cell = [f"{CELL}={name}", *rest, *(point if swept else [])]
+            composed.append(_composed([*point, *rest], name, config_dir, compose_once, typed_for_cell))
     return composed
 
 
@@ -158,7 +158,7 @@ def _cell_overrides(value: Any, name: str) -> list[str]:
 
 
 def _composed(
-    overrides: list[str], cell: str | None, config_dir: Path, compose_once: Composer, told: list[str]
+    overrides: list[str], cell: str | None, config_dir: Path, compose_once: Composer, arguments: list[str]
 ) -> Composed:
     hydra, config = compose_once(tuple(overrides))
     choices = hydra["runtime"]["choices"]
@@ -166,7 +166,7 @@ def _composed(
     for group in ("model", "method", "task"):
         loaded = OmegaConf.to_container(OmegaConf.load(config_dir / group / f"{choices[group]}.yaml"))
         defaults[group] = {str(k): v for k, v in loaded.items()} if isinstance(loaded, dict) else {}
-    typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in told)
+    typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
     return Composed(config, defaults, cell, typed)
 
 

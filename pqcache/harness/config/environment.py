@@ -19,13 +19,13 @@ def versions() -> dict[str, str | None]:
     """Package -> version, python and this package included."""
     import pqcache
 
-    found: dict[str, str | None] = {"python": platform.python_version(), "pqcache": pqcache.__version__}
+    known: dict[str, str | None] = {"python": platform.python_version(), "pqcache": pqcache.__version__}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            known[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            known[package] = None
+    return known
 
 
 class Facts(TypedDict):

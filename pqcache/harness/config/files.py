@@ -49,35 +49,36 @@ def generated(configs: Path = CONFIGS) -> dict[Path, str]:
 
 
 def outdated(configs: Path = CONFIGS) -> list[Path]:
-    """The files that differ from what the code says."""
+    """The files that differ from the code."""
     texts = generated(configs)
     return [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
 def _listed(path: Path, cls: type, skip: Iterable[str] = ()) -> str:
     """A method's or a task's file: every option at its default."""
-    said = comments(cls)
-    options = [_entry(name, default, said.get(name)) for name, (_, default) in option_fields(cls, skip).items()]
+    comment_of = comments(cls)
+    options = [_entry(name, default, comment_of.get(name)) for name, (_, default) in option_fields(cls, skip).items()]
     return "".join([_head(path), f"name: {path.stem}\n", *options])
 
 
 def _model(path: Path) -> str:
     """A model's file: the values it sets, and the other options as comments."""
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    said = comments(ModelOptions)
+    comment_of = comments(ModelOptions)
     name = values["name"]
     left_out = {*(() if name == "random" else ONLY_RANDOM), *(("path",) if name in ("embedded", "random") else ())}
     lines = [_head(path), f"name: {name}\n"]
     for key, (_, default) in option_fields(ModelOptions, left_out).items():
-        lines.append(_entry(key, values[key], said[key]) if key in values else _entry(key, default, said[key], "# "))
+        value, mark = (values[key], "") if key in values else (default, "# ")
+        lines.append(_entry(key, value, comment_of[key], mark))
     return "".join(lines)
 
 
 def _top_level(path: Path) -> str:
     """config.yaml: what is written by hand, down to an empty line, then the top-level keys."""
     head, _, _ = path.read_text(encoding="utf-8").partition("\n\n")
-    said = comments(RunOptions)
-    options = [_entry(name, default, said.get(name)) for name, (_, default) in option_fields(RunOptions).items()]
+    comment_of = comments(RunOptions)
+    options = [_entry(name, default, comment_of.get(name)) for name, (_, default) in option_fields(RunOptions).items()]
     return "".join([head, "\n\n", *options])
 
 

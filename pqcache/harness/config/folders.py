@@ -84,7 +84,7 @@ class Stored:
             if name.startswith(prefix):
                 if name not in self._configs:
                     self._configs[name] = read_config(self.out / name)
-                if about.is_said_by(self._configs[name]):
+                if about.matches(self._configs[name]):
                     return self.out / name
         return None
 
@@ -102,7 +102,7 @@ def foreign(folder: Path, about: Identity) -> str | None:
     if not (folder / CONFIG).exists():
         return None
     stored = read_config(folder)
-    if about.is_said_by(stored):
+    if about.matches(stored):
         return None
     keys = _differing(about.filled(stored), about.options) if isinstance(stored, dict) else ["unreadable"]
     return f"{folder}: holds another configuration ({', '.join(keys[:5])}); move it away or choose another out="

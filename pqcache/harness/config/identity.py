@@ -8,6 +8,7 @@ digits may not change when an option is added or removed. The rules, for authors
   the behaviour before the option existed. Only another value enters the hash.
 - An option with one legal value left is removed and declared in `retired: ClassVar = {"n_sink": 0}` on the class. The
   value stays in the hash and in rows, may still be typed, and is no longer shown.
+- A top-level key that decides where or how much is run, not what, is named in options.NOT_HASHED.
 - An option that has no effect under others (`cache_block` without a block cache) is named by `Method.unused()`. It stays in the
   hash and in rows; config.yaml shows it only where it was changed.
 - A method whose algorithm changes, so that the same options give other results, sets `revision: ClassVar[int]` to one more. A
@@ -52,7 +53,7 @@ class Group:
 class Identity:
     """One configuration: top-level keys, and a dictionary for each of model, method and task, its name included."""
 
-    options: Options  # everything that decides what is computed; what rows say
+    options: Options  # everything that decides what is computed; rows repeat it
     absent: Options  # what a key means that a folder's config.yaml does not name
     changed: Options  # the keys that are not at their default, groups with a dot: what names and tables show
     newer: tuple[str, ...] = ()  # keys that are no part of the hash while they have the absent value
@@ -69,8 +70,8 @@ class Identity:
         """What config.yaml and --cfg job show."""
         return self._without(self.hidden)
 
-    def is_said_by(self, stored: Any) -> bool:
-        """Whether a folder's config.yaml, of this version or an older one, says this configuration."""
+    def matches(self, stored: Any) -> bool:
+        """Whether a folder's config.yaml, of this version or an older one, is this configuration."""
         return isinstance(stored, dict) and self.filled(stored) == self.options
 
     def filled(self, stored: Options) -> Options:

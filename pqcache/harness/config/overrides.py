@@ -62,7 +62,7 @@ def sound(overrides: list[Override], config_dir: Path, errors: list[str], origin
 
 
 def _check_override(override: Override, config_dir: Path, errors: list[str], origin: str = "") -> None:
-    """What can be said of one override before anything is composed."""
+    """Check one override by its key and value, before anything is composed."""
     key = override.key_or_group
     text = override.input_line or key
     if override.is_delete():
@@ -73,14 +73,22 @@ def _check_override(override: Override, config_dir: Path, errors: list[str], ori
         if key not in HYDRA_KEYS and not key.startswith("hydra.sweeper.params."):
             errors.append(f"{text}: Hydra's own settings are fixed; known: {', '.join(HYDRA_KEYS)}{origin}")
     elif key in GROUPS:
-        for value in _values(override, config_dir):
-            if not isinstance(value, str | int | float) or isinstance(value, bool):
-                errors.append(f"{key}={show(value)}: expected one name (several: -m {key}=a,b){origin}")
-            elif str(value) not in options_of(key, config_dir) and not (key == "method" and str(value) in METHODS):
-                names = METHODS if key == "method" else options_of(key, config_dir)
-                errors.append(f"{key}={value}: unknown {key}; {suggestion(str(value), names)}{origin}")
+        wrong = (_wrong_choice(key, value, config_dir) for value in _values(override, config_dir))
+        errors += [line + origin for line in wrong if line]
     elif isinstance(override.value(), Glob):
         errors.append(f"{text}: glob() works for {', '.join(GROUPS)} only{origin}")
+
+
+def _wrong_choice(group: str, value: Any, config_dir: Path) -> str | None:
+    """One line if a group has no such value."""
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return f"{group}={show(value)}: expected one name (several: -m {group}=a,b)"
+    name, files = str(value), options_of(group, config_dir)
+    if name in files:
+        return None
+    if group == "method" and name in METHODS:
+        return f"method={name}: has no file configs/method/{name}.yaml; make configs writes it"
+    return f"{group}={name}: unknown {group}; {suggestion(name, METHODS if group == 'method' else files)}"
 
 
 def _values(override: Override, config_dir: Path) -> list[Any]:

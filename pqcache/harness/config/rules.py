@@ -97,7 +97,7 @@ def check_random(options: dict[str, Any], name: str, task: str, errors: list[str
 
 
 def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
-    """What cannot be asked of task=latency."""
+    """Top-level keys that task=latency cannot take."""
     if task != "latency":
         return
     if run.diagnostics:
@@ -109,7 +109,7 @@ def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
 
 
 def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors: list[str]) -> None:
-    """`task.*`: each option by itself, then all together. base: what the task's file says."""
+    """`task.*`: each option by itself, then all together. base: what the task's file sets."""
     from pqcache.harness import tasks
 
     sound = {k: v for k, v in options.items() if not any(line.startswith(f"task.{k}=") for line in errors)}

@@ -35,7 +35,7 @@ class Checked:
 def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     """Validate one composed configuration. Raises Refused with all errors.
 
-    group_defaults: what the chosen files of model, method and task say by themselves, to tell what was changed.
+    group_defaults: group -> what the chosen model's, method's or task's file sets; what differs from it was changed.
     """
     from pqcache.harness.tasks import task_class
 
@@ -98,8 +98,8 @@ def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tupl
     run = RunOptions(**check_options("", rest, top_fields, errors, elsewhere))
     options = {}
     for group, cls in classes.items():
-        given = {key: value for key, value in config[group].items() if key != "name"}
-        options[group] = check_options(f"{group}.", given, allowed[group], errors, elsewhere)
+        named = {key: value for key, value in config[group].items() if key != "name"}
+        options[group] = check_options(f"{group}.", named, allowed[group], errors, elsewhere)
         for key, only in retired(cls).items():
             if (value := options[group].pop(key)) != only:
                 errors.append(f"{group}.{key}={show(value)}: allowed is {show(only)}")
@@ -107,14 +107,14 @@ def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tupl
 
 
 def check_options(
-    prefix: str, given: Options, allowed: dict[str, tuple[Any, Any]], errors: list[str], elsewhere: dict[str, str]
+    prefix: str, named: Options, allowed: dict[str, tuple[Any, Any]], errors: list[str], elsewhere: dict[str, str]
 ) -> Options:
     """The options of one group with defaults filled in; every error becomes a line in `errors`.
 
     elsewhere: bare key -> full key, for keys that exist but not here (`m` is `method.m`).
     """
     values = {name: default for name, (_, default) in allowed.items()}
-    for key, value in given.items():
+    for key, value in named.items():
         if key not in allowed:
             errors.append(f"{prefix}{key}: unknown key; {_unknown(key, prefix, allowed, elsewhere)}")
             continue
@@ -141,7 +141,7 @@ def _unknown(key: str, prefix: str, allowed: dict[str, tuple[Any, Any]], elsewhe
 
 
 def _group(cls: type, options: Options, base: Options) -> Group:
-    """The options of a model or a task; base: what its file says."""
+    """The options of a model or a task; base: what its file sets."""
     defaults = retired(cls) | {name: default for name, (_, default) in option_fields(cls).items()}
     return Group(cls, retired(cls) | options, defaults | base, defaults | added_options(cls))
 
@@ -158,7 +158,7 @@ def _method_group(cls: type[Method], options: Options, base: Options, method: Me
 
 
 def method_defaults(cls: type[Method], base: Options, protocol: str) -> Options:
-    """The hyper-parameters of a method where none is given but those of its file."""
+    """The hyper-parameters of a method where only its file sets some."""
     try:
         return cls(**without_retired(cls, base), protocol=protocol).hyper_parameters()
     except ValueError:  # an option without a default of its own (a trace to replay)
@@ -181,5 +181,5 @@ def _top_group(run: RunOptions, budget: float | int, method: Method | None) -> G
     if method is not None:
         options["dense_layers"] = method.dense_layers
         defaults["dense_layers"] = absent["dense_layers"] = method.default_dense_layers(run.protocol)
-    own = {"budget": budget, "seed": run.seed}  # a folder's name says them anyway
+    own = {"budget": budget, "seed": run.seed}  # part of every folder's name anyway
     return Group(RunOptions, options, defaults | own, absent)

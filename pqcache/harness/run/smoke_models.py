@@ -72,7 +72,7 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
-    """Of model=hf: what a local folder's config says; Llama's with groups of 4 for a hub id, which is not looked up."""
+    """The architecture of model=hf: that of a local folder's config. A hub id is not looked up and takes Llama's."""
     from transformers import AutoConfig
 
     folder = Path(str(options["path"])).expanduser()
