@@ -20,7 +20,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 60), c=st.integers(1, 12))
 def test_assignment_is_by_the_named_distance(seed: int, n: int, c: int) -> None:
     x, centroids = drawn(seed, 2, n, 6).double(), drawn(seed + 1, 2, c, 6).double()
@@ -49,7 +49,7 @@ def test_scaling_keys_keeps_cosine_clusters_and_changes_the_ranking() -> None:
     assert (scaled[0] @ query).argmax() == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 80), c=st.integers(1, 20), distance=st.sampled_from(DISTANCES))
 def test_centroids_are_the_means_of_their_keys(seed: int, n: int, c: int, distance: str) -> None:
     x = drawn(seed, 2, n, 6)
@@ -71,7 +71,7 @@ def test_zero_and_constant_keys_give_no_nan() -> None:
             assert not codes.any()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(90, 140), min_size=1, max_size=3),
@@ -94,7 +94,7 @@ def test_one_cluster_per_token_is_the_exact_top(
         torch.testing.assert_close(chosen, exact.topk(budget - 5).values, atol=1e-5, rtol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(120, 200), min_size=1, max_size=3),
@@ -244,7 +244,7 @@ def test_the_same_query_twice_moves_nothing_the_second_time() -> None:
     assert first.shape == (1, 1, 4, 16)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(100, 160), min_size=1, max_size=3),

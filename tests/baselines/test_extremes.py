@@ -88,7 +88,7 @@ def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) ->
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(**cases)
 def test_quantizers(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengths: list[int], seed: int) -> None:
     parts = rows(kinds, lengths, dtype, seed)
@@ -102,7 +102,7 @@ def test_quantizers(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengt
 
 
 @pytest.mark.parametrize("name", EVICTORS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(**cases)
 def test_evictors(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengths: list[int], seed: int) -> None:
     t, parts = max(lengths), rows(kinds, lengths, dtype, seed)

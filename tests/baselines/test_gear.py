@@ -48,7 +48,7 @@ def by_hand(x: torch.Tensor, keys: bool, bits: int, group: int | None, share: fl
 # -- the parts ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), m=st.integers(1, 30), side=st.integers(0, 4), ties=st.booleans())
 def test_outliers_are_the_extremes_of_each_vector(seed: int, m: int, side: int, ties: bool) -> None:
     x = drawn(seed, 2, 3, m)
@@ -69,7 +69,7 @@ def test_outliers_are_the_extremes_of_each_vector(seed: int, m: int, side: int, 
                 assert least - 1e-6 <= rest[a, b, want].min() and rest[a, b, want].max() <= most + 1e-6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     length=st.integers(1, 40),
@@ -115,7 +115,7 @@ def test_low_rank_finds_what_is_low_rank() -> None:
 # -- blocks -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(1, 30),
@@ -145,7 +145,7 @@ def test_without_a_low_rank_part_blocks_equal_the_version_written_out(
         torch.testing.assert_close(got, want.to(dtype), rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(1, 40),
@@ -173,7 +173,7 @@ def test_the_low_rank_part_never_errs_more_and_outliers_are_exact_without_it(
     assert (exact >= 2 * int(share * 16 / 2 + 1e-9)).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3),
@@ -229,7 +229,7 @@ def test_rows_are_those_alone_and_blocks_stay_as_they_are(
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(17, 60),

@@ -31,7 +31,7 @@ def written_out(
     return k, v
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(1, 40),
@@ -53,7 +53,7 @@ def test_prompt_and_steps_equal_the_version_written_out(
         assert torch.equal(got, want.to(dtype))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
@@ -87,7 +87,7 @@ def test_tails_at_all_times_and_streaming_equals_prefill(
             assert torch.equal(got, streamed)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), s=st.integers(1, 30), new=st.integers(0, 20), turn=st.integers(1, 30))
 def test_a_turn_follows_the_same_rules_and_leaves_codes_alone(seed: int, s: int, new: int, turn: int) -> None:
     """What is decoded for the turn's attention is not coded again: the result is that of one long prompt."""
@@ -102,7 +102,7 @@ def test_a_turn_follows_the_same_rules_and_leaves_codes_alone(seed: int, s: int,
         assert torch.equal(got, want)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]), dtype=st.sampled_from(DTYPES))
 def test_errors_stay_within_half_a_step_and_more_bits_err_less(seed: int, bits: int, dtype: torch.dtype) -> None:
     k, v = drawn(seed, 2, 2, 64, 16, dtype=dtype), drawn(seed + 1, 2, 2, 64, 16, dtype=dtype)
@@ -119,7 +119,7 @@ def test_errors_stay_within_half_a_step_and_more_bits_err_less(seed: int, bits: 
     assert errors[1] < errors[0]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), power=st.integers(-3, 3))
 def test_scaling_and_permuting(seed: int, power: int) -> None:
     """A channel of keys scaled by a power of two scales alone; exchanged heads and channels, and tokens within a group,
@@ -164,7 +164,7 @@ def test_a_short_prompt_stays_exact() -> None:
     assert not torch.equal(fed.row(0)[0][:, :127], k[0]) and torch.equal(fed.row(0)[1][:, :127], v[0])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6), s=st.integers(17, 60), dtype=st.sampled_from(DTYPES), heads=st.sampled_from([1, 2, 6])
 )

@@ -43,7 +43,7 @@ def test_toy_example_by_hand() -> None:
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 80), st.integers(0, 999))
 def test_packed_popcount_is_the_hamming_distance(m: int, size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def test_packed_popcount_is_the_hamming_distance(m: int, size: int, seed: int) -
     assert torch.equal(hamming(packed, pack_codes((~anchor).byte(), 1)), size - got)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 12), st.sampled_from(ANCHORS), st.sampled_from([1, 2, 8]), st.integers(0, 9))
 def test_bits_and_distances(m: int, h: int, anchor: str, page: int, seed: int) -> None:
     m = -(-m // page) * page
@@ -83,7 +83,7 @@ def test_the_random_anchor_is_the_seeds_and_the_layers() -> None:
 # -- representatives ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 60), st.sampled_from(["even", "random"]))
 def test_one_of_every_bucket(n: int, reps: int, pick: str) -> None:
     got = crush(pick=pick, seed=7).spread(n, reps, 0).tolist()
@@ -94,7 +94,7 @@ def test_one_of_every_bucket(n: int, reps: int, pick: str) -> None:
         assert (got[0], got[-1]) == (0, n - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(st.data())
 def test_the_split(data: st.DataObject) -> None:
     """Sinks, window, the heaviest, and representatives of the rest, near ones first: the plan's total, disjoint, per head."""
@@ -117,7 +117,7 @@ def test_the_split(data: st.DataObject) -> None:
         assert middle - set(best) == {rest[i] for i in method.spread(len(rest), reps, 2).tolist()}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(["h2o", "snapkv", "pyramidkv"]), st.integers(0, 99), st.integers(1, 20))
 def test_without_representatives_it_is_its_base(base: str, seed: int, k: int) -> None:
     method = KVCrush(base=base, rep_ratio=0, base_options={"n_sink": 2})
@@ -147,7 +147,7 @@ def test_few_candidates_for_a_page() -> None:
     assert slots == [0, 1, *range(16, 30)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(st.data())
 def test_pages_stay_whole(data: st.DataObject) -> None:
     page, sinks, local = (
@@ -187,7 +187,7 @@ def test_values_and_keys_have_no_say() -> None:
     assert choose(crush(), scores, plan) == choose(crush(), scores, plan, k=k)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
 def test_kmeans_represents_as_many_as_asked(n: int, reps: int, distinct: int, seed: int) -> None:
     """Also where keys repeat and clusters stay empty; every group of equal keys is represented while there is room."""

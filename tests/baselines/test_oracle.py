@@ -59,7 +59,7 @@ class Drawn:
         return float(self.weights(row, head)[sorted(attended)].sum())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), lengths=LENGTHS, group=GROUPS, dtype=DTYPES, ratio=st.sampled_from([0.1, 0.25, 0.6]))
 def test_no_shared_selection_catches_more_attention(
     seed: int, lengths: list[int], group: int, dtype: torch.dtype, ratio: float
@@ -85,7 +85,7 @@ def test_no_shared_selection_catches_more_attention(
                 assert most <= sum(drawing.mass(apart, row, head) for head in heads) + 1e-5
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=LENGTHS,
@@ -109,7 +109,7 @@ def test_the_output_error_is_bounded_by_the_mass_left_out(
             assert (out[row, head].double() - exact).norm() <= bound + 1e-5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(110, 160),
@@ -128,7 +128,7 @@ def test_a_larger_budget_keeps_what_a_smaller_one_chose(seed: int, s: int, group
         before = now
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), lengths=LENGTHS, make=st.sampled_from([Oracle, PQCache]), group=st.integers(2, 4))
 def test_equal_query_heads_choose_as_one(seed: int, lengths: list[int], make: Any, group: int) -> None:
     single, together = Drawn(seed, lengths, 1), Drawn(seed, lengths, group)
@@ -140,7 +140,7 @@ def test_equal_query_heads_choose_as_one(seed: int, lengths: list[int], make: An
     assert torch.equal(a.selected, b.selected)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), s=st.integers(80, 140), group=GROUPS, m=st.sampled_from([1, 2, 4]))
 def test_codes_without_error_choose_as_the_oracle(seed: int, s: int, group: int, m: int) -> None:
     """Twelve different keys, all of them centroids: product quantization is exact, ties included."""

@@ -28,7 +28,7 @@ def pages_of(indices: torch.Tensor, page: int) -> list[list[set[int]]]:
     return [[{i // page for i in head.tolist() if i >= 0} for head in row] for row in indices]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(1, 70),
@@ -49,7 +49,7 @@ def test_the_bound_holds_and_ignores_the_order_inside_a_page(
     assert torch.equal(page_bound(q, *extremes(shuffled, page)), bound)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     budget=st.integers(64, 100),
@@ -73,7 +73,7 @@ def test_pages_of_one_token_are_the_exact_top_tokens(
         torch.testing.assert_close(chosen, exact.topk(budget).values)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(130, 200), min_size=1, max_size=3),
@@ -100,7 +100,7 @@ def test_more_pages_keep_the_ones_before(
         before = chosen
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(60, 140),

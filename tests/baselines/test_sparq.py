@@ -29,7 +29,7 @@ def test_components_are_shared_and_the_temperature_is_each_heads_own() -> None:
     torch.testing.assert_close(approximate, torch.tensor([-1 / (2 / 4) ** 0.5, 7 / (2 * 7 / 9) ** 0.5]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), r=st.integers(1, 9), group=st.sampled_from([1, 3]))
 def test_equal_query_heads_agree_with_one_head_alone(seed: int, r: int, group: int) -> None:
     q, k = drawn(seed, 2, 2, 1, 8), drawn(seed + 1, 2, 2, 20, 8)
@@ -62,7 +62,7 @@ def test_all_components_are_the_oracle(llama: PreTrainedModel, r: int, reduce: s
         assert torch.equal(a.indices, b.indices)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(60, 130),
@@ -97,7 +97,7 @@ def test_all_components_choose_the_heaviest_tokens_of_every_row(
             assert left.max() <= weights[head][picked].min() + 1e-5
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(70, 120),

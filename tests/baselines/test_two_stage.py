@@ -70,7 +70,7 @@ LENGTHS = st.lists(st.integers(20, 90), min_size=1, max_size=3)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=LENGTHS,
@@ -129,7 +129,7 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
     assert torch.equal(again.indices, chosen)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     lengths=LENGTHS,
@@ -170,7 +170,7 @@ def test_a_shortlist_of_k_before_the_oracle_is_the_first_stage_alone(llama: PreT
         assert torch.equal(a.indices, b.indices)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     s=st.integers(60, 160),

@@ -72,7 +72,7 @@ def reference(x: torch.Tensor, mask: torch.Tensor, by: str) -> torch.Tensor:
     return out * c
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     lengths=LENGTHS,
     h_kv=st.sampled_from([1, 2, 4]),
@@ -100,7 +100,7 @@ def test_decoded_tokens_equal_the_reference(lengths: list[int], h_kv: int, by: s
         )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=LENGTHS,
     by=st.sampled_from(["channel", "token", "cst", "group"]),
@@ -131,7 +131,7 @@ def test_later_tokens(lengths: list[int], by: str, segment: bool, seed: int) -> 
                 assert now.isfinite().all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=LENGTHS,
     by=st.sampled_from(["channel", "token", "cst", "group"]),
@@ -192,7 +192,7 @@ def test_extreme_values_never_become_nan(dtype: torch.dtype, granularity: str) -
                 assert not k.any() and not v.any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=LENGTHS,
     h_kv=st.sampled_from([1, 2, 4]),

@@ -36,9 +36,9 @@ class Session:
         ids, self.mask = pad_left(rows)
         if isinstance(cache, SelectiveCache):
             cache.begin([len(row) for row in rows])
-        self.last = self._feed(ids, chunk, prompt=True)
+        self.last = self.feed(ids, chunk, prompt=True)
 
-    def _feed(self, ids: torch.Tensor, chunk: int | None, prompt: bool = False) -> torch.Tensor:
+    def feed(self, ids: torch.Tensor, chunk: int | None, prompt: bool = False) -> torch.Tensor:
         if not prompt:
             self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
         done = self.mask.shape[1] - ids.shape[1]
@@ -59,11 +59,11 @@ class Session:
     def turn(self, rows: Sequence[list[int]], chunk: int | None = None, told: bool = False) -> torch.Tensor:
         if (told or chunk is not None) and isinstance(self.cache, SelectiveCache):
             self.cache.begin_turn(len(rows[0]))
-        self.last = self._feed(torch.tensor(rows), chunk)
+        self.last = self.feed(torch.tensor(rows), chunk)
         return self.last
 
     def step(self, column: Sequence[int]) -> torch.Tensor:
-        self.last = self._feed(torch.tensor(column)[:, None], None)
+        self.last = self.feed(torch.tensor(column)[:, None], None)
         return self.last
 
     def reorder(self, index: list[int]) -> None:
