@@ -190,8 +190,11 @@ class Case:
 CASES = [Case(name, i, hyper) for name in METHODS for i, hyper in enumerate(SETTINGS.get(name, [{}]))]
 
 
-def pairs(test: str) -> list[tuple[Case, str]]:
-    """Every case, each on one architecture: the next case has the next one, and every test starts elsewhere."""
+def pairs(test: str, shift: int = 0) -> list[tuple[Case, str]]:
+    """Every case, each on one architecture: the next case has the next one, and every test starts elsewhere.
+
+    shift: the same cases, each on the architecture so many places further.
+    """
     names = list(ARCHITECTURES)
-    start = zlib.crc32(test.encode())
+    start = zlib.crc32(test.encode()) + shift
     return [(case, names[(start + i) % len(names)]) for i, case in enumerate(CASES)]

@@ -23,13 +23,17 @@ def build(architecture: str) -> PreTrainedModel:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of `model` and `case` runs over the pairs of cases.py: one architecture per case."""
+    """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case, and in the rest another."""
     if "case" not in metafunc.fixturenames:
         return
     if "model" not in metafunc.fixturenames:
         metafunc.parametrize("case", CASES, ids=lambda case: case.id)
         return
-    chosen = [pytest.param(case, name, id=f"{case.id}-{name}") for case, name in pairs(metafunc.definition.name)]
+    chosen = [
+        pytest.param(case, name, id=f"{case.id}-{name}", marks=marks)
+        for shift, marks in ((0, ()), (4, pytest.mark.rest))
+        for case, name in pairs(metafunc.definition.name, shift)
+    ]
     metafunc.parametrize(("case", "model"), chosen, indirect=["model"])
 
 
