@@ -66,14 +66,14 @@ class SalientMethod(QuantizationMethod):
         self.require("seed", self.seed >= 0, "an int >= 0")
 
     def check_budget(self) -> None:
-        least, most = self.bits_low / 16, self.bits_high / 16
+        lowest, highest = self.bits_low / 16, self.bits_high / 16
         ratio = self.budget.ratio
         if ratio == 1.0:
             return
-        if ratio is None or not least <= ratio <= most:
+        if ratio is None or not lowest <= ratio <= highest:
             raise NotApplicable(
                 f"budget={self.budget}: {self.name} at {self.bits_high} and {self.bits_low} bits takes a share of 16-bit"
-                f" codes in {least:g}..{most:g}, or 1.0"
+                f" codes in {lowest:g}..{highest:g}, or 1.0"
             )
         if self.saliency_ratio is not None:
             bits = self.saliency_ratio * self.bits_high + (1 - self.saliency_ratio) * self.bits_low

@@ -165,7 +165,7 @@ class SelectiveCache(Cache):
             in_prompt = True
         assert self._target is not None
         if in_prompt and self.columns + t > self._target:
-            raise ValueError(f"a block of {t} tokens crosses the end of the prompt, told as {self._target} columns")
+            raise ValueError(f"a block of {t} tokens crosses the end of the prompt at {self._target} columns")
         self._check_padding(seen, t)
         counts = [t - min(t, max(0, pad - self.columns)) for pad in self.pads]
         return Step(
