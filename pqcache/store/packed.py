@@ -133,7 +133,9 @@ class PackedStream:
             slots = slots.clamp_min(0).expand(*indices.shape[:2], -1)
             tail = self.take(indices.gather(2, slots))  # decoded before the codec forgets
         if any(body):
-            self.codec.retain(indices[:, :, : max(body)], body)
+            # a row with a smaller body would name exact tokens there, which the codec does not hold
+            packed_only = torch.where(column < _rows(body, indices.device), indices, 0)
+            self.codec.retain(packed_only[:, :, : max(body)], body)
         elif any(self.body):
             self.codec.clear()
         self.body, self.tails, self.tail = body, tails, tail

@@ -83,11 +83,11 @@ def test_second_turn_in_chunks_equals_one_block(model: PreTrainedModel, case: Ca
     def run(chunk: int | None) -> torch.Tensor:
         with attach(model):
             session = Session(model, SelectiveCache(model, case.make()), [tokens(80, 70), tokens(44, 71)])
-            for t in tokens(20, 72):
+            for t in tokens(10, 72):
                 session.step([t, t])
             out = [session.turn([tokens(30, 73), tokens(30, 74)], chunk)]
             out += [session.step([t, t]) for t in tokens(6, 75)]
-            assert session.cache.get_seq_length() == 80 + 20 + 30 + 6
+            assert session.cache.get_seq_length() == 80 + 10 + 30 + 6
         return torch.stack(out, 1)
 
     case.same_in_chunks(lambda: run(7), run(None))
