@@ -38,6 +38,7 @@ class InfLLM(Method):
     """
 
     name: ClassVar[str] = "infllm"
+    retired: ClassVar[dict[str, Any]] = {"policy": "lru"}
 
     # sink tokens, attended by every query; null: 32, in the paper's protocol 128
     n_init: int | None = None
@@ -53,10 +54,8 @@ class InfLLM(Method):
     block: int = 128
     # prompt queries that choose blocks together, by their mean
     exc_block: int = 512
-    # blocks also kept on the device, with store=host
+    # blocks also kept on the device, with store=host: the least recently used one makes room
     max_cached_blocks: int = 32
-    # which cached block makes room: lru, the least recently used
-    policy: str = "lru"
     # where blocks are: resident (on the device) or host (fetched per step, with a cache of blocks)
     store: str = "resident"
     # every query head chooses its own blocks
@@ -76,7 +75,6 @@ class InfLLM(Method):
         fits = self.reps is None or 1 <= self.reps <= self.block
         self.require("reps", fits, f"an int in 1..{self.block}, the tokens of a block")
         self.require_one_of("store", ("resident", "host"))
-        self.require_one_of("policy", ("lru",))
 
     def setup(self) -> None:
         paper = self.protocol == "paper"

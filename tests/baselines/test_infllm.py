@@ -559,7 +559,6 @@ def test_budget_one_and_covering_budgets_are_dense(llama: PreTrainedModel) -> No
         ({"recent_ratio": 1.5}, "recent_ratio=1.5"),
         ({"store": "hosts"}, "did you mean host"),
         ({"store": "block_cache"}, "store=block_cache: allowed is resident, host"),
-        ({"policy": "lru-s"}, "policy=lru-s: allowed is lru"),
     ],
 )
 def test_refusals(hyper: dict, message: str) -> None:
