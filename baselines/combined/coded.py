@@ -56,6 +56,10 @@ class CodedRetrievalLayer(RetrievalLayer):
         super().settle(k, v, lengths, ctx)
         self.packed.pack(everything=self.codec.packs_prompt)
 
+    def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """Store one token per row; see EvictionLayer.add."""
+        self.packed.append(k, v)
+
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         if all(self.dense):  # nothing to choose from: decode tile by tile, not all at once
             out = attend_all(self, q, k, v, ctx)
@@ -133,10 +137,7 @@ def attend_all(
     ctx: LayerContext,
 ) -> torch.Tensor:
     """Store one token per row, k and v (n, h_kv, 1, d), and attend q (n, h, 1, d) to everything stored: (n, 1, h, d)."""
-    if isinstance(layer, EvictionLayer):
-        layer.add(k, v, ctx)  # with its position
-    else:
-        layer.packed.append(k, v)
+    layer.add(k, v, ctx)
     lengths = layer.packed.lengths
     part = attend_coded(q, layer.packed, ctx.scaling)
     layer.packed.observe_step(q, part.lse, ctx)

@@ -30,7 +30,8 @@ from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 
-SHARED = ("n_sink", "recent_ratio", "store", "reduce", "budget", "protocol", "dense_layers")  # set by this method
+# What every retrieval method has: the options of this method, which hold for both stages.
+SHARED = tuple(f.name for f in fields(RetrievalMethod))
 
 
 @dataclass(frozen=True)
