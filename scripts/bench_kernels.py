@@ -60,7 +60,7 @@ def show(title: str, times: dict[str, list[float]], ours: str, peers: list[str],
     return ratio
 
 
-class Machine:
+class MachineRates:
     """What this machine reaches by itself, with which achieved rates are compared: copy in GB/s, matmul in GFLOP/s."""
 
     def __init__(self, quick: bool) -> None:
@@ -135,7 +135,7 @@ def lloyd_by_faiss(x: torch.Tensor, init: torch.Tensor) -> torch.Tensor:
     return torch.stack(centers)
 
 
-def bench_kmeans(name: str, x: torch.Tensor, machine: Machine, rounds: int) -> tuple[float, float]:
+def bench_kmeans(name: str, x: torch.Tensor, machine: MachineRates, rounds: int) -> tuple[float, float]:
     """Time and inertia ratios of our K-Means on x (G, N, d)."""
     import faiss
 
@@ -181,7 +181,7 @@ def faiss_index(keys: torch.Tensor) -> Any:
     return index
 
 
-def bench_score(k: int, candidates: int, machine: Machine, rounds: int) -> float:
+def bench_score(k: int, candidates: int, machine: MachineRates, rounds: int) -> float:
     """Ratio of scoring + top-k."""
     import faiss
 
@@ -218,7 +218,7 @@ def bench_score(k: int, candidates: int, machine: Machine, rounds: int) -> float
     )
 
 
-def bench_decode(s: int, budget: Budget, machine: Machine, rounds: int) -> float:
+def bench_decode(s: int, budget: Budget, machine: MachineRates, rounds: int) -> float:
     """Ratio of one decode attention step of one layer over s random tokens."""
     layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
     k, v, q = layer.keys(s, 0), layer.keys(s, 1), layer.queries(1)
@@ -245,7 +245,7 @@ def bench_decode(s: int, budget: Budget, machine: Machine, rounds: int) -> float
     return show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(peers), notes)
 
 
-def measure(args: argparse.Namespace, machine: Machine) -> dict[str, float]:
+def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]:
     """Print the tables of all parts; the worst ratio of each."""
     shrink = 32 if args.quick else 1
     worst: dict[str, float] = {}
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     if not kernels.installed():
         print("numba is not installed: plain torch is measured")
-    machine = Machine(args.quick)
+    machine = MachineRates(args.quick)
     print(
         f"{device_caption('cpu')}, torch {torch.__version__};"
         f" copy {machine.copy:.1f} GB/s, matmul {machine.matmul:.0f} GFLOP/s"

@@ -156,7 +156,7 @@ def allocated(row: Row) -> float:
 
 
 @dataclass
-class Request:
+class FitRequest:
     """A command line: the reference and its budget, the methods to fit, and the options of all cells and of each method."""
 
     reference: str
@@ -167,7 +167,7 @@ class Request:
     options: dict[str, list[str]]
 
     @classmethod
-    def parse(cls, argv: list[str]) -> Request:
+    def parse(cls, argv: list[str]) -> FitRequest:
         """Raises Refused if a name is missing or the tolerance is no number."""
         values = dict(text.partition("=")[::2] for text in argv)
         methods = [name for name in values.pop("method", "").split(",") if name]
@@ -193,7 +193,7 @@ class Request:
             make_plan(compose_all([*self.common, f"method={name}", "budget=4096", *self.options[name]], CONFIGS))
 
 
-def run(request: Request) -> None:
+def run(request: FitRequest) -> None:
     """Run the reference, fit every method to it, print the table. Raises Unreachable if the reference has no row."""
     bench = Bench(request.common, request.options)
     reference = bench.run(request.reference, request.budget)
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        request = Request.parse(argv)
+        request = FitRequest.parse(argv)
         request.check()
         run(request)
     except Refused as refused:

@@ -12,14 +12,14 @@ from scripts.embedded.material import Material
 
 
 @dataclass(frozen=True)
-class Needle:
+class TokenNeedle:
     """The sentence `The <key> is <value>.`"""
 
     key: tuple[int, ...]
     value: tuple[int, ...]
 
 
-def facts(material: Material, rng: np.random.Generator, py: Random, n: int) -> list[Needle]:
+def facts(material: Material, rng: np.random.Generator, py: Random, n: int) -> list[TokenNeedle]:
     """`n` facts about pseudo-words, in random order."""
     n_values = int(rng.integers(3, 8))
     near = int(n * rng.choice([0.0, 0.3, 0.5, 0.7]))
@@ -27,7 +27,7 @@ def facts(material: Material, rng: np.random.Generator, py: Random, n: int) -> l
     made = documents.make_facts(py, n - near, near, n_values, words.names_train, words.values_train)
     py.shuffle(made)
     return [
-        Needle(
+        TokenNeedle(
             tuple(material.ids(" " + fact.key)),
             tuple(token for value in fact.values for token in material.ids(" " + value)),
         )
@@ -35,7 +35,7 @@ def facts(material: Material, rng: np.random.Generator, py: Random, n: int) -> l
     ]
 
 
-def free_needles(material: Material, rng: np.random.Generator, kind: str, n: int) -> list[Needle]:
+def free_needles(material: Material, rng: np.random.Generator, kind: str, n: int) -> list[TokenNeedle]:
     """`n` needles of prose words (kind "words") or random tokens. Some keys are another key with a late part changed."""
     near = rng.choice([0.0, 0.3, 0.5])
     # A key is a list of parts, a part a list of tokens.
@@ -52,7 +52,7 @@ def free_needles(material: Material, rng: np.random.Generator, kind: str, n: int
         if flat not in seen:
             seen.add(flat)
             keys.append(key)
-    return [Needle(tuple(material.flat(key)), tuple(_value(material, rng, kind))) for key in keys]
+    return [TokenNeedle(tuple(material.flat(key)), tuple(_value(material, rng, kind))) for key in keys]
 
 
 def _key(material: Material, rng: np.random.Generator, kind: str) -> list[list[int]]:

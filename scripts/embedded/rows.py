@@ -21,7 +21,7 @@ from pqcache.embedded.families import FAMILIES
 from pqcache.embedded.families.scene import Ask, Lexicon
 from pqcache.embedded.words import words_in
 from scripts.embedded.material import Material
-from scripts.embedded.needles import Needle, facts, free_needles
+from scripts.embedded.needles import TokenNeedle, facts, free_needles
 from scripts.embedded.network import MAX_POSITION
 from scripts.embedded.recipes import Stage
 
@@ -121,7 +121,7 @@ class RowMaker:
             return int(rng.integers(min(limit, 2 + length // 256), limit + 1))
         return 2 + int(limit * rng.random() ** 2)
 
-    def _needle_turn(self, rng: np.random.Generator, needle: Needle, before: str) -> Turn:
+    def _needle_turn(self, rng: np.random.Generator, needle: TokenNeedle, before: str) -> Turn:
         """The question for a needle and its answer; `before` is the text between document and question."""
         question = [*self.ids(before + "What is the"), *needle.key, *self.ids("?")]
         kind = rng.random()
@@ -137,7 +137,7 @@ class RowMaker:
         weights[len(head)] = FIRST_VALUE_WEIGHT
         return Turn(question + answer, [0.0] * len(question) + weights)
 
-    def _sentence(self, rng: np.random.Generator, needle: Needle) -> list[int]:
+    def _sentence(self, rng: np.random.Generator, needle: TokenNeedle) -> list[int]:
         """A needle as it stands in the document, with the white space around it."""
         own_line = rng.random() < 0.4
         body = [*self.ids("\nThe" if own_line else " The"), *needle.key, *self.is_, *needle.value, *self.stop]

@@ -1,9 +1,6 @@
-"""Bounds, standard attention, and the latency script on a tiny geometry."""
+"""Bounds of a decode step, and standard attention, on a tiny geometry."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from pqcache.measure.roofline import Bound, bound, prompt, random_model, weight_
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from pqcache.selective.support import standard_probabilities
-from scripts import bench_latency
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import tokens
 
@@ -31,14 +27,14 @@ def test_the_bound_is_what_a_step_must_move() -> None:
     assert weight_bytes(model) == 4 * untied
     run = generate(model, PQCache(store="host", b=4, budget=Budget(ratio=0.25)), prompt(model, 400), max_new_tokens=5)
     plan = PQCache(b=4, budget=Budget(ratio=0.25)).plan(400, 0, 2)
-    found = bound(model, run, Ceilings(memory=1e9, link=1e8))
-    assert found.weights == pytest.approx(4 * untied / 1e9)
-    assert found.link == pytest.approx(2 * 256 * plan.k / 1e8)
+    measured = bound(model, run, Ceilings(memory=1e9, link=1e8))
+    assert measured.weights == pytest.approx(4 * untied / 1e9)
+    assert measured.link == pytest.approx(2 * 256 * plan.k / 1e8)
     assert run.attended_tokens == 32 + plan.local + plan.k + 1
-    assert found.cache == pytest.approx(2 * 256 * run.attended_tokens / 1e9)
-    assert found.total == found.weights + found.link
+    assert measured.cache == pytest.approx(2 * 256 * run.attended_tokens / 1e9)
+    assert measured.total == measured.weights + measured.link
     full = bound(model, generate(model, Full(), prompt(model, 400), max_new_tokens=5), Ceilings(1e9, 1e8))
-    assert full.link == 0 and full.cache > found.cache
+    assert full.link == 0 and full.cache > measured.cache
     assert Bound(1.0, 2.0, 4.0).to_dict() == {"weights_ms": 1e3, "link_ms": 2e3, "cache_ms": 4e3}
 
 
@@ -53,8 +49,8 @@ def test_tied_embeddings_are_read_whole(llama: PreTrainedModel) -> None:
 
 
 def test_ceilings_are_measured() -> None:
-    found = ceilings(torch.device("cpu"), nbytes=1 << 20, rounds=1)
-    assert 0 < found.link < found.memory
+    measured = ceilings(torch.device("cpu"), nbytes=1 << 20, rounds=1)
+    assert 0 < measured.link < measured.memory
     assert slug("AMD EPYC 7B13, 2 of 2 CPU threads") == "amd-epyc-7b13-2-of-2-cpu-threads"
 
 
@@ -81,37 +77,3 @@ def test_standard_probabilities_are_causal() -> None:
         (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~torch.ones(5, 9).tril(4).bool(), -torch.inf).softmax(-1)
     )
     torch.testing.assert_close(probs, expected)
-
-
-@pytest.mark.rest
-def test_the_script_measures_rows_and_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    rows = ["full", "pqcache:store=host,b=3", "h2o:attn=standard", "h2o:budget=20000"]
-    argv = ["--geometry", "tiny", "--lengths", "150", "--rounds", "1", "--new-tokens", "5", "--overlap", "threads"]
-    bench_latency.main([*argv, "--rows", *rows, "--json", str(out)])
-    found, shown = json.loads(out.read_text()), capsys.readouterr().out
-    measured = found["lengths"]["150"]
-    assert set(measured) == set(rows) and "link" in shown and "TPOT ms" in shown
-    for name in rows:
-        assert measured[name]["tt2t_s"] > measured[name]["prefill_s"] > 0
-        assert measured[name]["roofline"] > 0
-    host = measured["pqcache:store=host,b=3"]
-    assert host["bytes_per_step"]["demand_fetch"] > 0 and host["resident_bytes"]["host"] > 0
-    assert host["kmeans_max_iter"] == 5 and host["index_work_s"] > 0
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--rows", "pqcash"], "did you mean pqcache"),
-        (["--rows", "pqcache:mm=3"], "unexpected keyword argument 'mm'"),
-        (["--rows", "pqcache:m=3"], "m=3: allowed is"),
-        (["--rows", "pqcache:m"], "expected <method>:<key>=<value>"),
-        (["--rows", "full", "full"], "named twice"),
-        (["--new-tokens", "2"], "--new-tokens=2: allowed is an int >= 4"),
-    ],
-)
-def test_bad_arguments_end_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        bench_latency.main(argv)
-    assert left.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
