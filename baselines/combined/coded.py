@@ -15,6 +15,7 @@ Deviations from the parts alone:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, ClassVar, Self
 
 import torch
@@ -141,7 +142,7 @@ def attend_all(
     lengths = layer.packed.lengths
     part = attend_coded(q, layer.packed, ctx.scaling)
     layer.packed.observe_step(q, part.lse, ctx)
-    ctx.cache.ledger.attend(layer.layer_idx, sum(lengths) / len(lengths), selecting=True)
+    ctx.cache.ledger.attend(layer.layer_idx, fmean(lengths), selecting=True)
     return part.out.transpose(1, 2).to(q.dtype)
 
 

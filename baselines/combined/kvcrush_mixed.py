@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -115,7 +116,7 @@ class MixedLayer(EvictionLayer):
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.add(k, v, ctx)
         part = attend_coded(q, self.store, ctx.scaling)
-        ctx.cache.ledger.attend(self.layer_idx, sum(self.store.lengths) / len(self.store.lengths), selecting=True)
+        ctx.cache.ledger.attend(self.layer_idx, fmean(self.store.lengths), selecting=True)
         return part.out.transpose(1, 2).to(q.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,13 +185,13 @@ class InfLLMLayer(SelectiveLayer):
             min(sinks, edge) + max(0, edge - start) + k + length - edge
             for edge, start, k, length in zip(edges, starts, taken, memory.lengths, strict=True)
         ]
-        tokens = sum(attended) / len(attended)
+        tokens = fmean(attended)
         union = None
         if ids is not None and memory.units > 1:
             marks = ids.new_zeros((len(edges), self.shape.h_kv, 1 + max(memory.blocks.counts)))
             marks.scatter_(2, (ids + 1).view(len(edges), self.shape.h_kv, -1), 1)  # padding, -1, falls on column 0
             distinct = marks[..., 1:].sum(-1, dtype=torch.float32).mean() * block
-            union = tokens - sum(taken) / len(taken) + distinct
+            union = tokens - fmean(taken) + distinct
         ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
         if ctx.cache.observers or ctx.cache.watchers:
             indices = None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         step_s=[b - a for a, b in zip(marks, marks[1:], strict=False)],
         index_build_s=ledger.index_build_s,
         index_work_s=ledger.index_work_s,
-        budget_tokens=round(sum(totals) / len(totals)) if totals else None,
+        budget_tokens=round(fmean(totals)) if totals else None,
         attended_tokens=ledger.attended(all_layers=False),
         attended_tokens_all_layers=ledger.attended(all_layers=True),
         resident_bytes=resident,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import torch
 
 from pqcache.selective.attention import attend_one, causal_mask, row_mask
@@ -64,7 +66,7 @@ class DenseLayer(SelectiveLayer):
         self.store.append(k, v)
         keys, values = self.store.view()
         lengths = self.store.lengths
-        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
+        ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=False)
         return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
 
     def step_parts(self) -> StepParts:

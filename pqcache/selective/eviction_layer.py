@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,7 +182,7 @@ class EvictionLayer(Evictor, StagedLayer):
             out = part.out.transpose(1, 2).to(q.dtype)
         else:
             out = attend_one(q, keys, values, ctx.scaling, valid)
-        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=True)
+        ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)
         self.evict_surplus()
         return out
 

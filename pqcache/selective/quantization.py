@@ -7,6 +7,7 @@ decode attends to the body, decoded tile by tile, and an exact tail of recent to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import ClassVar
 
 import torch
@@ -57,7 +58,7 @@ class QuantizationLayer(StagedLayer):
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.store.load(k, v, lengths)
         self.store.pack(everything=self.method.packs_prompt)
-        ratio = self.method.published_ratio(round(sum(lengths) / len(lengths)), self.shape)
+        ratio = self.method.published_ratio(round(fmean(lengths)), self.shape)
         if ratio is not None:
             ctx.cache.ledger.facts["published_ratio"] = ratio
 
@@ -68,7 +69,7 @@ class QuantizationLayer(StagedLayer):
         self.store.append(k, v)  # attended exactly once, packed afterwards
         part = attend_coded(q, self.store, ctx.scaling)
         lengths = self.store.lengths
-        ctx.cache.ledger.attend(self.layer_idx, sum(lengths) / len(lengths), selecting=False)
+        ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=False)
         self.store.observe_step(q, part.lse, ctx)
         self.store.pack()
         return part.out.transpose(1, 2).to(q.dtype)

@@ -1,4 +1,4 @@
-"""The project's promises about itself: commands, package data, imports, sizes."""
+"""The project's promises about itself: commands, package data, what the library imports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
-
-from scripts import draw_architecture as architecture
 
 HARNESS_ONLY = ("hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib", "numba", "rouge")
 
@@ -55,67 +52,6 @@ def test_licence_is_apache_2(repo: Path) -> None:
     text = (repo / "LICENSE").read_text()
     assert "Apache License" in text
     assert "Version 2.0, January 2004" in text
-
-
-@pytest.fixture(scope="module")
-def files(repo: Path) -> dict[str, Path]:
-    return architecture.modules(repo)
-
-
-@pytest.fixture(scope="module")
-def graph(files: dict[str, Path]) -> architecture.Graph:
-    return architecture.imports(files)
-
-
-def test_imports_have_no_circle(graph: architecture.Graph) -> None:
-    """Imports inside functions count; those for type checkers do not."""
-    assert architecture.circles(graph) == []
-    assert architecture.circles(architecture.between_rooms(graph)) == []
-
-
-def test_imports_point_down(files: dict[str, Path], graph: architecture.Graph) -> None:
-    assert architecture.arrows_up(graph) == []
-    assert architecture.unplaced(files) == []
-
-
-def test_the_picture_of_the_floors_is_true(repo: Path, graph: architecture.Graph) -> None:
-    drawn = architecture.svg(architecture.between_rooms(graph))
-    assert (repo / "docs" / "architecture.svg").read_text() == drawn, "run: python scripts/draw_architecture.py"
-
-
-def test_circles_and_arrows_up_are_found(tmp_path: Path) -> None:
-    """In a small project: a circle of two modules, one of its imports inside a function; an arrow up; one for types only."""
-    sources = {
-        "pqcache/store/a.py": "import pqcache.store.b",
-        "pqcache/store/b.py": "def late():\n    from pqcache.store import a",
-        "pqcache/kernels/c.py": "from ..selective import d",
-        "pqcache/selective/d.py": "if TYPE_CHECKING:\n    import run\nelse:\n    import baselines.e",
-        "baselines/e.py": "import pqcache.kernels.c",
-        "run.py": "import json, baselines.e",
-    }
-    for name, source in sources.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    graph = architecture.imports(architecture.modules(tmp_path))
-    assert graph["run"] == {"baselines.e"}
-    assert sorted(architecture.circles(graph)) == [
-        ["baselines.e", "pqcache.kernels.c", "pqcache.selective.d"],
-        ["pqcache.store.a", "pqcache.store.b"],
-    ]
-    up = [("pqcache.kernels.c", "pqcache.selective.d"), ("pqcache.selective.d", "baselines.e")]
-    assert architecture.arrows_up(graph) == up
-
-
-def test_no_module_is_longer_than_450_lines(files: dict[str, Path]) -> None:
-    lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
-    assert {name: length for name, length in lengths.items() if length > 450} == {}
-
-
-def test_no_folder_directly_holds_a_fifth_of_the_lines(files: dict[str, Path]) -> None:
-    lines: Counter[Path] = Counter()
-    for file in files.values():
-        lines[file.parent] += len(file.read_text().splitlines())
-    assert {str(folder): n for folder, n in lines.items() if n > 0.2 * lines.total()} == {}
 
 
 @pytest.mark.parametrize("package", ["pqcache", "baselines", "pqcache.embedded"])
