@@ -1,4 +1,4 @@
-"""Writing a file so that a reader, or a crash, never sees half of it."""
+"""Write a file as a whole: neither a reader nor a crash leaves half of it."""
 
 from __future__ import annotations
 

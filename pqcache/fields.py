@@ -16,7 +16,7 @@ from typing import Any
 
 
 def added(default: Any, *, absent: Any) -> Any:
-    """A field for an option that is newer than results on disk: a folder that does not name it has the value `absent`.
+    """A field for an option that was added after results were stored. Folders that do not name it have the value `absent`.
 
     The option enters the hash of a cell's folder only where its value is not `absent`. Pass the old behaviour; it stays what it
     is when the default changes later.
@@ -28,7 +28,7 @@ def added(default: Any, *, absent: Any) -> Any:
 
 
 def added_options(cls: type) -> dict[str, Any]:
-    """Options that are newer than results on disk -> what their absence from a folder means."""
+    """Options made by `added` -> their value in folders that do not name them."""
     return {f.name: f.metadata["absent"] for f in fields(cls) if "absent" in f.metadata}
 
 
@@ -38,7 +38,7 @@ def retired(cls: type) -> dict[str, Any]:
 
 
 def without_retired(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are fields. Raises a one-line ValueError if a retired one has another value than its only one."""
+    """The options without retired ones. Raises a one-line ValueError if one of those has not its legal value."""
     only = retired(cls)
     for name, value in options.items():
         if name in only and value != only[name]:

@@ -25,10 +25,10 @@ class Cell:
     method: Any  # a pqcache.selective.Method, or None where it cannot be made
     skip: str | None  # why the method does not apply
     experiment: str | None = None
-    budgets: list[float | int] = field(default_factory=list)  # the budgets it stands for (several: it ignores them)
-    names: list[str] = field(default_factory=list)  # the experiment's cells it stands for
+    budgets: list[float | int] = field(default_factory=list)  # the command's budgets; several: the method ignores them
+    names: list[str] = field(default_factory=list)  # the experiment's cells with this configuration
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
-    older: Path | None = None  # the folder that an older version of this project gave the same configuration
+    older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
     @property
     def identity(self) -> Options:
@@ -49,7 +49,7 @@ class Cell:
         return self.older or Path(self.run.out).expanduser() / self.name
 
     def yaml(self) -> str:
-        """The configuration as --cfg job shows it, with the keys that are no part of the cell's identity."""
+        """The configuration as --cfg job shows it. It includes the keys that are not part of the cell's identity."""
         extra = {key: getattr(self.run, key) for key in NOT_HASHED}
         return yaml.safe_dump({**self.about.shown, **extra}, sort_keys=False)
 
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def labels(self) -> list[str]:
-        """What a paper's line of this cell may be called in results/published."""
+        """Names that this cell's line may have in results/published."""
         return [*self.names, self.identity["method"]["name"]]
 
     @property
@@ -114,13 +114,16 @@ def make_plan(request: Request) -> RunPlan:
 
 
 def _origin(named: list[str | None], every: set[str | None]) -> str:
-    """The experiment's cells that have an error; nothing if all of them have it (typed on the command line)."""
+    """The experiment's cells that have an error. Empty if all cells have it: then it was typed on the command line."""
     names = [name for name in dict.fromkeys(named) if name is not None]
     return f" (in cell {', '.join(names)})" if names and set(named) != every else ""
 
 
 def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experiment: str | None) -> list[str]:
-    """Equal configurations are one cell: a method that ignores the budget runs once and stands for every budget."""
+    """Add a configuration to `cells` and return its errors.
+
+    Equal configurations are one cell: a method that ignores the budget runs once for all budgets.
+    """
     new = Cell(checked.identity, checked.run, checked.method, checked.skip, experiment, typed=composed.typed)
     cell = cells.setdefault(new.name, new)
     cell.budgets = list(dict.fromkeys([*cell.budgets, composed.config["budget"]]))
@@ -131,7 +134,10 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
 
 
 def _find_folders(cells: list[Cell]) -> list[str]:
-    """Point cells to the folders that older versions made for them. Returns a line per folder that is another cell's."""
+    """Point cells to the folders that older versions made for them.
+
+    Returns one line for each folder that holds another configuration.
+    """
     out = Path(cells[0].run.out).expanduser() if cells else Path()
     others = folders.Stored(out, {cell.name for cell in cells})
     errors = []

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pqcache.harness.config.options import Refused
-from pqcache.harness.config.overrides import EXPERIMENT, VALUE, parse, sound, texts, yaml_text
+from pqcache.harness.config.overrides import EXPERIMENT, VALUE, parse, texts, valid, yaml_text
 from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 
@@ -49,13 +49,13 @@ class Request:
     sweep: bool  # -m, or an experiment with hydra.mode MULTIRUN
     experiment: str | None
     show_config: bool = False
-    best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells whose best it is
+    best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells; it shows the best one
     report: dict[str, Any] = field(default_factory=dict)  # an experiment's `report:`, see papers.Report
-    errors: list[str] = field(default_factory=list)  # so far; the wrong overrides were left out
+    errors: list[str] = field(default_factory=list)  # of the overrides that were left out
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Only the flags that run or print something of ours; the informational ones stay Hydra's."""
+    """Parse our own flags. run.py leaves --help, --info and the like to Hydra."""
     parser = argparse.ArgumentParser(prog="run.py", add_help=False)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
@@ -67,7 +67,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     """Every configuration that a command line asks for. Raises Refused with one line per error."""
     arguments = parse_arguments(argv)
     errors: list[str] = []
-    overrides = sound(parse(arguments.overrides, errors), config_dir, errors)
+    overrides = valid(parse(arguments.overrides, errors), config_dir, errors)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve())):
         compose_once = _composer()
         hydra, head = compose_once(tuple(_first(overrides)))
@@ -76,7 +76,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
         experiment = hydra["runtime"]["choices"].get(EXPERIMENT)
         typed = {o.get_key_element() for o in overrides}
         from_file = parse([f"{k}={yaml_text(v)}" for k, v in params.items() if k not in typed], errors)
-        from_file = sound(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
+        from_file = valid(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
         if not sweep:
             for override in overrides:
                 if override.is_sweep_override():
@@ -127,7 +127,7 @@ def _cells(
     for name in names:
         errors: list[str] = []
         own = parse(_cell_overrides(cells[name], name), errors)
-        own = sound(own, config_dir, errors, origin=f" (in cell {name})")
+        own = valid(own, config_dir, errors, origin=f" (in cell {name})")
         if errors:
             raise Refused(errors)
         own = [o for o in own if o.get_key_element().lstrip("+") not in typed]  # what was typed wins
@@ -139,7 +139,7 @@ def _cells(
 
 
 def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) -> dict[str, list[str]]:
-    """An experiment's `best_of:`, name -> cells, as far as those cells are part of this command."""
+    """An experiment's `best_of:` as name -> cells, without the lines whose cells are not all in this command."""
     value, cells = head.get("best_of") or {}, head.get("cells") or {}
     if not isinstance(value, dict) or not all(isinstance(names, list) for names in value.values()):
         errors.append(f"best_of={show(value)}: expected name: [cell, cell] pairs, in an experiment file")
@@ -171,7 +171,10 @@ def _composed(
 
 
 def _composer() -> Composer:
-    """A function that composes overrides; each choice of groups goes through Hydra once, values are set afterwards."""
+    """A function that composes overrides.
+
+    Each choice of groups goes through Hydra once. Values are set afterwards.
+    """
     base = cache(_choose)
 
     def compose_once(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -192,7 +195,7 @@ def _composer() -> Composer:
 
 
 def _choose(groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(hydra's own node, everything else) as plain containers, of a choice of groups and hydra's keys."""
+    """Compose a choice of groups. Returns (Hydra's own settings, all other keys) as plain containers."""
     try:
         composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
         hydra_node = composed.hydra

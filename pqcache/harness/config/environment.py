@@ -1,4 +1,4 @@
-"""Where a result came from (versions, commit, machine), and keeping other packages' files under `out`."""
+"""Where a result came from (versions, commit, machine), and where other packages write their files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def facts(device: str) -> Facts:
 def git_commit() -> str | None:
     """The commit of this source tree, `-dirty` if tracked files were changed; None outside a repository."""
     root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():  # installed somewhere inside another project's repository
+    if not (root / ".git").exists():  # installed inside another project's repository
         return None
 
     def git(*arguments: str) -> str | None:
@@ -78,7 +78,7 @@ def keep_files_under(out: Path, cache_dir: Path) -> None:
 
 
 def quiet() -> None:
-    """No chatter from the libraries: what is left on the screen is ours, and real warnings."""
+    """Silence transformers' progress bars and lm-eval's messages below ERROR."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -75,7 +75,7 @@ def _model(path: Path) -> str:
 
 
 def _top_level(path: Path) -> str:
-    """config.yaml: what is written by hand, down to an empty line, then the top-level keys."""
+    """config.yaml: the part written by hand, which ends at the first empty line, then the top-level keys."""
     head, _, _ = path.read_text(encoding="utf-8").partition("\n\n")
     comment_of = comments(RunOptions)
     options = [_entry(name, default, comment_of.get(name)) for name, (_, default) in option_fields(RunOptions).items()]
@@ -90,7 +90,7 @@ def _head(path: Path) -> str:
 
 
 def _entry(key: str, value: Any, comment: str | None, mark: str = "") -> str:
-    """`key: value # comment`, the comment above where the line would be too long."""
+    """`key: value # comment`. The comment stands above if the line would be too long."""
     dumped = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, allow_unicode=True)
     text = f"{key}: {dumped.splitlines()[0]}"  # a scalar's second line says that the document ends
     if comment is None:

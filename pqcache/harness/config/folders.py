@@ -24,20 +24,20 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.identity import Identity, Options
 from pqcache.harness.config.values import show
 
-MAX_NAME = 200  # bytes of a folder's name; the hash tells apart what is cut
+MAX_NAME = 200  # characters of a folder's name before the hash, which tells apart names that are cut
 CONFIG = "config.yaml"
 
 
 def folder_name(about: Identity) -> str:
     """model / method / budget / task / seed, every key that is not at its default, and the digest."""
-    named = "model.path" if about.options["model"]["name"] == "hf" else ""  # is the name already
+    named = "model.path" if about.options["model"]["name"] == "hf" else ""  # already in the prefix
     changed = [f"{key}={short(value)}" for key, value in about.changed.items() if key != named]
     name = "__".join([_prefix(about), *map(_clean, changed)])
     return f"{name[:MAX_NAME]}__{about.digest}"
 
 
 def _prefix(about: Identity) -> str:
-    """How every folder begins that may hold this configuration, whatever version made it."""
+    """The beginning of every folder name for this configuration, whatever version made the folder."""
     options = about.options
     model = options["model"]
     model_name = model["name"] if model["name"] != "hf" else str(model["path"]).rstrip("/").split("/")[-1]
@@ -52,7 +52,7 @@ def budget_name(options: Options) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for a name: of a path only its last part."""
+    """A value as part of a name; a path is cut to its last part."""
     text = show(value)
     return Path(text).name if "/" in text else text
 
@@ -65,7 +65,7 @@ def _clean(text: str) -> str:
 
 
 class Stored:
-    """The folders under `out` that are no cell of this command. Each configuration is read once, when it is first needed."""
+    """The folders under `out` that belong to no cell of this command. Each config.yaml is read once, when first needed."""
 
     def __init__(self, out: Path, own: Collection[str]) -> None:
         self.out, self.own = out, own
@@ -78,7 +78,7 @@ class Stored:
         return sorted(entry.name for entry in os.scandir(self.out) if entry.is_dir() and entry.name not in self.own)
 
     def find(self, about: Identity) -> Path | None:
-        """A folder whose name has another digest, because an older version made it, and that holds this configuration."""
+        """A folder of an older version: it holds this configuration, and its name ends with another digest."""
         prefix = f"{_prefix(about)}__"
         for name in self.names:
             if name.startswith(prefix):
@@ -90,7 +90,7 @@ class Stored:
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration that a folder was made for; None if there is none that can be read."""
+    """The configuration that a folder was made for; None if it is missing or unreadable."""
     try:
         return yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

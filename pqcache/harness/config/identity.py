@@ -1,4 +1,4 @@
-"""What a cell's folder stands for: its options, the part of them that is hashed, and the part that is written and compared.
+"""The identity of a cell: its options, which of them are hashed, and which are written to config.yaml and compared.
 
 A cell's folder ends with 8 hex digits of its identity. New versions of this project must find the folders of old ones, so the
 digits may not change when an option is added or removed. The rules, for authors of options:
@@ -36,8 +36,8 @@ class Group:
 
     cls: type
     options: Options  # all of them, defaults filled in
-    defaults: Options  # those of a command that changes none; the group's file may set some
-    absent: Options  # what a key means that a folder does not name
+    defaults: Options  # the values if the command sets none; the group's file may set some
+    absent: Options  # the value of each key where a folder's config.yaml does not name it
     unused: tuple[str, ...] = ()  # options without effect under the others
 
     def newer(self) -> list[str]:
@@ -54,7 +54,7 @@ class Identity:
     """One configuration: top-level keys, and a dictionary for each of model, method and task, its name included."""
 
     options: Options  # everything that decides what is computed; rows repeat it
-    absent: Options  # what a key means that a folder's config.yaml does not name
+    absent: Options  # the value of each key where a folder's config.yaml does not name it
     changed: Options  # the keys that are not at their default, groups with a dot: what names and tables show
     newer: tuple[str, ...] = ()  # keys that are no part of the hash while they have the absent value
     hidden: tuple[str, ...] = ()  # keys that are not shown while they have the absent value
@@ -75,7 +75,7 @@ class Identity:
         return isinstance(stored, dict) and self.filled(stored) == self.options
 
     def filled(self, stored: Options) -> Options:
-        """A stored configuration with the keys that it does not name."""
+        """A stored configuration, with the keys that it does not name added."""
         filled = {**self.absent, **stored}
         for key, absent in self.absent.items():
             if isinstance(absent, dict) and isinstance(filled[key], dict):
@@ -83,7 +83,7 @@ class Identity:
         return filled
 
     def _without(self, keys: tuple[str, ...]) -> Options:
-        """The options without some keys, where these have the absent value."""
+        """The options without those of `keys` that have the absent value."""
         result = {key: dict(value) if isinstance(value, dict) else value for key, value in self.options.items()}
         for key in keys:
             group, _, name = key.rpartition(".")

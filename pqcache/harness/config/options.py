@@ -1,4 +1,4 @@
-"""The options that are no method's and no task's: the top-level keys of a command, and `model.*`.
+"""The options that belong to no method and no task: the top-level keys of a command, and `model.*`.
 
 The keys of `method.*` and `task.*` are the fields of the dataclasses behind them (the Method class, the task's options), with
 their types and defaults. Nothing is listed twice.

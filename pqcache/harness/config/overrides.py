@@ -21,9 +21,11 @@ from pqcache.harness.config.values import show
 from pqcache.methods import METHODS
 from pqcache.naming import suggestion
 
-HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # all that is read of Hydra's own node
-VALUE = "++"  # before every override that chooses no file
-EXPERIMENT = "experiment@_global_"  # set here and not in each file, whose first line is the command that runs it
+HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # Hydra's own settings that we read
+# The prefix of overrides that set a value. Those that choose a file have none.
+VALUE = "++"
+# The package is given here. In an experiment file it would have to be the first line, which is the command that runs it.
+EXPERIMENT = "experiment@_global_"
 
 
 def options_of(group: str, config_dir: Path) -> list[str]:
@@ -45,10 +47,10 @@ def parse(texts: Iterable[str], errors: list[str]) -> list[Override]:
     return parsed
 
 
-def sound(overrides: list[Override], config_dir: Path, errors: list[str], origin: str = "") -> list[Override]:
-    """The overrides without the wrong ones, which become lines in `errors`; so the rest can still be checked.
+def valid(overrides: list[Override], config_dir: Path, errors: list[str], origin: str = "") -> list[Override]:
+    """The valid overrides, so that the rest can still be checked. Each other one becomes a line in `errors`.
 
-    Options of a group whose value is wrong (`method.m` of an unknown method) cannot be checked and are left out too.
+    If a group's value is wrong, its options (`method.m` of an unknown method) cannot be checked and are left out too.
     """
     good, bad_groups = [], set()
     for override in overrides:
@@ -106,10 +108,13 @@ def _values(override: Override, config_dir: Path) -> list[Any]:
 
 
 def texts(override: Override, config_dir: Path) -> list[str]:
-    """An override as Hydra is to see it, one text per value of its sweep. `++`: an unknown key is ours to report."""
+    """An override as it is passed to Hydra, one text per value of its sweep.
+
+    With `++` Hydra accepts unknown keys; we report them ourselves.
+    """
     key = override.get_key_element().lstrip("+")
-    plain = override.key_or_group in GROUPS or key.split(".")[0] == "hydra"
-    prefix = "" if plain else VALUE
+    chooses_file = override.key_or_group in GROUPS or key.split(".")[0] == "hydra"
+    prefix = "" if chooses_file else VALUE
     if key == "experiment":
         key = EXPERIMENT
     if isinstance(override.value(), Glob):
@@ -120,7 +125,7 @@ def texts(override: Override, config_dir: Path) -> list[str]:
 
 
 def yaml_text(value: Any) -> str:
-    """A YAML value in Hydra's override grammar; a plain string keeps its commas, so it may still be a sweep."""
+    """A YAML value in Hydra's override grammar. A string keeps its commas, so that it may be a sweep."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

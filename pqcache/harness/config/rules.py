@@ -1,4 +1,4 @@
-"""What is wrong with values that have the right type: one line per error, before anything is loaded."""
+"""Checks of values that have the right type: one line per error, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 def check_run(run: RunOptions, errors: list[str]) -> None:
-    """The top-level keys, the budget apart."""
+    """The top-level keys except the budget."""
     if run.limit is not None and run.limit < 1:
         errors.append(f"limit={run.limit}: must be at least 1, or null for all samples")
     if not 0 <= run.seed < 2**32:
@@ -58,7 +58,7 @@ def check_budget(value: Any, errors: list[str]) -> Any:
 
 
 def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
-    """`model.*`, apart from what only model=random has."""
+    """`model.*` except the options of model=random."""
     path = options.get("path")
     if name == "hf" and not path:
         errors.append("model.path=null: model=hf needs a hub id or a local folder")
@@ -75,7 +75,7 @@ def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
 
 
 def check_random(options: dict[str, Any], name: str, task: str, errors: list[str]) -> None:
-    """model=random has sizes and no words. Its options are taken out of another model's, whose identity they are no part of."""
+    """The options of model=random. They are removed from those of any other model: they are not part of its identity."""
     if name != "random":
         for key in ("geometry", "layers"):
             if (value := options.pop(key, None)) is not None:
@@ -109,25 +109,29 @@ def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
 
 
 def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors: list[str]) -> None:
-    """`task.*`: each option by itself, then all together. base: what the task's file sets."""
+    """`task.*`: each option by itself, then all together. base: the values in the task's file."""
     from pqcache.harness import tasks
 
-    sound = {k: v for k, v in options.items() if not any(line.startswith(f"task.{k}=") for line in errors)}
-    errors += value_errors(tasks.task_class(name).Options, sound, base)
+    accepted = {k: v for k, v in options.items() if not any(line.startswith(f"task.{k}=") for line in errors)}
+    errors += value_errors(tasks.task_class(name).Options, accepted, base)
     if not any(line.startswith("task.") for line in errors):
         try:
-            tasks.task_of(name, sound).check()
+            tasks.task_of(name, accepted).check()
         except ValueError as error:
             errors.append(_line(error))
 
 
 def make_method(name: str, options: dict[str, Any], budget: Any, run: RunOptions, errors: list[str]) -> tuple[Any, str]:
-    """(the Method, ""), or (None, why it does not apply). A bad hyper-parameter becomes a line in `errors`."""
+    """(the Method, ""), or (None, why it does not apply). Each bad hyper-parameter becomes a line in `errors`.
+
+    (the Method, the reason) where only diagnostics=trace does not apply to it.
+    """
     from pqcache.selective import Budget, NotApplicable
 
     cls = method_class(name)
     hyper = {k: v for k, v in options.items() if not any(line.startswith(f"method.{k}=") for line in errors)}
-    common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}  # what is wrong with these has its line already
+    # Wrong values of these are reported already.
+    common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}
     for key in ("dense_layers", "protocol"):
         if not any(line.startswith(f"{key}=") for line in errors):
             common[key] = getattr(run, key)
@@ -146,14 +150,17 @@ def make_method(name: str, options: dict[str, Any], budget: Any, run: RunOptions
 
 
 def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **common: Any) -> list[str]:
-    """The lines of every option of a dataclass that it refuses: each value is tried by itself, then all together."""
+    """One line for each option that a dataclass refuses: each value is tried alone if all together are refused.
+
+    base: values that go with each of them. common: values that go with all.
+    """
     defaults = {name: default for name, (_, default) in option_fields(cls).items()}
     try:
         cls(**values, **common)
     except ValueError as error:
         together = _line(error)
     else:
-        return []  # also where a value is right only beside another one
+        return []  # a value may be valid only together with another one
     lines = []
     for key, value in values.items():
         if key in defaults and value != defaults[key]:
@@ -165,7 +172,7 @@ def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **comm
 
 
 def _own_line(name: str, hyper: dict[str, Any], line: str) -> str:
-    """A method's error with its option written as on the command line."""
+    """A method's error, with the option's name as it is typed on the command line."""
     field = line.split("=", 1)[0].strip()
     if field in hyper:
         return f"method.{line}"

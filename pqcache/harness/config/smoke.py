@@ -18,11 +18,11 @@ from pqcache.fields import option_fields
 if TYPE_CHECKING:
     from pqcache.harness.config.compose import Composed
 
-FOLDER = "smoke"  # under out=: these rows never lie among real ones
-TWO = 2  # values that a grid keeps
+FOLDER = "smoke"  # below `out`, so that these rows are never mixed with results
+GRID_SIZE = 2  # values that a grid keeps
 
-LENGTHS = (512, 1000)  # what stands in for longer prompts
-LINES = (10, 20)  # and for longer lists
+LENGTHS = (512, 1000)  # tokens, in place of longer prompts
+LINES = (10, 20)  # in place of longer lists
 GRIDS = {"seed": None, "task.length": LENGTHS, "task.lines": LINES}  # swept over: one value per cell
 LISTS = {"lengths": LENGTHS, "lines": LINES, "depths": None}  # one list per cell
 LARGEST = {
@@ -36,10 +36,10 @@ LARGEST = {
 
 
 def reduced(composed: Iterable[Composed]) -> list[Composed]:
-    """The composed configurations with smoke=true made small; the others as they are. Equal ones become one cell later."""
+    """Make the configurations with smoke=true small. The others stay as they are. Equal ones become one cell later."""
     composed = list(composed)
     small = [c for c in composed if c.config.get("smoke") is True]
-    kept = {key: _grid(small, key)[:TWO] for key in GRIDS}
+    kept = {key: _grid(small, key)[:GRID_SIZE] for key in GRIDS}
     result = []
     for one in composed:
         if one.config.get("smoke") is not True:
@@ -57,14 +57,14 @@ def reduced(composed: Iterable[Composed]) -> list[Composed]:
 
 
 def _grid(small: list[Composed], key: str) -> list[Any]:
-    """The values of a key that a command sweeps or sets; none where every configuration has its task's default."""
+    """The values of a key in the command's configurations; none if all have their group's default."""
     if "." in key and all(_scalar(c.config, key) == _scalar(c.group_defaults, key) for c in small):
         return []
     return list(dict.fromkeys(_scalar(c.config, key) for c in small))
 
 
 def _scalar(config: dict[str, Any], key: str) -> Any:
-    """The value of a key; None where there is none. Lists are grids of their own, see LISTS."""
+    """The value of a key; None if it has none or a list (see LISTS)."""
     group, _, name = key.partition(".")
     value = config.get(group)
     if name:
@@ -73,7 +73,7 @@ def _scalar(config: dict[str, Any], key: str) -> Any:
 
 
 def _replace(config: dict[str, Any], key: str, values: list[Any]) -> None:
-    """Replace a value too large for a smoke run by the one that stands in for it; the first and the second stay apart."""
+    """Replace a value that is too large for a smoke run. Two different values stay different."""
     stand_ins = GRIDS[key]
     value = _scalar(config, key)
     if stand_ins is None or not isinstance(value, int) or isinstance(value, bool):
@@ -97,13 +97,13 @@ def _shrink_task(config: dict[str, Any]) -> None:
         if key in fields:
             value = task.get(key, fields[key][1])
             task[key] = largest if value is None else min(value, largest)
-    config["limit"] = TWO if "stride" in fields else 1
+    config["limit"] = GRID_SIZE if "stride" in fields else 1
     if {"lengths", "depths"} <= fields.keys():  # a grid of its own: one document per point
         config["limit"] = len(task["lengths"]) * len(task["depths"])
 
 
 def two(values: list[Any] | None, stand_ins: Sequence[int] | None) -> list[Any]:
-    """Two values of a list: its first and last, or what stands in for those that are too large."""
+    """The first and last value of a list, or of `stand_ins` if the list has none or a larger one."""
     if not values or (stand_ins is not None and max(values) > stand_ins[-1]):
         values = list(stand_ins or (0, 100))
     return list(dict.fromkeys([values[0], values[-1]]))

@@ -35,7 +35,7 @@ class Checked:
 def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     """Validate one composed configuration. Raises Refused with all errors.
 
-    group_defaults: group -> what the chosen model's, method's or task's file sets; what differs from it was changed.
+    group_defaults: group -> the values in the chosen model's, method's or task's file; others were changed by the command.
     """
     from pqcache.harness.tasks import task_class
 
@@ -64,16 +64,19 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
         "method": _method_group(method_type, options["method"], base["method"], method, run),
         "task": _group(classes["task"], options["task"], base["task"]),
     }
-    share = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
-    return Checked(run, identify(_top_group(run, share, method), groups, names), method, skip or None)
+    amount = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
+    return Checked(run, identify(_top_group(run, amount, method), groups, names), method, skip or None)
 
 
 def _names(config: Options, group_defaults: dict[str, Options], errors: list[str]) -> dict[str, str]:
-    """The chosen model, method and task. A name that a group did not choose becomes a line, and the group's own goes on."""
+    """The chosen model, method and task.
+
+    A name set by `method.name=...` instead of `method=...` becomes a line in `errors`; the group's choice is checked further.
+    """
     names: dict[str, str] = {}
     for group in ("model", "method", "task"):
         name, chosen = config[group]["name"], group_defaults[group]["name"]
-        if group == "task" and chosen == LM_EVAL:  # the one group with names of its own
+        if group == "task" and chosen == LM_EVAL:  # its names are lm-eval's
             if name == LM_EVAL:
                 raise Refused(["task.name: task=lm_eval needs the name of a task of lm-eval, task.name=<name>"])
             names[group] = f"{LM_EVAL}:{name}"
@@ -137,11 +140,11 @@ def _unknown(key: str, prefix: str, allowed: dict[str, tuple[Any, Any]], elsewhe
     return suggestion(key, allowed if prefix else [*allowed, *GROUPS], prefix)
 
 
-# -- what the identity is made from ------------------------------------------------------------------------------------
+# -- the parts of the identity ------------------------------------------------------------------------------------
 
 
 def _group(cls: type, options: Options, base: Options) -> Group:
-    """The options of a model or a task; base: what its file sets."""
+    """The options of a model or a task. base: the values in its file."""
     defaults = retired(cls) | {name: default for name, (_, default) in option_fields(cls).items()}
     return Group(cls, retired(cls) | options, defaults | base, defaults | added_options(cls))
 
@@ -158,7 +161,7 @@ def _method_group(cls: type[Method], options: Options, base: Options, method: Me
 
 
 def method_defaults(cls: type[Method], base: Options, protocol: str) -> Options:
-    """The hyper-parameters of a method where only its file sets some."""
+    """The hyper-parameters of a method if the command sets none. base: the values in its file."""
     try:
         return cls(**without_retired(cls, base), protocol=protocol).hyper_parameters()
     except ValueError:  # an option without a default of its own (a trace to replay)
@@ -166,7 +169,7 @@ def method_defaults(cls: type[Method], base: Options, protocol: str) -> Options:
 
 
 def _common() -> set[str]:
-    """The fields of every method, which are top-level keys."""
+    """The fields that all methods share. They are top-level keys."""
     from pqcache.selective import Method
 
     return {f.name for f in fields(Method)}
@@ -181,5 +184,5 @@ def _top_group(run: RunOptions, budget: float | int, method: Method | None) -> G
     if method is not None:
         options["dense_layers"] = method.dense_layers
         defaults["dense_layers"] = absent["dense_layers"] = method.default_dense_layers(run.protocol)
-    own = {"budget": budget, "seed": run.seed}  # part of every folder's name anyway
+    own = {"budget": budget, "seed": run.seed}  # always in the folder's name, so never shown as changed
     return Group(RunOptions, options, defaults | own, absent)

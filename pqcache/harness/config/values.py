@@ -1,4 +1,4 @@
-"""Values of options: whether one has its type, how a type is called in a message, and how a value is typed and stored."""
+"""Values of options: check their types, name a type in a message, and show a value as it is typed or stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a st
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """`value` as type `kind`, or TypeError saying what is expected. Integers pass as floats, never bools as numbers."""
+    """`value` as type `kind`. Raises TypeError that says what is expected. An int passes as a float, a bool never as a number."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -80,7 +80,7 @@ def describe(kind: Any) -> str:
 
 
 def literals(kind: Any) -> list[Any]:
-    """The values that a type lists, those of a union's parts included."""
+    """The values of a Literal type, or of the Literal parts of a union."""
     if typing.get_origin(kind) is Literal:
         return list(typing.get_args(kind))
     return [word for arg in typing.get_args(kind) for word in literals(arg)]
@@ -98,7 +98,7 @@ def show(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Only what YAML and JSON know, so that a configuration read back equals the one written."""
+    """The value in types of YAML and JSON, so that a configuration read back equals the one written."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

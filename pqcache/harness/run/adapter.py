@@ -98,13 +98,13 @@ class HarnessLM(LikelihoodLM):
         self.label = label
         self.facts = facts or environment.facts(loaded.device)
         self.recorder = recorder
-        self.stderr = sys.stderr  # the caller may mute lm-eval, but not our progress bar
+        self.stderr = sys.stderr  # for our progress bar: the caller may mute lm-eval's
         self.tokens = tokens
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
         self.smoke = smoke
-        self.warm = smoke  # times of a smoke run are not read
-        self.prompts: dict[tuple, _Prompt] = {}  # of the same samples
+        self.warm = smoke  # a smoke run needs no warm-up: its times mean nothing
+        self.prompts: dict[tuple, _Prompt] = {}  # the same keys -> the prompts
 
     @property
     def tokenizer_name(self) -> str:
@@ -130,7 +130,7 @@ class HarnessLM(LikelihoodLM):
     # -- one sample ----------------------------------------------------------------------------------------------------
 
     def prompt(self, request: Instance) -> tuple[list[int], int]:
-        """The token ids of a request, and how many of the last of them go through the decode path."""
+        """The token ids of a request, and how many of them, at the end, go through the decode path."""
         prepared = self._read(request)
         return prepared.ids, self._question(prepared)
 
@@ -163,7 +163,7 @@ class HarnessLM(LikelihoodLM):
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
         text, wrapper, cut = self._prompt(task, prompt, settings)
-        if settings.get("begin_answer"):  # the document says how the answer begins: inside the model's turn
+        if settings.get("begin_answer"):  # the document gives the beginning of the model's turn
             text += str(request.doc["answer_prefix"])
         ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
         self.check_length(task, doc_id, len(ids), new_tokens)
@@ -211,14 +211,16 @@ class HarnessLM(LikelihoodLM):
         )
 
     def _question(self, prepared: _Prepared) -> int:
+        """Tokens of the prompt that go through the decode path."""
         question = self.loaded.question_tokens(prepared.text) if self.question_as_decode else 0
-        return min(question, NEW_TOKENS) if self.smoke else question  # steps are what takes a smoke run's time
+        # Decode steps take most of a smoke run's time.
+        return min(question, NEW_TOKENS) if self.smoke else question
 
     def _prompt(self, task: str, prompt: str, settings: dict[str, Any]) -> tuple[str, str, tuple[int, int] | None]:
-        """(what the model is to read, its wrapper, how it was cut), by the task's `wrapper` and `cut_middle`.
+        """(text for the model, its wrapper, how it was cut), by the task's settings.
 
-        wrapper: see LoadedModel.wrapper. cut_middle: tokens a prompt may have before it is wrapped; 0: as many as the
-        model has room for beside an answer of `longest_answer` tokens.
+        wrapper: see LoadedModel.wrapper. cut_middle: the longest prompt in tokens before it is wrapped; 0: as many as
+        the model has room for beside an answer of `longest_answer` tokens.
         """
         cut = None
         if "cut_middle" in settings:
@@ -234,7 +236,7 @@ class HarnessLM(LikelihoodLM):
 
     @property
     def first_prompt(self) -> dict[str, Any] | None:
-        """Task, document, length and hash of the first prompt: they tell evaluations apart."""
+        """Task, document, length and hash of the first prompt; None before there is one."""
         for (task, doc_id, *_), prompt in self.prompts.items():
             return {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
         return None
@@ -274,9 +276,11 @@ class HarnessLM(LikelihoodLM):
         stop_ids = self.loaded.stop_ids()
         vocabulary = tokenizer.get_vocab()
         special = set(tokenizer.all_special_tokens)
-        stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}  # decoding would drop these
+        # Decoding drops special tokens, so that the text would never hold these stop strings.
+        stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}
         not_first: set[int] = set()
-        if prepared.stop_token:  # its last token ends the answer too, and neither that nor an end token can begin it
+        # Its last token ends the answer, too. An answer begins neither with it nor with an end token.
+        if prepared.stop_token:
             stop_ids.add(tokenizer(prepared.stop_token, add_special_tokens=False)["input_ids"][-1])
             not_first = stop_ids
         self.begin(task, doc_id, ids)
@@ -306,7 +310,8 @@ def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | N
     """Whether a stop string has just been completed. Looks at the last tokens only, so a step stays cheap."""
     if not until:
         return None
-    tail = max(len(s.encode()) for s in until) + 4  # a token is at least one byte, a cut character at most four
+    # A token has at least one byte; a character that the tail cuts has at most four.
+    tail = max(len(s.encode()) for s in until) + 4
 
     def stop(token_ids: list[int]) -> bool:
         text = tokenizer.decode(token_ids[-tail:], skip_special_tokens=True)

@@ -1,9 +1,9 @@
-"""task=latency: one cell is one method at one prompt length; its row has times, bytes and their lower bound.
+"""task=latency: one cell is one method at one prompt length. Its row has times, bytes, and the bound of a decode step.
 
     python run.py -m model=random model.geometry=tiny task=latency task.length=512,1024 method=full,pqcache
     python run.py model=random model.geometry=mistral-7b-instruct-v0.2 model.layers=2 task=latency method=pqcache
 
-Prompts are random tokens for random weights, else plain sentences. A finished round is not run again; `limit` does not apply.
+Prompts are random tokens for random weights, else plain sentences. Finished rounds are not run again. `limit` does not apply.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pqcache.harness.report.rows import Row
     from pqcache.harness.run.models import LoadedModel
 
-_ceilings: dict[tuple[str, str], Ceilings] = {}  # device, dtype: measured once a process
+_ceilings: dict[tuple[str, str], Ceilings] = {}  # (device, dtype) -> bandwidths, measured once per process
 
 
 def limits_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -48,12 +48,12 @@ def prompt_ids(loaded: LoadedModel, length: int, seed: int) -> torch.Tensor:
 
 
 def make_lanes(overlap: str, device: torch.device) -> Lanes:
-    """What may run beside the model, by `task.overlap`: none, threads, or the device's own."""
+    """The lanes of `task.overlap`, on which work may run beside the model: none, threads, or the device's own."""
     return Lanes() if overlap == "none" else ThreadLanes() if overlap == "threads" else lanes_for(device)
 
 
 def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
-    """The row of a cell, and whether a round was run now."""
+    """The row of a cell, and whether a new round was run for it."""
     task, model, device = cell.identity["task"], loaded.model, loaded.model.device
     ids = prompt_ids(loaded, task["length"], cell.identity["seed"])
     text = ids if loaded.name == "random" else loaded.calibration_text()

@@ -47,7 +47,7 @@ def _logprobs_of(sample: Sample) -> tuple[LogLikelihood, bool]:
 
 
 class LikelihoodLM(LM):
-    """The half of HarnessLM that scores documents; HarnessLM sets the attributes and writes the last three methods."""
+    """The half of HarnessLM that scores documents. HarnessLM sets the attributes and writes the three abstract methods."""
 
     loaded: LoadedModel
     method: Method
@@ -62,7 +62,7 @@ class LikelihoodLM(LM):
     stderr: TextIO = sys.stderr
 
     def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
-        """Before a sample is computed."""
+        """Called before a sample is computed."""
         raise NotImplementedError
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
@@ -104,8 +104,8 @@ class LikelihoodLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text.
 
-        Its first half is the prefill (exact attention scores it), its second half goes through the decode path: a budget
-        is a share of something then. A text longer than the model is cut into windows of the model's length.
+        Its first half is the prefill, which exact attention scores. Its second half goes through the decode path. A text
+        longer than the model's context is cut into windows of that length.
         """
         return self._each(requests, disable_tqdm, self._rolling)
 
@@ -121,7 +121,7 @@ class LikelihoodLM(LM):
                 bar.update()
         return answers
 
-    # -- in tokens -----------------------------------------------------------------------------------------------------
+    # -- scoring -------------------------------------------------------------------------------------------------------
 
     def _continuation(self, request: Instance) -> tuple[LogLikelihood, bool]:
         if self.tokens is not None:
@@ -151,8 +151,8 @@ class LikelihoodLM(LM):
     def _pair(self, context: str, continuation: str) -> tuple[list[int], int, int]:
         """(token ids of both, where the continuation starts, question tokens), split as lm-eval does it.
 
-        White space at the context's end belongs to the continuation; after a chat template, which ends the turn, a
-        continuation has none at its start.
+        White space at the context's end belongs to the continuation. After a chat template, which ends the turn, the
+        continuation starts without white space.
         """
         loaded = self.loaded
         stripped = context.rstrip()

@@ -1,4 +1,4 @@
-"""Models: the embedded one, or any causal LM of the Hugging Face hub or a local folder; and how text becomes tokens."""
+"""Models: the embedded one, or any causal LM of the Hugging Face hub or a local folder. Their prompts as tokens."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ class LoadedModel:
         return prefix + ids
 
     def cut_middle(self, prompt: str, length: int) -> tuple[str, int]:
-        """The first and last half of a prompt of more than `length` tokens (opening ones included), and the tokens dropped.
+        """(the prompt without its middle, the tokens dropped), if it has more than `length` tokens, opening ones included.
 
-        As LongBench does it: both halves are decoded and joined as text, which may change the number of tokens a little.
+        As LongBench does it: the first and last half of `length` tokens are decoded and joined as text. This may change
+        the number of tokens a little.
         """
         ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         if len(ids) <= length:
@@ -82,7 +83,7 @@ class LoadedModel:
         return head + tail, len(ids) - 2 * half
 
     def room(self, new_tokens: int) -> int | None:
-        """Longest bare prompt, in tokens, that leaves room for wrapping, an answer, and what joining two halves may add."""
+        """Longest bare prompt in tokens. It leaves room for wrapping, an answer, and the tokens that joining halves may add."""
         return None if self.max_length is None else self.max_length - new_tokens - self.count("") - JOIN
 
     def count(self, prompt: str) -> int:
@@ -150,7 +151,7 @@ def pick_device(device: str) -> str:
 
 
 def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
-    """The model's configuration alone: cheap, to refuse unsupported models before their weights are loaded."""
+    """The model's configuration alone, to refuse unsupported models before their weights are loaded."""
     from transformers import AutoConfig
 
     if name == "embedded":
@@ -211,7 +212,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
 
 def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
-    """What the weights will be loaded in, without "torch."."""
+    """The dtype that the weights will be loaded in, without "torch."."""
     if options["dtype"] != "auto":
         return options["dtype"]
     if options["name"] in ("embedded", "random"):
@@ -225,9 +226,9 @@ def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:
 
 
 def weights_mark(name: str, options: dict[str, Any], config: PreTrainedConfig) -> str:
-    """The commit of a hub model; of a local folder a hash over its weight files' names, sizes and times.
+    """The commit of a hub model, or for a local folder a hash over its weight files' names, sizes and times.
 
-    The embedded model's files are small, and copied without their times: their content is hashed instead.
+    For the embedded model the content is hashed: its files are small, and copies do not keep their times.
     """
     if name == "embedded":
         from pqcache.embedded import model_dir

@@ -81,7 +81,7 @@ def _run(session: Session, cell: Cell, log: SampleLog) -> Outcome:
 
 
 def _run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
-    """A cell without documents and scores."""
+    """Measure a cell of task=latency, which has no documents and no scores."""
     loaded = session.model(cell)
     row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded.device))
     old = read_row(cell.folder / "row.json")

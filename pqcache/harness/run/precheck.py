@@ -1,4 +1,4 @@
-"""What is refused before any weights are loaded: folders, data and models that cannot be used. Raises `Refused`."""
+"""Refuse folders, data and models that cannot be used, before any weights are loaded. Raises `Refused`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pqcache.selective import NotApplicable
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder that cannot be written. Permissions do not tell: /proc, a read-only disk."""
+    """Refuse a folder that cannot be written, by trying. Permissions do not show it for /proc or a read-only disk."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".", dir=nearest_existing(out)))
     except OSError as error:
@@ -91,7 +91,7 @@ def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:
 
 
 def _misfits(cell: Cell, config: Any) -> list[str]:
-    """One line for each number of a cell that its model is too small for."""
+    """One line each if the model has too few layers or too short a context for the cell."""
     name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
     lines = []
     layers, dense = getattr(text, "num_hidden_layers", None), cell.identity["dense_layers"] or 0

@@ -26,7 +26,7 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> None:
-    """Print what was measured, then the failed cells. Brings every comparison to Full under `out` up to date."""
+    """Bring every comparison to Full under `out` up to date, print what was measured, then the failed cells."""
     refresh_pairs(out)
     rows = _rows(plan, outcomes)
     if plan.sweep:
@@ -73,7 +73,7 @@ def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[s
 
 
 def _write_report(plan: RunPlan) -> None:
-    """The experiment's table beside the printed one, and its figure: printed, written below `out`, logged."""
+    """Print the experiment's table beside the paper's, write it and its figure below `out`, and log both."""
     try:
         text, files = papers.write(plan)
     except Exception as error:  # the rows are on disk; `python -m pqcache.harness.report.papers tables` does it again

@@ -4,9 +4,9 @@ python -m pqcache.harness.run.recall_sweep                                   # e
 python -m pqcache.harness.run.recall_sweep --length 4096 --steps 8 --out <folder>
 python -m pqcache.harness.run.recall_sweep --model <hub id or folder> --text <file>   # any model, the text cut to --length
 
-One prompt runs under full attention and its queries and keys are kept; every index is then built on those keys and asked
-with those queries. Nothing else differs between two points. Writes recall_sweep.json and figures into --out; the same
-command again computes only what is missing.
+One prompt runs under full attention, and its queries and keys are stored. Every index is then built on those keys and
+queried with those queries, so that points differ in the index alone. Writes recall_sweep.json and figures into --out. The
+same command again computes only what is missing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pqcache.selective import Budget, generate
 
 METHODS = ("oracle", "pqcache", "sparq", "quest", "clusterkv")
 BUDGETS = tuple(range(256, 2049, 256))
-FEW_BUDGETS = (256, 1024, 2048)  # of the settings of ClusterKV
+FEW_BUDGETS = (256, 1024, 2048)  # for ClusterKV's other settings
 TOKENS_PER_CLUSTER = (320, 160, 80, 40, 20)
 DISTANCES = ("l2", "ip")
 
 
 def settings() -> list[tuple[str, dict[str, Any], int]]:
-    """(method, hyper-parameters, budget in tokens) of every point; no dense layers, so that all layers count for all."""
+    """(method, hyper-parameters, budget in tokens) of every point."""
     points: list[tuple[str, dict[str, Any], int]] = [(name, {}, budget) for name in METHODS for budget in BUDGETS]
     for budget in FEW_BUDGETS:
         points += [("clusterkv", {"tokens_per_cluster": t}, budget) for t in TOKENS_PER_CLUSTER if t != 80]
@@ -58,7 +58,7 @@ def prompt_ids(loaded: models.LoadedModel, length: int, seed: int, text: Path | 
 
 
 def sweep(loaded: models.LoadedModel, ids: list[int], steps: int, path: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """Every point of `settings`, those already in `path` excepted."""
+    """The results of every point of `settings`. Points that `path` holds already are not computed again."""
     results: dict[str, Any] = {"header": header, "points": []}
     if path.exists():
         results = json.loads(path.read_text())

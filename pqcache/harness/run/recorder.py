@@ -1,9 +1,9 @@
-"""What `diagnostics=true` writes: an npz of measures per sample; with `diagnostics=trace` a selection trace, too.
+"""The files of `diagnostics=true`: an npz of measures per sample. `diagnostics=trace` adds a selection trace.
 
 <cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see report/diagnostic_arrays.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
 
-A sample's files are on disk before its line in samples.jsonl. Every number is measured on the run's own queries.
+A sample's files are on disk before its line in samples.jsonl. All numbers are measured on the run's own queries.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ class Recorder:
 
 
 def _one_row(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the dimension of rows: the harness runs one prompt at a time."""
+    """Remove the dimension of rows: the harness runs one prompt at a time."""
     return {name: x[0] if name == "positions" else x[:, 0] for name, x in arrays.items()}

@@ -145,7 +145,7 @@ def _origin(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _mean(values: Iterable[float | None], weights: Iterable[float] | None = None) -> float | None:
-    """The (weighted) mean of the values that are known; None if there is none."""
+    """The (weighted) mean of the values that are not None; None without any."""
     values = list(values)
     weights = [1.0] * len(values) if weights is None else weights
     pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None and w > 0]
@@ -168,7 +168,7 @@ def _by_key(objects: list[dict[str, float]], combine: Callable[[list[float]], fl
 
 
 def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means of numbers, else the value that all samples agree on."""
+    """key -> the mean of numbers, or the value that all samples share. Other keys are left out."""
     merged: dict[str, Any] = {}
     for key in _keys(objects):
         values = [o[key] for o in objects if key in o]

@@ -42,7 +42,8 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     environment.quiet()
     precheck.check_data(plan)
-    from pqcache.harness.run.one_cell import run_or_record  # imports lm-eval, which takes seconds: after the refusals
+    # After the refusals: importing lm-eval takes seconds.
+    from pqcache.harness.run.one_cell import run_or_record
 
     cells = _by_model(plan.cells)
     if cells[0].run.shared_prefill:
@@ -69,7 +70,7 @@ def _by_model(cells: list[Cell]) -> list[Cell]:
 
 
 def _share_prefills(cells: list[Cell], session: Session) -> None:
-    """Compute the samples that cells can compute from one prefill. The cells find them in their logs."""
+    """Compute the samples that cells can share a prefill for. The cells find them in their logs."""
     from pqcache.harness.run import sharing
 
     for group in sharing.groups(cells):

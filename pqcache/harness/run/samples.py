@@ -57,7 +57,7 @@ class Sample(TypedDict):
 
 
 def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
-    """16 hex digits that identify a model input and the settings of its generation; the method is not among them."""
+    """16 hex digits that identify a model input and the settings of its generation, not the method."""
     text = json.dumps([list(ids), settings], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -180,7 +180,7 @@ def _key(sample: Sample) -> tuple[str, int, str]:
 
 
 def _read(line: bytes) -> Sample | None:
-    """A sample from its line; None for a damaged line: the sample is computed again."""
+    """A sample from its line. None for a damaged line: its sample is computed again."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
 """The small models of `smoke=true`, and how much of their prompts and answers is run.
 
-A named model becomes a small random one of its architecture (same kind, same group of query heads per KV head, sliding
-window included) with the embedded tokenizer. The embedded model stays itself; random weights take the tiny geometry.
+A named model becomes a small random one with the embedded tokenizer. It has the same model type, the same number of query
+heads per KV head and the same sliding window. The embedded model stays itself; model=random takes the tiny geometry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 16
 
-# model -> (model_type, query heads per KV head, what else shapes its attention)
+# model -> (model_type, query heads per KV head, other config values of its attention)
 ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mistral-7b-instruct-v0.2": ("mistral", 4, {"sliding_window": None}),
     "mistral-7b-v0.1": ("mistral", 4, {"sliding_window": 4096}),
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 HEAD_DIM = 64
 LAYERS = 3
-EMBEDDED, RANDOM = "embedded", "random"  # the one stays itself, the other has a geometry as small as can be
+EMBEDDED, RANDOM = "embedded", "random"  # loaded as they are; config/smoke.py makes the random geometry tiny
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +47,7 @@ def tokenizer() -> Any:
 
 
 def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of the small model that stands for a named one."""
+    """The configuration of the small model that replaces a named one."""
     if name in (EMBEDDED, RANDOM):
         return models.load_config(name, options)
     from transformers import CONFIG_MAPPING
@@ -72,7 +72,7 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
-    """The architecture of model=hf: that of a local folder's config. A hub id is not looked up and takes Llama's."""
+    """The architecture of model=hf, from a local folder's config. A hub id is not looked up: Llama's."""
     from transformers import AutoConfig
 
     folder = Path(str(options["path"])).expanduser()
@@ -85,7 +85,7 @@ def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]
 
 
 def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
-    """The small model with the embedded tokenizer, as models.load gives the real one; the same weights every time."""
+    """The small model with the embedded tokenizer, like models.load. The weights are the same every time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -104,7 +104,7 @@ def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
 
 
 def middle(ids: list[int], max_tokens: int | None) -> list[int]:
-    """The first and the last half of too many tokens."""
+    """The tokens, or the first and last half of `max_tokens` if there are more."""
     if max_tokens is None or len(ids) <= max_tokens:
         return ids
     half = max_tokens // 2

@@ -1,8 +1,8 @@
 """TT2T and TPOT over the samples of a cell.
 
 TT2T runs from submitting the prompt to the second token: the first token never needs a method's index, the second does.
-TPOT is the time of one decode step; each sample's first two steps are dropped (they pay for warming up), the rest are
-pooled over samples. Without a step left the result is None: 0 would be made up.
+TPOT is the time of one decode step. Each sample's first two steps are dropped, because they include warming up; the rest
+are pooled over samples. If no step is left the result is None, never 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_TOKENS = 1024
 
 
 def warm_up(model: PreTrainedModel, method: Method, prompt: Sequence[int], attn: str) -> None:
-    """Generate three tokens after the prompt's first tokens, unrecorded: kernels compile on first use."""
+    """Generate three tokens after the beginning of the prompt and drop them: kernels compile on first use."""
     ids = torch.tensor([list(prompt[:WARM_TOKENS])], device=model.device)
     with contextlib.suppress(ValueError):  # what the method refuses, the sample will report
         generate(model, method, ids, max_new_tokens=3, attn=attn)

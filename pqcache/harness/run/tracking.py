@@ -91,7 +91,7 @@ def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str)
 
 
 def _keep_files_under(folder: Path) -> None:
-    """wandb's cache, configuration and staging folders have environment variables and no other switch."""
+    """Move wandb's cache, configuration and staging folders. Environment variables are its only switch."""
     import os
 
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
