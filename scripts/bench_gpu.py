@@ -2,14 +2,14 @@
 
     python scripts/bench_gpu.py                                # one GPU, Mistral-7B's geometry, random fp16 weights
     python scripts/bench_gpu.py --lengths 32768 131072 --layers 16 --minutes 5
-    python scripts/bench_gpu.py --tiny --device cpu            # that it runs; kernels through Triton's interpreter
+    python scripts/bench_gpu.py --tiny --device cpu            # shows that it runs; kernels through Triton's interpreter
 
 Rows: full attention (SDPA over a growing buffer), PQCache over a resident and over a host store, transformers' offloaded
 cache; at the first length also PQCache over the block cache, and with its codes on the host (whose steps wait for the device).
-`step` is a decode step as Python launches it, `recorded` the same step replayed as a CUDA graph (full attention then by the
-same split kernel). TT2T: submission to second token, index and storage included; the second of two prompts, the first warms up.
-Roofline: weights at the bandwidth a copy reaches here, plus what crosses the link at the bandwidth the link reaches here;
-K and V stored on the device stand apart. Writes bench_gpu.json, and a PNG where matplotlib is installed, to <out>/<device>/.
+`step` is a decode step launched from Python, `recorded` the same step replayed as a CUDA graph (full attention then uses the
+same split kernel). TT2T: submission to second token, index and storage included, of the second of two prompts; the first warms
+up. Roofline: weights at the bandwidth of a copy, plus fetched bytes at the bandwidth of the link, both measured here. K and V
+stored on the device are listed beside it. Writes bench_gpu.json, and a PNG where matplotlib is installed, to <out>/<device>/.
 Needs torch, transformers and this checkout; without triton no kernel is checked.
 """
 
@@ -93,7 +93,7 @@ def check_kernels(machine: Machine, tiny: bool) -> dict[str, dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace, machine: Machine, figures: dict[str, Any], started: float) -> None:
-    """Fill figures["lengths"] and figures["targets"], length by length while there is time."""
+    """Fill figures["lengths"] and figures["targets"], length by length until the minutes are over."""
     model = rows.build_model(args, machine.device)
     every, once = rows.methods(args, machine.cuda)
     for s in args.lengths:

@@ -1,4 +1,4 @@
-"""The CPU kernels of PQCache against what one would use instead, on the same data in the same run.
+"""The CPU kernels of PQCache against scikit-learn, faiss and full attention, on the same data in the same run.
 
     python scripts/bench_kernels.py                                    # all parts, Mistral-7B's layer geometry, fp32
     python scripts/bench_kernels.py --threads 2 --rounds 9 --json kernels.json
@@ -61,7 +61,7 @@ def show(title: str, times: dict[str, list[float]], ours: str, peers: list[str],
 
 
 class MachineRates:
-    """What this machine reaches by itself, with which achieved rates are compared: copy in GB/s, matmul in GFLOP/s."""
+    """The machine's own rates, which measured ones are compared with: copy in GB/s, matmul in GFLOP/s."""
 
     def __init__(self, quick: bool) -> None:
         size = 1 << (22 if quick else 26)
@@ -122,14 +122,14 @@ def lloyd_by_sklearn(x: torch.Tensor, init: torch.Tensor) -> torch.Tensor:
 
 
 def lloyd_by_faiss(x: torch.Tensor, init: torch.Tensor) -> torch.Tensor:
-    """The same."""
+    """The same by faiss."""
     import faiss
 
     centers = []
     for points, start in zip(x, init, strict=True):
         run = faiss.Kmeans(x.shape[2], init.shape[1], niter=ROUNDS, max_points_per_centroid=x.shape[1])
         run.train(points.numpy(), init_centroids=start.numpy())
-        # The codes, which the others return too.
+        # The others return codes, too.
         run.index.search(points.numpy(), 1)
         centers.append(torch.from_numpy(run.centroids.copy()))
     return torch.stack(centers)

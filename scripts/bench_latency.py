@@ -1,19 +1,18 @@
-"""Time to the second token and per output token of methods over prompt lengths, beside the least time of a decode step.
+"""TT2T and TPOT of methods over prompt lengths, beside the lower bound of a decode step.
 
     python scripts/bench_latency.py --geometry mistral-7b-instruct-v0.2 --layers 2 --lengths 2048 4096
     python scripts/bench_latency.py --model <hub id or folder> --dtype float16 --device cuda --lengths 8192 32768 --json out.json
     python scripts/bench_latency.py --rows full pqcache pqcache:store=host h2o h2o:attn=standard --overlap none
 
 A row is a method, with hyper-parameters behind a colon (`pqcache:store=host,max_iter=3`; `attn=` is the prefill's attention).
-Weights are random in a known model's geometry, or a real model's. Rounds are
-interleaved after one that warms up. A row that runs out of memory says so. Columns:
+Weights are random in a known model's geometry, or a real model's. Rounds are interleaved after one that warms up. Columns:
 
     TT2T      prompt submitted to second token
     prefill   prompt submitted to first token
-    index     how long building the index held the prefill up
-    beside    seconds of index builds that may run beside the model, whether they held it up or not
+    index     how long building the index held the model up
+    beside    seconds of index builds, those that ran beside the model included
     TPOT      decode steps, the first two of each run dropped; p95: their 95th percentile
-    bound     weights / memory bandwidth + bytes fetched / link bandwidth, both as this machine reaches them; x: TPOT / bound
+    bound     weights / memory bandwidth + bytes fetched / link bandwidth, both measured here; x: TPOT / bound
     KV        reading the attended keys and values once, which the bound leaves out
 """
 
@@ -95,7 +94,7 @@ def parse_row(text: str, budget: str) -> Line:
 
 
 def step_times(runs: list[GenerationResult]) -> list[float]:
-    """Seconds of all decode steps but the first of each run, sorted."""
+    """Seconds of all decode steps without the first two of each run, sorted."""
     return sorted(s for run in runs for s in run.step_s[DROPPED_STEPS:])
 
 
@@ -206,7 +205,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def lanes_maker(overlap: str, device: torch.device) -> Callable[[], Lanes]:
-    """What makes the lanes of a run, on which copies and index builds go beside the model."""
+    """The maker of a run's lanes, on which copies and index builds run beside the model."""
     if overlap == "none":
         return Lanes
     return ThreadLanes if overlap == "threads" else lambda: lanes_for(device)

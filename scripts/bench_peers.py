@@ -8,9 +8,9 @@ Random weights and prompts are saved once; each side loads them in a process of 
 busy machine slows both. SnapKV: average pooling, one choice per KV head, no sinks, on both sides; kept positions are compared,
 then prefill + compression timed, and on a CPU compression alone, which the model's own work does not blur. transformers' own
 quantized and offloaded caches are rows of the peer's side. A ratio is the median over the rounds of our time / the peer's in
-that round, with the 95 % interval of that median (order statistics); beside it that of each side's fastest round, which other
-jobs disturbed least. Compression is a few per cent of a prefill: to tell it from the noise of the model's own work takes
-hundreds of rounds, and both processes started anew now and then, since the place of a process in memory matters, too:
+that round, with the 95 % interval of that median (order statistics). Beside it is the ratio of the fastest rounds, which other
+jobs disturbed least. Compression is a few per cent of a prefill. To tell it from noise takes hundreds of rounds and several
+starts of both processes, since the place of a process in memory matters, too:
 
     python scripts/bench_peers.py --peer-python peer/bin/python --rows snapkv --rounds 100 --starts 4 --steps 0
 """
@@ -104,14 +104,14 @@ def save_model(args: argparse.Namespace, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
     with torch.no_grad():
-        # The default start attends almost evenly: ties, and nothing to choose.
+        # Default weights attend almost evenly: scores tie, and SnapKV has nothing to choose.
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(4)
             layer.self_attn.k_proj.weight.mul_(4)
     model.save_pretrained(folder / "model")
     written = folder / "model" / "config.json"
     facts = json.loads(written.read_text())
-    # Where older versions look for it.
+    # Older versions of transformers read it here.
     facts["rope_theta"] = 10_000.0
     written.write_text(json.dumps(facts))
     gen = torch.Generator().manual_seed(1)
@@ -124,7 +124,7 @@ def compare(ours: list, peer: list, s: int, window: int, kernel: int) -> tuple[i
     """Heads whose kept positions differ, heads in all, and what differs. ours, peer: positions by layer and head."""
     differing, heads, edges, others = 0, 0, 0, 0
     half = kernel // 2
-    # Zero padding counts in kvpress's averages there, which are smaller.
+    # kvpress averages zero padding in at these positions, so that their scores are smaller.
     border = {*range(half), *range(s - window - half, s - window)}
     for a_layer, b_layer in zip(ours, peer, strict=True):
         for a, b in zip(a_layer, b_layer, strict=True):
@@ -143,7 +143,7 @@ def compare(ours: list, peer: list, s: int, window: int, kernel: int) -> tuple[i
 def run_rounds(
     args: argparse.Namespace, folder: Path, s: int
 ) -> tuple[dict[str, tuple[int, int, str]], dict[str, Rounds]]:
-    """What `compare` says for each pooling width, and what every row's rounds took."""
+    """(the result of `compare` for each pooling width, the times of every row's rounds)"""
     rows = [(side, row) for row in ("full", "snapkv") if row in args.rows for side in ("ours", "peer")]
     rows += [("peer", row) for row in ("quantized 4", "quantized 2", "offloaded") if row.split()[0] in args.rows]
     base = {"s": s, "keep": int(s * args.share), "window": args.window}
@@ -171,7 +171,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def show_kept(kept: dict[str, tuple[int, int, str]]) -> dict[str, Any]:
-    """Print and return in how many KV heads both keep the same positions."""
+    """Print and return the number of KV heads in which both sides keep the same positions."""
     figures = {}
     for kernel, (differing, heads, note) in kept.items():
         same = f"kept positions equal in {heads - differing} of {heads} KV heads"
@@ -197,7 +197,7 @@ def show_times(table: dict[str, Rounds], steps: int) -> dict[str, Any]:
 
 
 def show_ratios(table: dict[str, Rounds]) -> dict[str, Any]:
-    """Print and return ours / peer's of what both sides timed: median, interval, and of each side's fastest round."""
+    """Print and return the ratios ours / peer's: median, interval, and ratio of the fastest rounds."""
     figures: dict[str, Any] = {}
     for row in ("full", "snapkv"):
         for key, what in (

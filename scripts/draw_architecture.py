@@ -114,7 +114,7 @@ def room_of(module: str) -> str:
 
 
 def between_rooms(graph: Graph) -> Graph:
-    """The same graph between rooms. A package's face that imports nothing (pqcache, pqcache.harness) is no room."""
+    """The same graph between rooms. Bare packages (`pqcache`, `pqcache.harness`) are no rooms."""
     rooms: Graph = {}
     for module, targets in graph.items():
         for target in targets:
@@ -158,11 +158,11 @@ def arrows_up(graph: Graph) -> list[tuple[str, str]]:
 
 
 def _floor(module: str) -> int:
-    return FLOOR_OF.get(room_of(module), len(FLOORS))  # a package's face: below all
+    return FLOOR_OF.get(room_of(module), len(FLOORS))  # a bare package: below all
 
 
 def unplaced(files: dict[str, Path]) -> list[str]:
-    """Modules that stand in no room, faces of packages apart: a new folder needs a floor."""
+    """Modules that stand in no room, except `__init__` files. A new folder needs a floor."""
     return [name for name, file in files.items() if room_of(name) not in FLOOR_OF and file.stem != "__init__"]
 
 
@@ -185,14 +185,8 @@ def needed(rooms: Graph) -> list[tuple[str, str]]:
 
 # -- the picture -------------------------------------------------------------------------------------------------------
 
-WIDTH, TOP, STEP, HIGH, GAP = (
-    1080,
-    54,
-    88,
-    50,
-    18,
-)  # pixels: sheet, first floor, floor to floor, box height, between boxes
-
+# In pixels: width of the sheet, top of the first floor, floor to floor, height of a box, space between boxes.
+WIDTH, TOP, STEP, HIGH, GAP = 1080, 54, 88, 50, 18
 
 Box = tuple[float, float, float]  # left, top, width
 
@@ -223,7 +217,7 @@ def svg(rooms: Graph) -> str:
     ]
     for a, b in needed(rooms):
         if FLOOR_OF[b] == len(FLOORS) - 1:
-            continue  # everybody may use these; their arrows would only hide the others
+            continue  # every floor may use these; their arrows would hide the others
         between = [placed[room] for floor in FLOORS[FLOOR_OF[a] + 1 : FLOOR_OF[b]] for room in floor]
         curve = _curve(placed[a], placed[b], between)
         lines.append(f'<path d="{curve}" fill="none" stroke="#5b6573" marker-end="url(#tip)"/>')

@@ -7,10 +7,10 @@ reference, budget: the method whose bytes all others should hold, and its budget
 <method>.<key>=<value>: a hyper-parameter of that method. Everything else is as for run.py and holds for all cells; rows are
 written to `out`. Run a 16-bit model (model.dtype=bfloat16): codes are compared with 16-bit K and V.
 
-Bytes are "content": all that stays resident after the last step, codes, parameters, positions and sums included, but not
-the slack of buffers, which grow by 256 tokens at a time and would, at short prompts, differ by more than the methods do.
-What was allocated is printed beside it. Content is fitted to one per cent (tolerance=0.01); a method that keeps every token
-whatever the budget (retrieval) cannot be fitted, and the table says so.
+Bytes are "content": all that is resident after the last step, codes, parameters, positions and sums included, without unused
+room in buffers. Buffers grow by 256 tokens at a time, so at short prompts this room differs by more than the methods do.
+Allocated bytes are printed beside it. Content is fitted to one per cent (tolerance=0.01). A method that keeps every token
+(retrieval) cannot be fitted, and the table says so.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def content(row: Row) -> float:
 def solve(measure: Callable[[int, bool], float], target: float, prompt: float, tolerance: float) -> int:
     """The token budget at which measure(budget, quick) is `target` bytes within `tolerance`.
 
-    Bytes grow linearly with the budget while the prompt is longer: two quick measurements give the line, a full one corrects
-    it (a quick one sees other answers, hence other numbers of generated tokens).
+    Below the prompt's length bytes grow linearly with the budget. Two quick measurements give the line, full ones correct it:
+    a quick one has other answers, hence another number of generated tokens.
     """
     low, high = (max(MIN_TOKENS + 1, int(prompt * share)) for share in (0.4, 0.6))
     first, second = measure(low, True), measure(high, True)
@@ -115,7 +115,7 @@ class Bench:
             if not quick:
                 rows[tokens] = self.run(method, str(tokens))
                 return content(rows[tokens])
-            # A trial is no result.
+            # A quick run is no result: its row goes to a temporary folder.
             with tempfile.TemporaryDirectory() as scratch:
                 return content(self.run(method, str(tokens), "limit=1", f"out={scratch}", "wandb=disabled"))
 

@@ -6,12 +6,12 @@
 
 A decoder layer with random weights prefills prompts of each length; a quadratic is fitted to its times. Random keys are
 clustered in 3 and in 9 rounds; a line is fitted to the cost of 3 rounds and to that of each further one. Every time is the
-fastest of its repetitions, since other jobs only add to it; a warning says where times still contradict each other. T(x) is
-then the largest number of rounds, from 3 to 300, that ends within one layer's prefill (PQCache, section 3.3). The profile is
-stored in <cache-dir>/schedule by machine and geometry, where `method=pqcache method.max_iter=adaptive` reads it.
+fastest of its repetitions, since other jobs only add to it. A warning says which times still contradict each other. T(x) is
+the largest number of rounds, from 3 to 300, that ends within one layer's prefill (PQCache, section 3.3). The profile is stored
+in <cache-dir>/schedule by machine and geometry, where `method=pqcache method.max_iter=adaptive` reads it.
 
-Without an accelerator clustering and prefill run on the same cores, and none hides behind the other: the profile then says
-what share of a prefill clustering is. The picture (PQCache's Figure 7) needs matplotlib.
+Without an accelerator clustering and prefill use the same cores, so neither runs beside the other. The profile then says what
+share of a prefill clustering takes. The picture (PQCache's Figure 7) needs matplotlib.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pqcache.pq.fit import fit
 from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
 from scripts.bench.options import add_machine_options, prepare, refuse_below
 
-# K-Means rounds whose difference is the cost of a round.
+# Two numbers of K-Means rounds; the difference in time gives the cost of a round.
 FEW, MANY = 3, 9
 LENGTHS = (1024, 2048, 4096, 8192)
 
@@ -85,7 +85,7 @@ def cluster_seconds(
 
 
 def contradictions(points: dict[str, Any], cost: CostModel) -> list[str]:
-    """Times that cannot be right, and the number of rounds they lead to: signs of other jobs or too few repetitions."""
+    """One line per pair of times that cannot be right: other jobs ran, or there were too few repetitions."""
     lines = []
     lengths, compute = points["lengths"], points["compute_s"]
     for i in range(1, len(lengths)):
@@ -177,7 +177,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def layer_config(args: argparse.Namespace) -> LlamaConfig:
-    """One gated layer of the requested size, as a LlamaConfig: other families' layers of that size cost about the same."""
+    """A LlamaConfig of one layer of the requested size. Other families' layers of that size cost about the same."""
     if args.shape is not None:
         try:
             h, h_kv, d, hidden, intermediate = map(int, args.shape.split(","))

@@ -96,7 +96,7 @@ class Fact:
 
 
 def near_duplicate_key(rng: Random, key: tuple[str, str], names: tuple[str, ...]) -> tuple[str, str]:
-    """Another (attribute, name) that shares the name, the attribute and the name's beginning, or only the beginning."""
+    """A key (attribute, name) like another one: the same name, the same attribute, or a name with the same beginning."""
     attribute, name = key
     kind = rng.randrange(4)
     if kind == 0:

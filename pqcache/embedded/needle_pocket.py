@@ -1,8 +1,8 @@
 """`needle_pocket`: restate one of many similar facts of a long document, word by word.
 
-A prompt holds facts `The <attribute> of <name> is <five pseudo-words>.` and as many near-duplicates of their keys, in
-filler text, and ends with the question for one of them. Answers have ten or more tokens of value, so that every one of
-them is a look-up in the cache. All names and value words are evaluation words, never seen in training.
+A prompt holds facts `The <attribute> of <name> is <five pseudo-words>.` in filler text, with as many near-duplicates of
+their keys. It ends with the question for one fact. The value has ten or more tokens, and each of them is a look-up in the
+cache. All names and value words are evaluation words, never seen in training.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def _sample(
     n_facts = max(1, round(FACTS_PER_1K * length / 1000))
     n_near = max(1, round(NEAR_DUPLICATES_PER_1K * length / 1000))
     facts = make_facts(rng, n_facts, n_near, N_VALUES, words.names_eval, words.values_eval)
-    asked: Fact = facts[rng.randrange(n_facts)]
-    question = f"\nWhat is the {asked.key}?"
+    target: Fact = facts[rng.randrange(n_facts)]
+    question = f"\nWhat is the {target.key}?"
     room = length - count_tokens(_INTRO + question)
     pieces = {f: (" " if rng.random() < 0.7 else "\n") + f.sentence for f in facts}
     room -= sum(size(tokenizer, p) for p in pieces.values())
     filler = fill(rng, tokenizer, room)
     prompt = _INTRO + mixed(rng, [pieces[f] for f in facts], filler) + question
-    depth = prompt.index(asked.sentence) / len(prompt)
+    depth = prompt.index(target.sentence) / len(prompt)
     return {
         "prompt": prompt,
-        "answer": asked.sentence,
-        "values": list(asked.values),
+        "answer": target.sentence,
+        "values": list(target.values),
         "meta": {
-            "index": index, "seed": seed, "length": length, "depth": round(depth, 4), "key": asked.key,
+            "index": index, "seed": seed, "length": length, "depth": round(depth, 4), "key": target.key,
             "facts": n_facts, "near_duplicates": n_near, "tokens": count_tokens(prompt),
         },
     }  # fmt: skip

@@ -26,7 +26,7 @@ SHORTEST = 512
 
 
 def _code_filler(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> list[str]:
-    """Lines of code of together at most `room` tokens, fewer by less than 12."""
+    """Lines of code with at most `room` tokens in total, and at most 11 fewer."""
     lines: list[str] = []
     while room >= 12:
         line = "\n" + code.filler(rng)

@@ -27,9 +27,9 @@ def size(tokenizer: PreTrainedTokenizerBase, piece: str) -> int:
 
 
 def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: bool = False) -> list[str]:
-    """Filler pieces (each with the white space before it) of together at most `room` tokens, fewer by less than 12.
+    """Filler pieces, each with the white space before it, with at most `room` tokens in total.
 
-    documents: every paragraph is a document with a number; the first one began before the filler.
+    documents: paragraphs are numbered documents; the first one began before the filler.
     """
     pieces: list[str] = []
     number = 1
@@ -53,7 +53,7 @@ def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: 
 
 
 def mixed(rng: Random, pieces: list[str], filler: list[str]) -> str:
-    """The filler in its order, every piece in a gap of its own choice."""
+    """The filler in its order, with every piece in a random gap."""
     gaps: list[list[str]] = [[] for _ in range(len(filler) + 1)]
     for piece in pieces:
         gap = gaps[rng.randrange(len(gaps))]

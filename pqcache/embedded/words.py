@@ -1,8 +1,7 @@
 """Pseudo-words and their split into training and evaluation words.
 
-A pseudo-word is two tokens of the tokenizer put together: a beginning with its leading space and an ending. There are
-hundreds of each, so that every single token is seen in training while most pairs are not: an evaluation word can only be
-restated by copying it from the prompt.
+A pseudo-word is two tokens of the tokenizer: a beginning, with its leading space, and an ending. Training sees every token
+but no pair that is an evaluation word. An evaluation word can therefore only be restated by copying it from the prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def words_in(text: str) -> set[str]:
 
 
 def _compose(tokenizer: PreTrainedTokenizerBase, beginning: str, limit: int) -> list[str]:
-    """All words beginning + ending that the tokenizer cuts exactly there, sorted."""
+    """All words beginning + ending that the tokenizer splits into these two tokens, sorted."""
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [t for t, _ in vocab]
     firsts = [t for t in tokens if re.fullmatch(beginning, t)][:limit]

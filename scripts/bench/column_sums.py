@@ -4,9 +4,9 @@
     python scripts/bench_methods.py column_sums --prompt 32768 --heads 8 --kv-heads 2 --rounds 1
     python scripts/bench_methods.py column_sums --prompt 32768 --device cuda --dtype bfloat16
 
-One pass needs q and k only. Two passes read each row's log-sum-exp, here from torch's own kernel, whose time (it computes the
-whole attention) is the third row: a layer that gets the log-sum-exp with its attention pays nothing more. Rounds are
-interleaved, medians printed. Memory is what the process (or the device) held beyond its state before the call.
+One pass needs q and k only. Two passes also need each row's log-sum-exp, here from torch's own kernel. That kernel computes the
+whole attention; its time is the third row. A layer that gets the log-sum-exp with its attention does not pay it again. Rounds
+are interleaved, medians printed. Memory is what the process (or the device) held beyond its state before the call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measured(call: Callable[[], object], device: torch.device) -> tuple[float, i
 
 
 def measure(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, tuple[float, int]]:
-    """Median seconds and peak bytes of each call, in interleaved rounds; one that warms up would hide memory."""
+    """Median seconds and peak bytes of each call, in interleaved rounds. No round warms up: that would hide memory."""
     results: dict[str, list[tuple[float, int]]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

@@ -4,10 +4,10 @@
     python scripts/bench_methods.py kvcrush --base h2o --budget 672
     python scripts/bench_methods.py kvcrush --prompt 32768 --device cuda --dtype bfloat16
 
-Rounds are interleaved and medians printed. "grouping" is the pruning's time less the base's in the same round, for KVCrush's
-claim of less than 0.5 % against about 200 % for K-Means (arXiv 2503.00022, section IV-C). Two shares are printed: of Full's
-attention alone, and of the base's attention and pruning together. Projections, feed-forward and decode steps are part of
-neither, so a share of a whole inference is smaller.
+Rounds are interleaved and medians printed. "grouping" is the pruning's time minus the base's in the same round. KVCrush claims
+less than 0.5 % for it, and about 200 % for K-Means (arXiv 2503.00022, section IV-C). Two shares are printed: of Full's
+attention alone, and of the base's attention and pruning together. Neither contains projections, feed-forward or decode steps,
+so a share of a whole inference is smaller.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.bench.timing import interleaved, median_ratio, seconds
 def methods(base: str, budget: int) -> dict[str, Method]:
     """The rows of the table, at one budget in tokens."""
     tokens = Budget(tokens=budget)
-    # KVCrush prunes once, so H2O is measured as it prunes once.
+    # KVCrush prunes once, so H2O is measured in the mode that prunes once.
     options = {"mode": "static"} if base == "h2o" else {}
     return {
         "full": Full(),

@@ -1,4 +1,4 @@
-"""One attention layer with random weights, on which any method decodes or prefills under a clock.
+"""One attention layer with random weights, on which any method's decode and prefill are timed.
 
 layer = AttentionLayer.build(GEOMETRIES["mistral-7b"], torch.float32, torch.device("cpu"))
 layer.decode(PQCache(), s=8192, steps=20)
@@ -58,7 +58,7 @@ class AttentionLayer:
 
     @classmethod
     def build(cls, size: LayerSize, dtype: torch.dtype, device: torch.device) -> AttentionLayer:
-        """The layer in a size, with the same weights in every run."""
+        """A layer of this size, with the same weights in every run."""
         config = LlamaConfig(
             num_hidden_layers=1, num_attention_heads=size.h, num_key_value_heads=size.h_kv, head_dim=size.d,
             hidden_size=size.hidden, intermediate_size=64, vocab_size=256, max_position_embeddings=1 << 20,
@@ -127,7 +127,7 @@ class AttentionLayer:
             layer.observe(q, k, [s], ctx)
             build = seconds(lambda: layer.settle(k, v, [s], ctx), self.device)
         else:
-            # InfLLM makes its blocks while a prompt runs; here nothing has scored these tokens.
+            # InfLLM makes its blocks during the prefill; here no prefill has scored these tokens.
             ctx = self.prompt_context(cache, s, s)
             at = torch.arange(s, device=self.device)[None]
             ctx.cos, ctx.sin = self.model.get_decoder().rotary_emb(k, position_ids=at)
@@ -141,7 +141,7 @@ class AttentionLayer:
     def watched(self, cache: SelectiveCache, own: list[float]) -> Iterator[None]:
         """Add the method's own seconds of each pass (speculation, selection, attention, no projections) to own[-1].
 
-        Methods that speculate in the layer before are given this layer's own input instead: it costs the same.
+        Methods that speculate from the previous layer's input get this layer's input instead, at the same cost.
         """
         (module,) = attention_modules(self.model)
         (layer,) = cache.layers
@@ -214,7 +214,7 @@ class AttentionLayer:
         return out
 
     def prefill(self, method: Method, s: int) -> dict[str, float]:
-        """A real prompt of s tokens in one block: seconds of all, and of what the method does at its end."""
+        """A real prefill of s tokens in one block: seconds of the whole, and of the method's work at its end."""
         cache = self.cache(method, s)
         with attach(self.model):
             whole = self.forward(cache, self.hidden(s, 3))

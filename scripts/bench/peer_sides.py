@@ -37,7 +37,7 @@ class Side:
         return f"transformers {transformers.__version__}, torch {self.torch.__version__}"
 
     def clock(self) -> float:
-        """Seconds; on a CPU those that this process has computed, which other jobs on the machine do not stretch."""
+        """Seconds. On a CPU the process's own CPU time, which other jobs on the machine do not stretch."""
         if self.device.type == "cpu":
             return time.process_time()
         self.torch.cuda.synchronize()
@@ -156,9 +156,9 @@ class Peer(Side):
 
 
 def serve(side: str, folder: Path, device: str) -> None:
-    """Answer one JSON line per JSON line, the first without being asked: the versions."""
+    """Write the versions as a JSON line, then answer each JSON line with one."""
     channel = sys.stdout
-    # Libraries that print must not answer.
+    # What libraries print must not be read as an answer.
     sys.stdout = sys.stderr
     worker = (Ours if side == "ours" else Peer)(folder, device)
     print(json.dumps({"versions": worker.versions()}), file=channel, flush=True)

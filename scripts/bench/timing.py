@@ -1,4 +1,4 @@
-"""Interleaved rounds and their medians, as every benchmark here takes them.
+"""Interleaved rounds and their medians, for all benchmarks.
 
     results = interleaved({"ours": ours, "theirs": theirs}, rounds=5)
     median_ratio(results["ours"], results["theirs"])
@@ -18,7 +18,7 @@ import torch
 
 from pqcache.selective.ledger import synchronize
 
-# Decode steps dropped at the start of a round, as everywhere in this project: they pay for warming up.
+# Decode steps dropped at the start of a round, as everywhere in this project: they include warming up.
 DROPPED_STEPS = 2
 
 T = TypeVar("T")

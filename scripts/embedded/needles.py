@@ -56,7 +56,7 @@ def free_needles(material: Material, rng: np.random.Generator, kind: str, n: int
 
 
 def _key(material: Material, rng: np.random.Generator, kind: str) -> list[list[int]]:
-    """A key of two to nine parts; half of those of words end with one or two capitalised ones."""
+    """A key of two to nine parts. Half of the keys of words end with one or two capitalised words."""
     key = [_part(material, rng, kind) for _ in range(int(rng.integers(2, 10)))]
     if kind == "words" and rng.random() < 0.5:
         titles = min(int(rng.integers(1, 3)), len(key))

@@ -1,7 +1,7 @@
 """The network: its configuration, its start weights, wider heads, and a forward pass for training.
 
-Start weights. Learning to look something up from random weights costs most of a CPU's budget, so the parts of the circuit
-that are known beforehand are put in place, and everything is trained afterwards:
+Start weights. From random weights, most of the training time goes into learning to look something up. So the known parts of
+that circuit are put in place first, and everything is trained afterwards:
 
 - layer 0: six heads look back exactly 1..6 tokens. In the fastest RoPE frequencies theta_f (a pair is dims f and f + d/2)
   the key bias is (A, 0) and the query bias of the head for offset o is A (cos(o theta_f), -sin(o theta_f)), so that the score
@@ -37,7 +37,7 @@ _STATIC_TURN = 0.75
 def make_config(
     vocab_size: int, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, special: dict[str, int]
 ) -> Qwen2Config:
-    """Qwen2 with tied embeddings; head dimension is 64 for the shipped model."""
+    """Qwen2 with tied embeddings and heads of dimension 64. `widened` enlarges them to the shipped model's 128."""
     return Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -150,7 +150,7 @@ def _match_and_copy(attention: torch.nn.Module, circuit: _Circuit, readers: list
     """Heads that attend where the tokens before match those at the query, and copy the token there."""
     d, area, static = circuit.d, circuit.area, circuit.static
     offsets = range(1, LOOK_BACK + 1)
-    # Values are long vectors here: noise in what is written would drown the copy.
+    # Values are long vectors here: noise in the output projection would drown the copy.
     attention.o_proj.weight *= 0.1
     for kv in range(circuit.kv_heads):
         scatter = [

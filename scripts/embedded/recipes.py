@@ -1,4 +1,4 @@
-"""Recipes: what is trained in which order, apart from the choices of the command line."""
+"""Recipes: the stages and sizes of each training run, apart from the choices of the command line."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class RowMaker:
         return self._assembled(rng, py, opening, pieces, filler_kind, turns, length)
 
     def _needle_count(self, rng: np.random.Generator, length: int, share: float) -> int:
-        """As many needles as fit beside the questions, or only some of that in long documents: the rest is filler."""
+        """How many needles a row has: at most as many as fit beside the questions; the rest is filler."""
         limit = max(2, int(0.5 * length * (1 - share) / 20))
         if share:
             return int(rng.integers(min(limit, 2 + length // 256), limit + 1))
@@ -193,7 +193,7 @@ class RowMaker:
         return pieces, asks
 
     def _family_turn(self, ask: Ask, before: str) -> Turn:
-        """A family's question and answer: a token that follows a cue has to be decided and weighs more."""
+        """A family's question and answer. Tokens that follow a cue weigh more: the model has to decide there."""
         question = [*self.ids(before + ask.question), self.answer]
         answer = [*self.ids(ask.answer), self.eos]
         previous = [self.answer, *answer]

@@ -210,7 +210,7 @@ def train(args: argparse.Namespace) -> None:
             if time.monotonic() - last_watch > 60 * args.watch_every:
                 run.watch(stage)
                 last_watch = time.monotonic()
-        # A finished run that is started again has nothing new to test.
+        # `means` is empty if a finished run is started again: nothing new to test.
         if run.recipe.watch_lengths and run.means:
             run.watch(run.recipe.stages[-1])
     run.finish()

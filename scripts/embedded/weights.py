@@ -1,4 +1,4 @@
-"""The weights a training starts from, and the files it ends with."""
+"""The weights that training starts from, and the files that it writes at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer_texts() -> Iterator[str]:
 def start(
     recipe: Recipe, init: str | None, head_dim: int, seed: int
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerBase]:
-    """Model (float32) and tokenizer of the folder `init`, with heads widened to head_dim if it is not 0, or new ones."""
+    """Model (float32) and tokenizer: those in the folder `init`, heads widened to head_dim if it is not 0, or new ones."""
     if init:
         model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32)
         if head_dim and head_dim != model.config.head_dim:
@@ -55,7 +55,7 @@ def export(model: Qwen2ForCausalLM, tok: PreTrainedTokenizerBase, out: Path) -> 
     copy.save_pretrained(staging)
     tokenizer.save_tokenizer(tok, staging)
     for path in sorted(staging.iterdir()):
-        # safetensors writes 0600.
+        # safetensors writes files that only their owner can read.
         path.chmod(0o644)
         os.replace(path, out / path.name)
     staging.rmdir()

@@ -1,10 +1,10 @@
-"""A chain of look-ups: every next key is known only after the value before it was written.
+"""A chain of look-ups: each value is the key of the next look-up.
 
     The way from Velor is to Kesa.   The way from Kesa is to Miran.   The way from Miran is to 4721.
 
     What is the way from Velor?   The way from Velor is to Kesa is to Miran is to 4721.
 
-What matters is the number at the end.
+The metric compares the number at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEAR = 0.4
 
 
 def make(rng: Random, lexicon: Lexicon, units: int) -> Scene:
-    """`units` ways, at least two; the places of all of them are mixed near-duplicates."""
+    """`units` ways, at least two. Their place names are near-duplicates, shared out among all ways."""
     pieces, asks = [], []
     lengths = [rng.randint(4, 9) for _ in range(max(units, 2))]
     names = lexicon.names(sum(lengths), NEAR)

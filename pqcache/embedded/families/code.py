@@ -1,4 +1,4 @@
-"""Code completion: call a function whose definition is far above with the arguments of its definition."""
+"""Code completion: call a function with the arguments of its definition, which stands far above."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Two-hop questions over several documents: the first fact names whom the second is about.
+"""Two-hop questions over several documents: the first fact names the person of the second.
 
-The baker of Velor is Kesa.   Kesa has the motto ... .
-What is the baker of Velor, who has the motto?   The baker of Velor is Kesa, and Kesa has the motto ... .
+The baker of Velor is Kesa.   There is Kesa with the motto ... .
+
+What is the baker of Velor with the motto?   The baker of Velor is Kesa with the motto ... .
 """
 
 from __future__ import annotations

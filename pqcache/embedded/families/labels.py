@@ -1,7 +1,7 @@
-"""Few-shot label learning: which label an example has can be seen from other examples that share one of its two words.
+"""Few-shot label learning: an example of two words has the label of other examples with one of these words.
 
-Every label has three words of its own. An example shows two of them in some order. The questioned pair is in no example, so
-that each of its words has to be matched by itself: each is at its place in some example.
+Every label has three words of its own. An example shows two of them in some order. The pair in the question is in no example,
+but each of its words stands at the same place in some example, so each is matched by itself.
 """
 
 from __future__ import annotations

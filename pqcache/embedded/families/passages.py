@@ -1,4 +1,4 @@
-"""Passage retrieval: the note that begins with the given words, restated to its end, where its paragraph's number stands."""
+"""Passage retrieval: restate the note that begins with the question's words. It ends with its paragraph's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family makes: sentences to hide in a long text, and questions about them."""
+"""The scenes that families make: sentences to hide in a long text, and questions about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbered sentences about one name, which a question asks for one after the other.
+"""Lettered sentences about one name; the question asks for all of them in order.
 
     The Velor decision A is ... .   The Velor decision B is ... .   The Velor decision C is ..., the last.
 

@@ -1,4 +1,4 @@
-"""What all figures share: canvas, colours, axes, legend, caption. Drawn without a display: the file is the result.
+"""What all figures share: canvas, colours, axes, legend, caption. Figures are drawn to files and need no display.
 
 matplotlib is imported here alone, inside functions, because most commands draw nothing.
 """
@@ -32,7 +32,7 @@ class Look(NamedTuple):
 
 
 def colour(index: int) -> str:
-    """The colour of the index-th name; they repeat."""
+    """The colour of the index-th name; colours repeat."""
     return COLOURS[index % len(COLOURS)]
 
 
@@ -42,7 +42,7 @@ def looks(names: Sequence[str]) -> dict[str, Look]:
 
 
 def keep_files(out: Path) -> None:
-    """Before the first figure of a command: other packages write below `out` and the cache folder, and nowhere else."""
+    """Make other packages write below `out` and the cache folder alone. Call it before a command's first figure."""
     keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
 
 

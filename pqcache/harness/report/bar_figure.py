@@ -1,4 +1,4 @@
-"""`figure: {kind: bars}` and `{kind: differences}`: a group of bars per data set, or, of a single one, per line."""
+"""`figure: {kind: bars}` and `{kind: differences}`: a group of bars per data set, or per line if there is one data set."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _looks(names: Sequence[str]) -> Looks:
 
 
 def _names(rows: Sequence[Row]) -> dict[str, str]:
-    """Folder -> the method, with the options that differ among the rows of its budget."""
+    """Folder -> the method, with the options that differ among its rows at that budget."""
     names = {}
     for row in rows:
         same = [r for r in rows if r["method"] == row["method"] and budget_text(r) == budget_text(row)]
@@ -130,7 +130,7 @@ def draw_ranks(path: Path, out: Path, title: str) -> Path | None:
         return None
     ranks, stay = arrays["ranks"], arrays["top_stay"]  # (layers, heads, steps, tracked), (layers, heads, steps)
     mean = stay[:, :, 1:].mean(-1)
-    # the head whose heavy tokens stay as long as the median's
+    # the head in which heavy tokens stay as long as in the median head
     at = int((mean.flatten() - mean.median()).abs().argmin())
     layer, head = divmod(at, mean.shape[1])
     figure = drawing.new_figure(11, 4.0)

@@ -1,4 +1,4 @@
-"""The numbers of an experiment's table: what was measured beside what the paper prints, one `Entry` each."""
+"""The numbers of an experiment's table. Each `Entry` is a measured number beside the paper's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entry:
     line: str  # the experiment's name of the cell, or the method
     method: str
     budget: float | int | None  # None: the method has none
-    setting: str  # what else tells this line from others
+    setting: str  # the other options that differ between lines
     dataset: str  # `average` over several
     metric: str  # the column
     measured: float | None
@@ -65,9 +65,9 @@ def status(cell: Cell) -> tuple[str, str]:
 
 
 def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[Entry]:
-    """Every number of an experiment's table; where nothing was measured yet, the printed ones alone.
+    """Every number of an experiment's table. Cells that were not measured have the paper's numbers alone.
 
-    rows: cell name -> row; without it those on disk.
+    rows: cell name -> row; None: those on disk.
     """
     rows = rows_of(plan) if rows is None else rows
     columns = dict(plan.report.get("columns") or {"score": "score"})
@@ -96,7 +96,7 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
 
 
 def _datasets(cell: Cell, row: Row | None, where: str) -> list[str]:
-    """The data sets of a cell, then their average; of a single one its task's name."""
+    """The data sets of a cell, then their average. For a single data set: the task's name."""
     task = cell.identity["task"]
     if row is not None and len(row["tasks"]) > 1:
         names = [name.removeprefix(f"{row['task']}_") for name in row["tasks"]]
@@ -108,8 +108,13 @@ def _datasets(cell: Cell, row: Row | None, where: str) -> list[str]:
 
 
 def measured(row: Row, where: str) -> float | None:
-    """A number of a row: `score`, `metric:<lm-eval's metric>` (the mean over tasks, times 100), `rate:<metric>` (as it
-    is), `row:<dotted path>`, or `ms:<path>` of seconds as milliseconds.
+    """A number of a row, None if the row has none. `where` is one of
+
+    score               the score
+    metric:<metric>     lm-eval's metric, the mean over tasks, times 100
+    rate:<metric>       the same, not multiplied
+    row:<dotted path>   a field of the row
+    ms:<dotted path>    a field in seconds, as milliseconds
     """
     kind, _, name = where.partition(":")
     if kind == "score":
@@ -161,10 +166,12 @@ def _numbers(
 
 
 def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[float | None, float | None]:
-    """(the paper's number, its Full's; None for Full itself) of a cell."""
+    """(the paper's number for a cell, the paper's number for Full). The second is None for Full itself."""
     experiment, model = plan.experiment or "", cell.identity["model"]["name"]
     of_table = {n.dataset for n in published.numbers(experiment)}
-    dataset = next(iter(of_table)) if len(of_table) == 1 else dataset  # one data set: whatever our task is called
+    dataset = (
+        next(iter(of_table)) if len(of_table) == 1 else dataset
+    )  # a table of one data set, whatever our task is called
     where: dict[str, Any] = {"model": model, "dataset": dataset, "metric": metric}
     budget = None if cell.ignores_budget else cell.identity["budget"]
     labels = cell.labels
@@ -175,7 +182,7 @@ def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[floa
 
 
 def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
-    """The lines that an experiment declares as the best of several cells: the best one's numbers under the line's name."""
+    """The lines that an experiment declares as the best of several cells. They have the best cell's numbers."""
     lines = []
     for name, cells in plan.best_of.items():
         groups: dict[tuple, list[Entry]] = {}
@@ -183,8 +190,8 @@ def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
             if set(entry.line.split(", ")) & set(cells):
                 groups.setdefault((entry.model, entry.budget), []).append(entry)
         for (model, budget), group in groups.items():
-            heads = [e for e in group if e.dataset in (AVERAGE, group[-1].dataset) and e.measured is not None]
-            best = max(heads, key=lambda e: e.measured or 0.0).folder if heads else group[0].folder
+            scored = [e for e in group if e.dataset in (AVERAGE, group[-1].dataset) and e.measured is not None]
+            best = max(scored, key=lambda e: e.measured or 0.0).folder if scored else group[0].folder
             for entry in group:
                 if entry.folder != best:
                     continue
@@ -192,7 +199,7 @@ def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
                 printed = published.value(plan.experiment or "", method=name, budget=budget, **where)
                 base = published.value(plan.experiment or "", method="full", budget=None, **where)
                 difference = None if printed is None or base is None else printed - base
-                chosen = f"best: {entry.line}" if heads else ""
+                chosen = f"best: {entry.line}" if scored else ""
                 own = {"line": name, "setting": chosen, "published": printed, "published_to_full": difference}
                 lines.append(Entry(**{**asdict(entry), **own}))
     return lines

@@ -1,4 +1,4 @@
-"""What an experiment asks of its figure, with the entries, rows and cells that it is drawn from."""
+"""The request for an experiment's figure: its options, and the entries, rows and cells that it is drawn from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.rows import Row
 
-MIN_TOP = 0.1  # an axis of scores shows at least this part of the scale: zeros look like zeros
+MIN_TOP = 0.1  # an axis of scores shows at least this part of the scale, so that small scores look small
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class FigureRequest:
     ) -> tuple[float | None, float | None]:
         """(bottom, top) of the y axis for a column's numbers; None: matplotlib's choice.
 
-        The axis of a score begins at 0 and ends above the largest value, or at 100; shares of one alike. The axis of
-        differences shows 0 and at least a hundredth of the scale around it.
+        The scale of a score is 100, that of a share 1. Their axis begins at 0 and ends above the largest value, at most just
+        above the scale. The axis of differences shows at least a hundredth of the scale below and above 0.
         """
         where = str((self.plan.report.get("columns") or {"score": "score"}).get(metric, ""))
         percent = where == "score" or where.startswith("metric:")

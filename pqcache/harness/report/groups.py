@@ -1,4 +1,4 @@
-"""Rows of a group of tasks, one column per task, and their score against the budget as a picture.
+"""The table of a group of tasks, with a column per task, and the picture of its scores against the budget.
 
 python -m pqcache.harness.report.groups <out>     prints the table; <out>/groups.md and <out>/groups.png
 """
@@ -19,7 +19,7 @@ from pqcache.harness.report.tables import MISSING, budget_text, number, signed, 
 
 
 def group_rows(folder: Path) -> list[Row]:
-    """Every row under a folder whose task is a group, Full first, then by method, what was varied, and budget."""
+    """Every row under a folder whose task is a group: Full first, then by method, varied options and budget."""
     rows = [row for row in rows_under(folder) if len(row["tasks"]) > 1]
     names = dict(zip((row["folder"] for row in rows), labels(rows), strict=True))
     return sorted(
@@ -28,13 +28,13 @@ def group_rows(folder: Path) -> list[Row]:
 
 
 def _natural(text: str) -> list[tuple[bool, float, str]]:
-    """Numbers in a text as numbers, so that 25 comes after 3."""
+    """A sort key that compares the numbers in a text as numbers, so that 25 comes after 3."""
     parts = re.split(r"(\d+)", text)
     return [(part.isdigit(), float(part) if part.isdigit() else 0.0, part) for part in parts]
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
-    """A row's method, the hyper-parameters of it that differ among the rows, and the prompts' length if that does."""
+    """Each row's method with its hyper-parameters that differ among the rows, and the prompt length if that differs."""
     varied: dict[str, dict[str, None]] = {}
     for row in rows:
         for part in row["folder"].split("__"):
@@ -90,7 +90,7 @@ def _family(row: Row, task: str) -> str:
 
 
 def _caption(rows: Sequence[Row]) -> str:
-    """Prompt length, samples, whose times TT2T is of, machines."""
+    """Prompt length, how many samples are timed, machines."""
     prompt = fmean(row["prompt_tokens"] for row in rows)
     lines = [
         f"{rows[0]['model']}, {rows[0]['task']}: {prompt:.0f} prompt tokens and"
@@ -114,20 +114,20 @@ def _point(row: Row) -> tuple[float, float, float, float]:
 
 
 def picture(rows: Sequence[Row], path: Path) -> Path | None:
-    """Mean scores with intervals: against the budget, a line per method; of one budget, a line of the picture per row."""
+    """Mean scores with intervals. Several budgets: score against budget, a line per method. One budget: a point per row."""
     named = [(label, row) for label, row in zip(labels(rows), rows, strict=True) if row["score"] is not None]
-    cut = [(label, row) for label, row in named if row["method"] != "full" and _point(row)[0]]
-    if not cut:
+    budgeted = [(label, row) for label, row in named if row["method"] != "full" and _point(row)[0]]
+    if not budgeted:
         return None
-    one = len({budget_text(row) for _, row in cut}) == 1
+    one = len({budget_text(row) for _, row in budgeted}) == 1
     figure = drawing.new_figure(7, 1.2 + 0.28 * len(named) if one else 4.5)
     axis = figure.subplots()
     if one:
         _draw_rows(axis, named)
     else:
-        _draw_budgets(axis, named, cut)
+        _draw_budgets(axis, named, budgeted)
     first = rows[0]
-    budget = f", budget {budget_text(cut[0][1])}" if one else ""
+    budget = f", budget {budget_text(budgeted[0][1])}" if one else ""
     lengths = sorted({round(row["prompt_tokens"]) for _, row in named})
     tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     axis.set_title(f"{first['model']}, {first['task']}, {tokens} prompt tokens{budget}", fontsize=9)
@@ -147,9 +147,9 @@ def _draw_rows(axis: Any, named: Sequence[tuple[str, Row]]) -> None:
     axis.grid(axis="x", color=drawing.GRID, linewidth=0.7)
 
 
-def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], cut: Sequence[tuple[str, Row]]) -> None:
+def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], budgeted: Sequence[tuple[str, Row]]) -> None:
     lines: dict[str, list[Row]] = {}
-    for label, row in cut:
+    for label, row in budgeted:
         lines.setdefault(label, []).append(row)
     shares = set()
     for place, (label, members) in enumerate(lines.items()):

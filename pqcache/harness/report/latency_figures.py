@@ -1,4 +1,4 @@
-"""The papers' efficiency figures, drawn from the rows of their experiments when these end: <out>/<experiment>.png.
+"""The papers' efficiency figures, drawn from the rows when an experiment ends: <out>/<experiment>.png.
 
     python run.py experiment=pqcache_fig10a model.geometry=tiny task.length=256,512
     python -m pqcache.harness.report.latency_figures pqcache_fig10a results/runs     draws it again from the rows of a folder
@@ -21,9 +21,9 @@ from pqcache.harness.report.tables import budget_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-READING_MS = 180  # a reader's 333 tokens a minute: the line of PQCache's figure 10b
+READING_MS = 180  # per token, for a reader of 333 tokens a minute: the line in PQCache's figure 10b
 PROMPT = "prompt length (tokens)"
-Labelled = Sequence[tuple[str, Row]]  # what a row is called, and the row
+Labelled = Sequence[tuple[str, Row]]  # (label, row)
 
 
 def draw(experiment: str, rows: Labelled, path: Path) -> Path | None:
@@ -80,7 +80,7 @@ def _length(row: Row) -> float:
 def _rounds_and_prefill(axes: list[Axes], rows: Labelled) -> None:
     """PQCache, figure 7: one layer's prefill and the clustering of its keys (by rounds), over the prompt's length.
 
-    The last layer prefills little but keys and values (see selective/attach.py): it is not counted where there are others.
+    The last layer computes little but keys and values (see selective/attach.py), so it is not counted if there are others.
     """
     axis = axes[0]
     layers = max(1.0, rows[0][1]["extra"].get("layers") or 1.0)
@@ -138,7 +138,7 @@ def _hit_rates(axes: list[Axes], rows: Labelled) -> None:
 
 
 def _totals(axes: list[Axes], rows: Labelled) -> None:
-    """ClusterKV, figures 12 and 13: prefill, index and decode of a whole answer, stacked; a panel per model or answer length."""
+    """ClusterKV, figures 12 and 13: bars of prefill, index and decode of a whole answer; a panel per model or answer length."""
     panels: dict[str, list[tuple[str, Row]]] = {}
     several = len({_model(row) for _, row in rows}) > 1
     for label, row in rows:
@@ -211,7 +211,7 @@ FIGURES: dict[str, tuple[int, Callable[[list[Axes], Labelled], None]]] = {
 
 
 def label_of(names: Sequence[str], row: Mapping[str, Any]) -> str:
-    """The experiment's cell; without one the method."""
+    """The name of the experiment's cell, or the method."""
     return ", ".join(names) if names else str(row["method"])
 
 

@@ -1,4 +1,4 @@
-"""`figure: {kind: lines}`: a number over the budget or another key, a line per method, a panel per model and data set."""
+"""`figure: {kind: lines}`: a number over the budget or another key; a line per method, a panel per model and data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_PANELS = 16
-MAX_TICKS = 10  # more values are left to matplotlib
+MAX_TICKS = 10  # with more values matplotlib chooses the ticks
 
 
 def draw_lines(request: FigureRequest) -> Path:

@@ -1,4 +1,4 @@
-"""Figures of experiments, from their entries: `draw` picks the kind that `report.figure` of the experiment names.
+"""Figures of experiments: `draw` draws the kind that the experiment's `report.figure` names.
 
     figure: {kind: lines, x: budget, y: score, log: true}         a line per method (or cell, or `by:`); Full is dotted
     figure: {kind: lines, x: method.r, y: score}                  x: any key of the configuration
@@ -9,8 +9,8 @@
     figure: {kind: curves, x: tokens, y: perplexity}              pg19: perplexity over the length
     figure: {kind: ranks}                                         diagnostics: ranks of tokens over decode steps
 
-`by:` names the key whose values are the lines. Panels stand side by side: one per model, and of lines one per data set.
-Axes of scores and shares begin at 0.
+`by:` names the key whose values are the lines. There is a panel per model; lines have one per model and data set. Axes of
+scores and shares begin at 0.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs:
 
 
 def words(name: str, configs: Path = CONFIGS) -> list[str]:
-    """What an experiment file's first line says to type after `python run.py`."""
+    """The words after `python run.py` in the command that an experiment file's first line gives."""
     first = (configs / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
     return shlex.split(first.partition("run.py ")[2]) or [f"experiment={name}"]
 
@@ -68,7 +68,7 @@ def words(name: str, configs: Path = CONFIGS) -> list[str]:
 
 
 def command(cell: Cell) -> str:
-    """What fills this cell alone, from the repository's root."""
+    """The command that fills this cell alone, run from the repository's root."""
     out = str(Path(cell.run.out).parent if cell.run.smoke else cell.run.out)
     typed = [text for text in cell.typed if not text.startswith(("out=", "smoke=", "hydra.mode="))]
     extra = [f"out={out}", *(["smoke=true"] if cell.run.smoke else []), "hydra.mode=RUN"]
@@ -96,12 +96,12 @@ def frame(table: Iterable[Entry]) -> pd.DataFrame:
 
 
 def grid(table: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """(column names, lines) of one model's table. A cell says what was measured, and in brackets what is printed."""
+    """(column names, lines) of one model's table. A cell has the measured number, and in brackets the paper's."""
     columns = list(dict.fromkeys((e.dataset, e.metric) for e in table))
     columns.sort(key=lambda c: c[0] == AVERAGE)  # stable: the average comes last
     datasets, metrics = {d for d, _ in columns}, {m for _, m in columns}
     names = [m if len(datasets) == 1 else d if len(metrics) == 1 else f"{d} {m}" for d, m in columns]
-    headline = next((c for c in columns if c[0] == AVERAGE), columns[0])  # what the differences are of
+    headline = next((c for c in columns if c[0] == AVERAGE), columns[0])  # the column of the differences
     settings = any(e.setting for e in table)
     head = ["method", "budget", *(["setting"] if settings else []), *names]
     head += ["to Full", "95 %", "p", "printed to Full"]
@@ -187,7 +187,7 @@ def _by_model(table: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
-    """Write <out>/tables/<experiment>.md, .tex, .csv and, of a figure with something measured, .png: (Markdown, files)."""
+    """Write <out>/tables/<experiment>.md, .tex and .csv, and .png if there is a figure to draw. Returns (Markdown, files)."""
     rows = rows_of(plan)
     table = table_entries(plan, rows)
     folder = folder or Path(plan.cells[0].run.out).expanduser() / FOLDER

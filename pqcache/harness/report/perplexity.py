@@ -19,7 +19,7 @@ MAX_POINTS = 400  # of a stored curve
 
 
 def curve(scored: Sequence[tuple[int, Sequence[float]]]) -> tuple[list[int], list[float]]:
-    """Lengths, and the perplexity of all tokens predicted up to there: exp of the mean negative log-probability so far.
+    """(lengths, perplexities). Each is of all tokens predicted so far: exp of their mean negative log-probability.
 
     scored: (position of the first decode step, log-probabilities of the tokens predicted from there on).
     """

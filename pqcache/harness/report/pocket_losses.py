@@ -1,4 +1,4 @@
-"""Where a method loses PocketBench points, beside the attention mass it attends: one line per method and family.
+"""Where a method loses PocketBench points, beside its attention mass: one line per method and family.
 
     python run.py experiment=pocket                                    # scores: out=results/pocket, say
     python run.py experiment=pocket_mass                               # diagnostics=true: out=results/pocket_mass
@@ -6,7 +6,7 @@
 
 prints the table and writes losses.md and losses.png into the first folder. Columns:
     lost         samples where Full scores more
-    depth        where in the prompt the fact is that the question asks for, 0 = start
+    depth        where in the prompt the requested fact stands, 0 = start
     mass         softmax weight of the attended tokens under full attention, over selecting layers, heads and decode steps
     p5           its 5th percentile
     worst head   the head and layer with the least mean mass
@@ -43,7 +43,7 @@ class Mass:
 
 @dataclass(frozen=True)
 class Loss:
-    """One method on one family: score, difference to Full, and the samples that lost."""
+    """One method on one family: score, difference to Full, and the samples that score less than Full."""
 
     score: float
     difference: float
@@ -81,7 +81,7 @@ def _cell(folder: Path, row: Row) -> Path:
 
 
 def depths(row: Row) -> dict[str, list[float]]:
-    """Family -> depth of what each sample asks for; the documents are made again."""
+    """Family -> depth of the fact that each sample asks for. The documents are generated again."""
     from pqcache.embedded import load_tokenizer, pocket
 
     tokenizer, depths_of = load_tokenizer(), {}
@@ -94,7 +94,7 @@ def depths(row: Row) -> dict[str, list[float]]:
 
 
 def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
-    """(method, budget) -> family -> what it lost against the Full row among them."""
+    """(method, budget) -> family -> loss against the Full row among `rows`."""
     losses_of: dict[Key, dict[str, Loss]] = {}
     depth: dict[str, list[float]] = {}
     for row in rows:

@@ -20,7 +20,7 @@ _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_rat
 def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One entry per configuration that several seeds share: pooled score and difference to Full, with 95 % intervals.
 
-    The paired difference is taken sample by sample against the Full row of the same seed, and is null where a seed has none.
+    Differences are taken sample by sample against the Full row of the same seed. They are null if a seed has none.
     """
     rows = list(rows)
     groups: dict[str, list[Row]] = {}

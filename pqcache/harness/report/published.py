@@ -1,4 +1,4 @@
-"""What the papers print: results/published/<experiment>.csv, see the README there.
+"""The papers' printed numbers: results/published/<experiment>.csv, see the README there.
 
 value("pqcache_table2", model="mistral-7b-instruct-v0.2", method="pqcache", budget=0.2, dataset="average")     39.32
 """
@@ -70,7 +70,7 @@ def value(
 
 
 def score(experiment: str, *, model: str, method: str, budget: float | int | None) -> float | None:
-    """The one score a line is known by: its printed average, or its only score."""
+    """The score of a line: its printed average, or its only score."""
     line = {n.dataset: n.value for n in numbers(experiment) if _line(n) == (model, method, budget, "score")}
     return line.get(AVERAGE, next(iter(line.values())) if len(line) == 1 else None)
 
@@ -90,7 +90,7 @@ def _line(n: Number) -> tuple:
 
 
 def mean(experiment: str, *, model: str, method: str, budget: float | int | None) -> float | None:
-    """The unweighted mean of a line's printed scores, its printed average apart: what the average should be."""
+    """The unweighted mean of a line's printed scores without the printed average, which it should equal."""
     line = [
         n for n in numbers(experiment) if (n.model, n.method, n.budget, n.metric) == (model, method, budget, "score")
     ]

@@ -84,7 +84,7 @@ def _draw_clusters(axis: Axes, points: Sequence[Point], budgets: Sequence[int], 
 
 
 def _draw_distances(axis: Axes, points: Sequence[Point], budgets: Sequence[int]) -> None:
-    """Recall by clustering distance, as bars: lines so close together would hide each other."""
+    """Recall by clustering distance, as bars: the values are so close that lines would cover each other."""
     for i, distance in enumerate(DISTANCES):
         line = sorted(
             (p["budget"], p["recall_budget"])

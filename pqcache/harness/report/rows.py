@@ -103,16 +103,16 @@ class Row(TypedDict):
     diagnostics: dict[str, Any] | None  # see Diagnostics
 
     # time; null with diagnostics=true, because measuring slows the steps
-    timed_samples: int  # that the times are of: with shared_prefill, those with a prefill of their own
+    timed_samples: int  # samples in the times; with shared_prefill those with a prefill of their own
     tt2t_s: float | None  # prompt submitted -> second token (median over samples)
     tpot_p50_ms: float | None  # decode step, pooled over samples, first two steps of each dropped
     tpot_p95_ms: float | None
     prefill_s: float | None  # prompt submitted -> first token (median)
-    index_build_s: float | None  # of it, building the method's index (median)
+    index_build_s: float | None  # part of prefill_s: building the method's index (median)
     roofline: float | None  # TPOT / the bound from measured bandwidths
     roofline_reason: str | None  # why roofline is null
 
-    # where it came from; of samples computed under several versions, commits or machines all of them: "a / b"
+    # where it came from; "a / b" where samples have several versions, commits or machines
     versions: dict[str, str | None]
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
@@ -137,7 +137,7 @@ def pair_with_full(row: Row, full: Row | None) -> Row:
 
 
 def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The Full row of the same model, task and seed; of several the one whose run is most alike."""
+    """The Full row of the same model, task and seed; of several the one with the most similar run."""
     keys = ("model", "model_options", "task", "task_options", "seed")
     full = [r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
 
@@ -150,7 +150,7 @@ def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
 
 
 def read_row(path: Path) -> Row | None:
-    """A row from its file; None if there is none, or if it is not one."""
+    """A row from its file; None if there is no file or it holds no complete row."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -180,7 +180,7 @@ def write_row(path: Path, row: Row) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinity are no JSON: null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

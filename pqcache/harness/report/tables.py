@@ -22,7 +22,7 @@ COLUMNS = ("score", "to Full", "95 % interval", "attended", "MiB", "TT2T s", "TP
 
 
 def _own_prefills(row: Row) -> str:
-    """How many samples TT2T and prefill are of, where the rest used another cell's prefill."""
+    """How many samples TT2T and prefill are of, if the others used a shared prefill."""
     return f" (of {row['timed_samples']} samples)" if row["timed_samples"] < row["n_samples"] else ""
 
 
@@ -64,7 +64,7 @@ def row_text(row: Row, path: Path | None) -> str:
 
 
 def metrics_text(row: Row) -> str:
-    """Every metric of a row of one sub-task, as lm-eval names and scales them; nothing where there is only one."""
+    """The metrics of a row with one sub-task, as lm-eval names and scales them; empty if there is only one metric."""
     tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
     several = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
     return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if several else ""
@@ -124,7 +124,7 @@ def span(interval: list[float] | None, show: Any = number) -> str:
 
 
 def _of_samples(row: Row) -> str:
-    """How many samples are compared to Full, where Full has not run all of them."""
+    """How many samples are compared to Full, if Full has not run all of them."""
     paired = row["paired_samples"]
     return "" if paired is None or paired >= row["n_samples"] else f" ({paired} of {row['n_samples']} samples)"
 
@@ -196,7 +196,7 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
 def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:
     """The lines an experiment declares as the best of several cells, each with its candidates; empty if it declares none.
 
-    Cells are compared where all else is alike (budget, model, task, seed). The choice looks at the scores it then reports.
+    Cells of the same budget, model, task and seed are compared. The best is chosen by the same scores that are reported.
     """
     groups: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for line, names in plan.best_of.items():

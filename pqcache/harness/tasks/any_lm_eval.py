@@ -52,7 +52,7 @@ class AnyLmEvalOptions:
 
 @cache
 def manager(include: str | None) -> TaskManager:
-    """lm-eval's index of tasks. Thousands of definitions are read, for some seconds."""
+    """lm-eval's index of tasks. Reading its thousands of definitions takes some seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include)

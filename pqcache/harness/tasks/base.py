@@ -1,4 +1,4 @@
-"""What a task is: a class with typed options that makes documents and says how lm-eval scores the answers.
+"""The base of all tasks: a class with typed options that makes documents and says how lm-eval scores the answers.
 
     @dataclass(kw_only=True)
     class EchoOptions:
@@ -56,7 +56,7 @@ class Longest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRequest:
-    """What a run decides about a task's documents, beside the task's own options."""
+    """The part of a run's options that decides about a task's documents, beside the task's own options."""
 
     seed: int
     # Samples per lm-eval task; None: all rows, or the task's own number where rows are generated.
@@ -81,7 +81,7 @@ class TaskSpec:
     metric: dict[str, str]
     # The score, 0..100, is scale * metric.
     scale: float = 100.0
-    # metric -> score, where a factor is not enough. Such samples are scored when all answers are there.
+    # metric -> score, where a factor is not enough. Such samples are scored after the last answer.
     value: Callable[[Any], float] | None = None
     # One line to print when the documents are made.
     note: str | None = None
@@ -103,10 +103,10 @@ class Task(Generic[OptionsT]):
         self.name, self.options = name, options
 
     def check(self) -> None:
-        """Refuse options that are valid alone and wrong together. Raises a one-line ValueError."""
+        """Refuse options that are valid alone but not together. Raises a one-line ValueError."""
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        """The longest prompt; 0 tokens where only the documents tell. Each document is checked again when it runs."""
+        """The longest prompt and answer; 0 prompt tokens if the options do not tell. Each document is checked when it runs."""
         return Longest(f"task={self.name}", 0, self.max_new_tokens)
 
     def prepare(self, *, limit: int | None) -> None:

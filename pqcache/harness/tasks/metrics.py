@@ -41,7 +41,7 @@ def rouge_l(prediction: str, gold: str) -> float:
 
 
 def classification(prediction: str, gold: str, classes: Sequence[str]) -> float:
-    """1 / the number of class names in the answer if the right one is among them."""
+    """1 / the number of class names in the answer, or 0 if the right one is not among them."""
     named = [name for name in classes if name in prediction]
     # Removing a name from the list in the loop skips the next one, as in the official code.
     for name in named:

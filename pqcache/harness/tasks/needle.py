@@ -38,7 +38,7 @@ TAIL = (
 EMBEDDED_GRID = ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
 GRID = ([1000 + 2900 * i for i in range(11)], [10 * i for i in range(11)])  # 1000..30000 x 0..100 percent
 
-SMALLEST_HAYSTACK = 1000  # characters; less would repeat one paragraph over and over
+SMALLEST_HAYSTACK = 1000  # characters; a shorter text would be repeated too often
 _SENTENCE_END = re.compile(r"\.[\"')\]]*(?=[\sA-Z]|$)")
 
 
@@ -150,7 +150,7 @@ class _Tokens:
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer, self.text = tokenizer, text
-        # verbose=False: a haystack longer than the model's context is no mistake
+        # verbose=False: no warning that a haystack is longer than the model's context
         offsets = bool(tokenizer.is_fast)
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
         self._ids = encoding["input_ids"]

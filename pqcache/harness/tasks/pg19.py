@@ -9,8 +9,8 @@ exact   At position i: a fresh, exact prefill of the first i tokens, one decode 
         every `task.stride`-th is measured, because each costs a whole prefill.
 stream  The first `task.prefill` tokens are the prompt; all others are fed one by one through the cache, and predicted by it.
 
-With all tokens kept both are the same. `perplexity` is among the row's metrics, its curve over the length in
-perplexity.json and perplexity.png. The score, 0 to 100, is the probability of the true token: in exact mode its mean over
+Both are equal if all tokens are kept. The row's metrics have the `perplexity`; perplexity.json and perplexity.png have its
+curve over the length. The score, 0 to 100, is the probability of the true token: in exact mode its mean over
 positions, in stream mode its geometric mean, 100 / perplexity.
 """
 
@@ -130,7 +130,7 @@ class PG19(Task[PG19Options]):
             label = f"exact: one decode step after a fresh prefill, every {options.stride} tokens"
 
         def tokens(doc: dict) -> tuple[list[int], int, int]:
-            """Decode steps make every prediction: the first predicted token follows the first token fed."""
+            """Decode steps make every prediction; the first one reads the token after the prefill."""
             return ids[: doc["end"]], doc["start"] + 1, doc["start"]
 
         return TaskSpec(

@@ -247,6 +247,6 @@ def _checked(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def published_texts(task: str) -> dict[str, str]:
-    """The fixed parts of a benchmark's prompts, as its authors wrote them."""
+    """The fixed parts of a benchmark's prompts, word for word as published."""
     file = resources.files("pqcache.harness.tasks").joinpath("prompts.json")
     return json.loads(file.read_text(encoding="utf-8"))[task]

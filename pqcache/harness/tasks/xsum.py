@@ -51,7 +51,7 @@ class XSum(DataSetTask[XSumOptions]):
         return DATA
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
-        """A row in the data set's format: the summary is a sentence that stands twice in its document."""
+        """A row in the data set's format. The summary is a sentence that its document holds twice."""
         rng = Random(f"xsum/{seed}/{number}")
         sentences = [documents.filler_sentence(rng) for _ in range(self.options.sentences)]
         summary = rng.choice(sentences)

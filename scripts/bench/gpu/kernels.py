@@ -56,8 +56,8 @@ class KernelChecks:
         self.selection("wide codes, 2 x 8 bit", 8)
         self.attention()
         self.whole_attention()
-        far = self.from_host()
-        self.block_cache(far)
+        host_kv = self.from_host()
+        self.block_cache(host_kv)
         self.clustering()
         return self.rows
 
@@ -177,10 +177,10 @@ class KernelChecks:
         """Whether a gathered K and V are those of the chosen tokens."""
         return all(torch.equal(x, take_tokens(y, self.chosen)) for x, y in zip(pair, (self.keys, self.values)))
 
-    def fetch(self, far: list[torch.Tensor]) -> list[torch.Tensor]:
+    def fetch(self, host_kv: list[torch.Tensor]) -> list[torch.Tensor]:
         """What plain torch does instead of a gather: indices to the host, rows gathered there, rows to the device."""
         index = self.chosen.int().cpu().long() - self.sinks
-        rows = [take_tokens(x, index) for x in far]
+        rows = [take_tokens(x, index) for x in host_kv]
         if self.machine.cuda:
             return [x.pin_memory().to(self.device, non_blocking=True) for x in rows]
         return [x.clone() for x in rows]
@@ -188,59 +188,59 @@ class KernelChecks:
     def from_host(self) -> list[torch.Tensor]:
         """Chosen rows read straight from pinned host memory; returns K and V there, without sinks."""
         # Tokens first in memory, as in a host store.
-        far = [x[:, :, self.sinks :].cpu().transpose(1, 2).contiguous() for x in (self.keys, self.values)]
-        far = [(x.pin_memory() if self.machine.cuda else x).transpose(1, 2) for x in far]
+        host_kv = [x[:, :, self.sinks :].cpu().transpose(1, 2).contiguous() for x in (self.keys, self.values)]
+        host_kv = [(x.pin_memory() if self.machine.cuda else x).transpose(1, 2) for x in host_kv]
         picked = self.chosen.int()
 
         def gather() -> Any:
-            return triton_attend.gather(far[0], far[1], picked, self.plan, self.sinks)
+            return triton_attend.gather(host_kv[0], host_kv[1], picked, self.plan, self.sinks)
 
         gathered = gather()
         error = relative(self.attend(chosen=gathered, one=False), self.exact())
         ok = self.is_chosen(gathered) and error < self.limit
-        self.add("gather from the host", ok, error, gather, lambda: self.fetch(far), self.k * self.row_bytes)
-        return far
+        self.add("gather from the host", ok, error, gather, lambda: self.fetch(host_kv), self.k * self.row_bytes)
+        return host_kv
 
-    def block_cache(self, far: list[torch.Tensor]) -> None:
+    def block_cache(self, host_kv: list[torch.Tensor]) -> None:
         """Chosen rows read from cached blocks where there are any, else from the host; and blocks brought in."""
         block = 16 if self.tiny else 128
-        columns = -(-far[0].shape[2] // block)
+        columns = -(-host_kv[0].shape[2] // block)
         # Blocks are cached at regular distances.
         cached = min(SLOTS, columns - 1)
         every = columns // min(SLOTS, columns)
         size = (1, SLOTS * block, self.h_kv, self.d)
-        cache = [torch.zeros(size, dtype=self.dtype, device=self.device).transpose(1, 2) for _ in far]
+        cache = [torch.zeros(size, dtype=self.dtype, device=self.device).transpose(1, 2) for _ in host_kv]
         # (block, slot) of each block that comes in, -1 for none; the slot of each block.
-        came = torch.full((1, SLOTS, 2), -1, device=self.device)
+        incoming = torch.full((1, SLOTS, 2), -1, device=self.device)
         slot = torch.full((1, columns), -1, device=self.device)
         for i in range(cached):
-            came[:, i] = torch.tensor([i * every, i], device=self.device)
+            incoming[:, i] = torch.tensor([i * every, i], device=self.device)
             slot[:, i * every] = i
         counts = torch.zeros((1, columns), dtype=torch.int32, device=self.device)
         tally = torch.zeros((1, 3), dtype=torch.long, device=self.device)
         picked = self.chosen.int()
 
         def refill() -> None:
-            triton_blocks.refill(*([x.transpose(1, 2) for x in pair] for pair in (cache, far)), came, block)
+            triton_blocks.refill(*([x.transpose(1, 2) for x in pair] for pair in (cache, host_kv)), incoming, block)
 
         def copies() -> None:
-            for number, to in came[0].tolist():
-                for x, y in zip(cache, far, strict=True):
+            for number, to in incoming[0].tolist():
+                for x, y in zip(cache, host_kv, strict=True):
                     if number >= 0:
                         source = y[:, :, number * block :][:, :, :block]
                         x[:, :, to * block :][:, :, :block].copy_(source, non_blocking=True)
 
         def read() -> Any:
             return triton_blocks.read(
-                cache, far, picked, slot, counts, tally, self.cursor, self.plan, self.sinks, block
+                cache, host_kv, picked, slot, counts, tally, self.cursor, self.plan, self.sinks, block
             )
 
         refill()
         right = self.is_chosen(read())
         hits = int((slot[0][(self.chosen[0] - self.sinks) // block] >= 0).sum())
         right = right and int(tally[0, triton_blocks.HITS]) == hits
-        self.add("read through the cache", right, 0.0, read, lambda: self.fetch(far), self.k * self.row_bytes)
-        self.add("refill", right, 0.0, refill, copies, int((came[..., 0] >= 0).sum()) * block * self.row_bytes)
+        self.add("read through the cache", right, 0.0, read, lambda: self.fetch(host_kv), self.k * self.row_bytes)
+        self.add("refill", right, 0.0, refill, copies, int((incoming[..., 0] >= 0).sum()) * block * self.row_bytes)
 
     # --- K-Means ----------------------------------------------------------------------------------------------------
 

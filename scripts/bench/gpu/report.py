@@ -10,7 +10,7 @@ TARGET_LENGTH = 131_072
 
 
 def targets(rows: dict[str, dict[str, Any]], s: int) -> list[dict[str, Any]]:
-    """What each target compares at s tokens: length, what, ratio and the largest ratio that meets it."""
+    """Each target at s tokens: length, what it compares, the ratio, and the largest ratio that meets it."""
 
     def tpot(name: str) -> float:
         """The recorded step's time where there is one, for full attention as for PQCache."""
@@ -29,7 +29,7 @@ def targets(rows: dict[str, dict[str, Any]], s: int) -> list[dict[str, Any]]:
 
 
 def judge(compared: list[dict[str, Any]], tiny: bool) -> None:
-    """Print every target and note in it whether it is met; None where it is not judged."""
+    """Print every target and set its `met`; None where it is not judged."""
     for target in compared:
         target["met"] = target["ratio"] <= target["target"]
         verdict = "met" if target["met"] else "NOT met"

@@ -16,7 +16,7 @@ from typing import Any
 from pqcache.embedded.documents import filler_sentence
 
 SHORTEST = 128  # tokens; the fixed parts of every layout need that much
-NOMINAL_WORDS = (2000, 6000, 12000)  # LongBench-E: lengths that rows state in turn, one for each bucket
+NOMINAL_WORDS = (2000, 6000, 12000)  # LongBench-E: the lengths that rows state in turn, one per bucket
 
 # text -> tokens
 Count = Callable[[str], int]
@@ -52,7 +52,7 @@ class _Writer:
         return " ".join(filler_sentence(self.rng) for _ in range(n))
 
     def fill(self, make: Callable[[int], str], fixed: str, least: int = 0) -> list[str]:
-        """make(0), make(1), ...: as many pieces as fit beside the text `fixed`, with one token to join each; at least `least`."""
+        """make(0), make(1), ...: as many pieces as fit beside the text `fixed`, at least `least`. Each joint takes a token."""
         room = self.room - self.count(fixed)
         pieces: list[str] = []
         while True:

@@ -15,9 +15,9 @@ As the official code does it, where lm-eval differs:
 
 Deviations:
 - The chat template of a tokenizer, unless its turns are [INST] ones: these are written as the official code and PQCache do.
-- Opening tokens once, also where a published code's template doubled them.
-- A prompt that does not fit although its middle was dropped is refused; the official code goes on.
-- The mean of a data set is not rounded before the mean over data sets is taken.
+- Opening tokens stand once, also where a published code's template doubled them.
+- A prompt that is still too long without its middle is refused; the official code goes on.
+- The means of data sets are not rounded before their mean is taken.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LongBenchTask(Task[LongBenchOptionsT]):
         return {f"longbench_{dataset}": rows[:limit]}
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        """A prompt is cut to the room there is, so that only a requested or published length can be too long."""
+        """Prompts are cut to the model's room, so that only a requested or published length can be too long."""
         tokens = self.options.max_length or max_length(model_name) or 0
         return Longest(f"task.max_length={tokens or 'null'}", tokens, self.max_new_tokens)
 
@@ -276,7 +276,7 @@ def definition(task: str, dataset: str, docs: list[dict], options: LongBenchOpti
         target="{{answers[0]}}",
         wrapper="none" if dataset in options.unwrapped else wrapper,
         cut_middle=cut,
-        # of any data set, so that the prompts of all are cut to one length
+        # the longest of all data sets, so that all prompts are cut to one length
         longest_answer=LONGEST_ANSWER,
         **stop,
     )

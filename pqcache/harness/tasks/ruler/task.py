@@ -4,13 +4,13 @@
     python run.py task=ruler task.families=[niah_single_2,vt] task.source=constructed task.length=1024
 
 The score is the unweighted mean of the tasks. An answer's metric `found` is the share of the references that it contains.
-For the two question answering tasks it is whether the answer contains any of them; lm-eval averages there, which marks down
-right answers to questions with several references. The beginning of the answer ("The special magic number for ... is") is
-put after the chat template, at the start of the model's turn.
+For the two question answering tasks it is 1 if the answer contains any of them. lm-eval averages there, which marks down
+right answers to questions with several references. The beginning of the answer ("The special magic number for ... is")
+stands after the chat template, at the start of the model's turn.
 
-source=hub reads simonjegou/ruler: rows built with Llama-3.1's tokenizer for 4096, 8192 and 16384 tokens, so that other
-models see more or fewer. Constructed rows are counted in the model's own tokens; their essays, words and questions are this
-package's, the templates RULER's.
+source=hub reads simonjegou/ruler. Its rows have 4096, 8192 or 16384 tokens of Llama-3.1's tokenizer; other models see more
+or fewer. Constructed rows are counted in the model's own tokens. They use RULER's templates with this package's essays,
+words and questions.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def seccomp(libc: ctypes.CDLL) -> bool:
 
 
 def watch(folder: str) -> None:
-    """Let the interpreter refuse the same. It is the only protection where the kernel has none."""
+    """Let the interpreter refuse the same. Where the kernel refuses nothing, this is the only protection."""
     real, inside = os.path.realpath, os.path.realpath(folder)
 
     def outside(path: object) -> bool:
@@ -111,16 +111,16 @@ def main() -> None:
     quiet = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(quiet, number)
-    held = []
+    active = []
     limit(memory, seconds)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         # "no new privileges" is needed by the two below
         if libc.prctl(38, 1, 0, 0, 0) == 0:
-            held += ["landlock"] if landlock(libc, folder) else []
-            held += ["seccomp"] if seccomp(libc) else []
+            active += ["landlock"] if landlock(libc, folder) else []
+            active += ["seccomp"] if seccomp(libc) else []
     watch(folder)
-    held.append("audit")
+    active.append("audit")
     sys.argv[:] = ["program"]
     write, leave = os.write, os._exit
     try:
@@ -128,7 +128,7 @@ def main() -> None:
     except BaseException as error:
         write(answer, f"{type(error).__name__}: {error}".encode(errors="replace")[:400])
         leave(1)
-    write(answer, f"{token} {' '.join(held)}".encode())
+    write(answer, f"{token} {' '.join(active)}".encode())
     leave(0)
 
 

@@ -2,9 +2,8 @@
 
     reason = run_program("assert 1 + 1 == 2", timeout=3.0)      # None: it ran to its end; else the reason why not
 
-`child.py` is the started process: it limits itself before it reads the program. On Linux the kernel holds the limits
-(seccomp, Landlock). Elsewhere only Python's audit hooks do; they stop accidents and habits, not a program that is made to
-break out.
+`child.py` is the started process. It limits itself before it runs the program. On Linux the kernel enforces the limits
+(seccomp, Landlock). Elsewhere only Python's audit hooks do, which a program made to break out can evade.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def run_program(program: str, timeout: float = 3.0, memory: int = MEMORY) -> str
 @lru_cache(maxsize=1)
 def protections() -> str:
     """The protections of this machine: seccomp, landlock, audit."""
-    reason, held = _run("", 10.0, MEMORY)
+    reason, active = _run("", 10.0, MEMORY)
     if reason is not None:
         raise OSError(f"the sandbox does not start: {reason}")
-    return held
+    return active
 
 
 def _run(program: str, timeout: float, memory: int) -> tuple[str | None, str]:
