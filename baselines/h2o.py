@@ -1,4 +1,4 @@
-"""H2O: keep the tokens that received most attention, and the recent ones (Zhang et al., arXiv 2306.14048, Algorithm 1).
+"""H2O: keep the tokens that received most attention, and the newest ones (Zhang et al., arXiv 2306.14048, Algorithm 1).
 
 Heavy hitters are the keys with the largest accumulated attention.
 
@@ -6,7 +6,7 @@ Deviations:
 - One choice per KV head, by the mean of its group's sums, in fp32. The paper has one KV head per query head.
 - Rows of a batch are chosen apart.
 - A new token attends beside a full budget, then one makes room. The release's mask simulation counts it inside, and hides a
-  token that leaves the window for one step.
+  token that leaves the local window for one step.
 - A new turn adds to the sums.
 """
 
@@ -91,11 +91,11 @@ class H2O(EvictionMethod):
     name: ClassVar[str] = "h2o"
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
-    # dynamic: each generated token evicts the lightest one outside sinks and window; static: prune once, after the prompt
+    # dynamic: each generated token evicts the lightest one outside sinks and local window; static: prune once, after the prompt
     mode: str = "dynamic"
-    # the window's share of the budget, sinks apart
+    # the local window's share of the budget, sinks apart
     recent_ratio: float = 0.5
-    # tokens of the window; null: by recent_ratio
+    # tokens of the local window; null: by recent_ratio
     recent: int | None = None
     # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 0
     n_sink: int | None = None
@@ -144,7 +144,7 @@ class H2O(EvictionMethod):
         return self.mode == "dynamic"
 
     @property
-    def fixed_window(self) -> bool:
+    def fixed_local(self) -> bool:
         return self.recent is not None
 
     @property
@@ -155,22 +155,22 @@ class H2O(EvictionMethod):
         """As planned; a prompt of sinks alone leaves room for one token more, so that no sink is evicted."""
         return sys.maxsize if self.budget.is_everything else max(super().capacity(plan), plan.total, plan.sinks + 1)
 
-    def window(self, plan: Plan) -> int:
-        """Most recent tokens that a decode step may not drop."""
+    def local(self, plan: Plan) -> int:
+        """Newest tokens that a decode step may not drop."""
         if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt, longer by now
             plan = self.plan(self.budget.tokens, 0, 1)
         return max(1, plan.local)
 
     def victim(self, layer: EvictionLayer) -> torch.Tensor:
-        """The entry with the smallest sum outside sinks and window; among equals the latest goes."""
+        """The entry with the smallest sum outside sinks and local window; among equals the latest goes."""
         scorer = layer.scorer
         assert layer.positions is not None and isinstance(scorer, HeavyHitterScorer) and scorer.sums is not None
         length = layer.store.length
         position, sums = layer.positions.view(length), scorer.sums.view(length)
         device = position.device
         first = torch.tensor([plan.sinks for plan in layer.plans], device=device)[:, None, None]
-        window = [seen - self.window(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
-        candidate = (position >= first) & (position < torch.tensor(window, device=device)[:, None, None])
+        ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
+        candidate = (position >= first) & (position < torch.tensor(ends, device=device)[:, None, None])
         valid = row_mask(layer.store.lengths, length, device)
         candidate = candidate if valid is None else candidate & valid
         sums = sums.masked_fill(~candidate, torch.inf)

@@ -147,7 +147,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
         """How many of the plan's k tokens are representatives."""
         if self.reps is not None:
             return min(plan.k, self.reps)
-        return min(plan.k, floor_share(plan.k + (plan.local if self.evictor.fixed_window else 0), self.rep_ratio))
+        return min(plan.k, floor_share(plan.k + (plan.local if self.evictor.fixed_local else 0), self.rep_ratio))
 
     def choose_entries(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         kept = [important | representatives for important, representatives in self.divide(prompt)]

@@ -252,7 +252,7 @@ class ClusterKV(RetrievalMethod):
     def make_index(self, layer_idx: int, shape: ModelShape) -> ClusterIndex:
         return ClusterIndex(self)
 
-    def make_store(self, window: int, moved: Callable[[str, int], None]) -> RetrievalStore:
+    def make_store(self, n_local: int, moved: Callable[[str, int], None]) -> RetrievalStore:
         if self.store == "host" and self.cache_steps:
-            return RecentStore(self.n_sink, window, moved, self.cache_steps)
-        return super().make_store(window, moved)
+            return RecentStore(self.n_sink, n_local, moved, self.cache_steps)
+        return super().make_store(n_local, moved)

@@ -15,8 +15,8 @@ class RecentStore(CachedStore):
     Per head of the selection, so with a choice per query head a token of a group may be held several times.
     """
 
-    def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None], steps: int) -> None:
-        super().__init__(n_sink, window, moved)
+    def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None], steps: int) -> None:
+        super().__init__(n_sink, n_local, moved)
         self.steps = steps
         self.positions: list[torch.Tensor] = []  # per step (n, H, k) int32 on the host, -1 = padding
         self.fetched: list[list[torch.Tensor]] = []  # per step K and V (n, H, k, d)

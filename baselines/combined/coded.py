@@ -50,7 +50,7 @@ class CodedRetrievalLayer(RetrievalLayer):
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.packed.observe(q, keys, stored, ctx)
 
-    def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
+    def new_store(self, n_local: int, ctx: LayerContext) -> RetrievalStore:
         return self.packed
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:

@@ -30,7 +30,7 @@ class EvictionMethod(Method):
     static_options: ClassVar[dict[str, Any]] = {}  # hyper-parameters under which it prunes once, after the prompt
 
     @property
-    def fixed_window(self) -> bool:
+    def fixed_local(self) -> bool:
         """Whether its local window is a number of tokens; else it is a share of the budget."""
         return True
 

@@ -104,14 +104,14 @@ class RetrievalMethod(Method):
         """The index of one layer."""
         raise NotImplementedError
 
-    def make_store(self, window: int, moved: Callable[[str, int], None]) -> RetrievalStore:
-        """Where one layer's K and V live; `window` tokens besides the sinks are attended at every step."""
+    def make_store(self, n_local: int, moved: Callable[[str, int], None]) -> RetrievalStore:
+        """Where one layer's K and V live; sinks and the `n_local` newest tokens are attended at every step."""
         if self.store == "resident":
             return ResidentStore()
         if self.store == "host" or self.cache_policy == "none":
-            return HostStore(self.n_sink, window, moved)
+            return HostStore(self.n_sink, n_local, moved)
         slots = self.cache_tokens // self.cache_block
-        return BlockCacheStore(self.n_sink, window, moved, self.cache_block, slots, self.cache_topk, self.cache_policy)
+        return BlockCacheStore(self.n_sink, n_local, moved, self.cache_block, slots, self.cache_topk, self.cache_policy)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> RetrievalLayer:
         return RetrievalLayer(layer_idx, shape, self)

@@ -48,8 +48,8 @@ class RetrievalLayer(StagedLayer):
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.plans = self.make_plans(lengths, ctx)
-        window = 1 + max(self.index.max_local(plan) for plan in self.plans)
-        known, self.store = self.store, self.new_store(window, ctx)
+        n_local = 1 + max(self.index.max_local(plan) for plan in self.plans)
+        known, self.store = self.store, self.new_store(n_local, ctx)
         self.store.use_lanes(ctx.cache.lanes)
         if self.store.whole and self.staged is not None:
             self.store = self.staged
@@ -70,9 +70,9 @@ class RetrievalLayer(StagedLayer):
         """How each row's budget is spent; row r stores lengths[r] tokens."""
         return [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
 
-    def new_store(self, window: int, ctx: LayerContext) -> RetrievalStore:
+    def new_store(self, n_local: int, ctx: LayerContext) -> RetrievalStore:
         """The store to load a prompt, or everything after a new turn, into; by default the method's."""
-        return self.method.make_store(window, ctx.cache.ledger.move)
+        return self.method.make_store(n_local, ctx.cache.ledger.move)
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
@@ -101,7 +101,7 @@ class RetrievalLayer(StagedLayer):
         assert self.store is not None
         sinks, lengths = self.method.n_sink, [length + ahead for length in self.store.lengths]
         local = [self.index.local(plan, length - 1) for plan, length in zip(self.plans, lengths, strict=True)]
-        ends = [max(sinks, length - 1 - window) for length, window in zip(lengths, local, strict=True)]
+        ends = [max(sinks, length - 1 - newest) for length, newest in zip(lengths, local, strict=True)]
         k = [
             end - sinks if dense else min(plan.k, end - sinks)
             for end, plan, dense in zip(ends, self.plans, self.dense, strict=True)
@@ -252,11 +252,11 @@ def _valid(
     if not ragged and apart and (selection is None or not selection.padded):
         return None
     ends = torch.tensor(lengths, device=device)[:, None]
-    windows = torch.tensor(local, device=device)[:, None]
+    n_local = torch.tensor(local, device=device)[:, None]
     n, heads = len(lengths), 1 if selection is None else selection.indices.shape[1]
     first = torch.arange(sinks, device=device)[None] < ends
     position = ends - newest + torch.arange(newest, device=device)[None]
-    last = (position >= cand.sinks) & (position >= ends - 1 - windows)
+    last = (position >= cand.sinks) & (position >= ends - 1 - n_local)
     parts = [first[:, None].expand(n, heads, -1), last[:, None].expand(n, heads, -1)]
     if selection is not None:
         parts.insert(1, selection.indices >= 0)

@@ -37,14 +37,14 @@ class BlockCacheStore(CachedStore):
     def __init__(
         self,
         n_sink: int,
-        window: int,
+        n_local: int,
         moved: Callable[[str, int], None],
         block: int,
         slots: int,
         topk: int,
         policy: str,
     ) -> None:
-        super().__init__(n_sink, window, moved)
+        super().__init__(n_sink, n_local, moved)
         self.block, self.slots, self.topk, self.policy = block, slots, topk, policy
         # K, V (n, h_kv, slots filled so far * block, d), token-major: slot i begins at entry i*block
         self.cache: list[Buffer] = []

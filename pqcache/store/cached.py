@@ -17,8 +17,8 @@ class CachedStore(HostStore):
     All tables are on the host: a fetch waits for the device once, for the indices. Outputs are those of a HostStore, bit by bit.
     """
 
-    def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
-        super().__init__(n_sink, window, moved)
+    def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None]) -> None:
+        super().__init__(n_sink, n_local, moved)
         self.served: Served | None = None  # of the last fetch
 
     def can_lend(self, device: torch.device) -> bool:

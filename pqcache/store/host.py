@@ -28,9 +28,9 @@ class HostStore(RetrievalStore):
     before you read host rows.
     """
 
-    def __init__(self, n_sink: int, window: int, moved: Callable[[str, int], None]) -> None:
+    def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None]) -> None:
         self.n_sink = n_sink
-        self.window = window  # tokens always on the device besides the sinks: local window + the current token
+        self.n_local = n_local  # tokens always on the device besides the sinks: local window + the current token
         self.moved = moved  # called with (kind, bytes) for every copy between tiers; the ledger's `move`
         self.lanes = Lanes()
         self.lengths: list[int] = []
@@ -62,7 +62,7 @@ class HostStore(RetrievalStore):
         if known is not None:
             known.wait()
         self.lengths = list(lengths)
-        span = self.columns = min(self.window, self.length)
+        span = self.columns = min(self.n_local, self.length)
         starts = [0] * len(self.lengths) if known is None else [max(0, n - self.n_sink) for n in known.lengths]
         ends = [max(0, length - self.n_sink) for length in self.lengths]
         for i, x in enumerate((k, v)):
@@ -70,7 +70,7 @@ class HostStore(RetrievalStore):
             filled = min(self.n_sink, self.length)
             sinks[:, :, :filled] = x[:, :, :filled]
             local = Buffer.like(x)
-            local.reserve(round_up(self.window + _SLACK))
+            local.reserve(round_up(self.n_local + _SLACK))
             host = Buffer.like(x, device=HOST, pinned=True, token_major=True) if known is None else known.host[i]
             host.reserve(max(ends) + 1)
             host.step = max(STEP, round_up(host.capacity // _GROWTH))
@@ -107,8 +107,8 @@ class HostStore(RetrievalStore):
             self.ahead[1].wait()
         if self.columns == self.local[0].capacity:
             for local in self.local:
-                local.data[:, :, : self.window] = local.data[:, :, self.columns - self.window :].clone()
-            self.columns = self.window
+                local.data[:, :, : self.n_local] = local.data[:, :, self.columns - self.n_local :].clone()
+            self.columns = self.n_local
         starts = [length - self.n_sink for length in self.lengths]
         if max(starts) >= self.host[0].capacity:
             self.fence()  # what is being written moves with the buffer
@@ -144,8 +144,8 @@ class HostStore(RetrievalStore):
             )
         h_kv = self.sinks[0].shape[1]
         always = [
-            (sink[:, :, :sinks], window.data[:, :, self.columns - local : self.columns])
-            for sink, window in zip(self.sinks, self.local, strict=True)
+            (sink[:, :, :sinks], newest.data[:, :, self.columns - local : self.columns])
+            for sink, newest in zip(self.sinks, self.local, strict=True)
         ]
         if indices is None:
             k, v = (torch.cat(pair, dim=2) for pair in always)
@@ -242,7 +242,7 @@ class HostStore(RetrievalStore):
 
     def _turn_window(self, into: bool) -> None:
         capacity = self.local[0].capacity
-        span = min(self.columns, self.window, self.length) if into else min(self.window, self.length)
+        span = min(self.columns, self.n_local, self.length) if into else min(self.n_local, self.length)
         source = self.columns if into else span
         self.columns = span
         for buffer in self.local:
