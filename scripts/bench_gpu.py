@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pqcache.device.switch import triton_installed
 from pqcache.selective import Budget
-from scripts.bench.gpu import report, rows
-from scripts.bench.gpu.machine import Machine, free
-from scripts.bench.options import refuse_below
+from scripts.bench.arguments import refuse_below
+from scripts.bench.gpu import method_rows, report
+from scripts.bench.gpu.clock import Machine, free
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -94,14 +94,14 @@ def check_kernels(machine: Machine, tiny: bool) -> dict[str, dict[str, Any]]:
 
 def measure(args: argparse.Namespace, machine: Machine, figures: dict[str, Any], started: float) -> None:
     """Fill figures["lengths"] and figures["targets"], length by length until the minutes are over."""
-    model = rows.build_model(args, machine.device)
-    every, once = rows.methods(args, machine.cuda)
+    model = method_rows.build_model(args, machine.device)
+    every, once = method_rows.methods(args, machine.cuda)
     for s in args.lengths:
         if figures["lengths"] and time.perf_counter() - started > 60 * args.minutes:
             print(f"{s} tokens: left out, {args.minutes} minutes are over")
             continue
         makers = every if figures["lengths"] else {**every, **once}
-        table = figures["lengths"][str(s)] = rows.measure_length(model, machine, makers, s, args)
+        table = figures["lengths"][str(s)] = method_rows.measure_length(model, machine, makers, s, args)
         if not any("failed" in table[name] for name in every):
             figures["targets"] += report.targets(table, s)
 

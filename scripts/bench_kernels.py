@@ -36,9 +36,9 @@ from pqcache.measure.machine import device_caption
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective import Budget, SelectiveCache, attach
+from scripts.bench.arguments import refuse_below
 from scripts.bench.layer import AttentionLayer, LayerSize
-from scripts.bench.options import refuse_below
-from scripts.bench.timing import median_ratio, timed_rounds
+from scripts.bench.rounds import median_ratio, timed_rounds
 
 # One layer of Mistral-7B; projections are not measured here.
 SIZE = LayerSize(h=32, h_kv=8, d=128, hidden=64)

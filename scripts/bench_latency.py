@@ -41,8 +41,8 @@ from pqcache.naming import suggestion
 from pqcache.selective import Budget, GenerationResult, Method, generate
 from pqcache.selective.shape import NotApplicable
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
-from scripts.bench.options import add_machine_options, prepare, refuse_below
-from scripts.bench.timing import progress
+from scripts.bench.arguments import add_machine_options, prepare, refuse_below
+from scripts.bench.rounds import progress
 
 ROWS = [
     "full",

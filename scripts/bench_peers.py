@@ -32,8 +32,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench.options import add_machine_options
-from scripts.bench.timing import median_ratio, ratios
+from scripts.bench.arguments import add_machine_options
+from scripts.bench.rounds import median_ratio, ratios
 
 ROWS = ("full", "snapkv", "quantized", "offloaded")
 # Hidden size, query heads, KV heads, head dimension, intermediate size, vocabulary.

@@ -32,7 +32,7 @@ from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.measure.machine import device_caption, fastest_seconds
 from pqcache.pq.fit import fit
 from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
-from scripts.bench.options import add_machine_options, prepare, refuse_below
+from scripts.bench.arguments import add_machine_options, prepare, refuse_below
 
 # Two numbers of K-Means rounds; the difference in time gives the cost of a round.
 FEW, MANY = 3, 9

@@ -20,8 +20,8 @@ import torch
 
 from pqcache.measure.machine import device_caption
 from pqcache.selective.column_sums import BLOCK, LSE_TILE, accumulator_dtype, add_column_sums
-from scripts.bench.memory import peak_bytes
-from scripts.bench.options import add_machine_options, add_shape_options, prepare, refuse_below
+from scripts.bench.arguments import add_machine_options, add_shape_options, prepare, refuse_below
+from scripts.bench.peak_memory import peak_bytes
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:

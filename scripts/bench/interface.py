@@ -21,8 +21,8 @@ from pqcache.embedded import load_model
 from pqcache.measure.machine import device_caption
 from pqcache.measure.roofline import random_model
 from pqcache.selective import SelectiveCache, attach, decode_loop
-from scripts.bench.options import add_machine_options, prepare, refuse_below
-from scripts.bench.timing import DROPPED_STEPS, interleaved, ratios, seconds, spread, step_seconds
+from scripts.bench.arguments import add_machine_options, prepare, refuse_below
+from scripts.bench.rounds import DROPPED_STEPS, interleaved, ratios, seconds, spread, step_seconds
 
 STOCK = "stock DynamicCache + sdpa"
 

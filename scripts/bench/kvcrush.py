@@ -22,9 +22,9 @@ from baselines.kvcrush import KVCrush
 from pqcache.measure.machine import device_caption
 from pqcache.methods import method_class
 from pqcache.selective import Budget, Method
+from scripts.bench.arguments import add_machine_options, add_shape_options, prepare, refuse_below
 from scripts.bench.layer import AttentionLayer, LayerSize
-from scripts.bench.options import add_machine_options, add_shape_options, prepare, refuse_below
-from scripts.bench.timing import interleaved, median_ratio, seconds
+from scripts.bench.rounds import interleaved, median_ratio, seconds
 
 
 def methods(base: str, budget: int) -> dict[str, Method]:

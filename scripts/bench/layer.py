@@ -23,7 +23,7 @@ from pqcache.selective.attach import attention_modules
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import synchronize
-from scripts.bench.timing import DROPPED_STEPS, seconds
+from scripts.bench.rounds import DROPPED_STEPS, seconds
 
 # Queries at the end of the prompt that methods are shown before decode.
 WINDOW = 64

@@ -16,9 +16,9 @@ from pqcache.measure.machine import copy_speed, device_caption
 from pqcache.methods import METHODS, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.shape import NotApplicable
+from scripts.bench.arguments import add_machine_options, prepare, refuse_below
 from scripts.bench.layer import GEOMETRIES, AttentionLayer
-from scripts.bench.options import add_machine_options, prepare, refuse_below
-from scripts.bench.timing import interleaved, ratios, spread
+from scripts.bench.rounds import interleaved, ratios, spread
 
 Makers = dict[str, Callable[[], Method]]
 Rounds = dict[str, list[dict[str, Any]]]

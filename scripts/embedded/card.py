@@ -25,8 +25,8 @@ other instruction, and writes nothing of its own.
 
 {runs}
 
-- Data, all made on the fly (`scripts/embedded/rows.py`): sentences with pseudo-word, random-token and prose-word keys and
-  values, many keys near-duplicates of another; as filler generated sentences, prose of the Python language reference
+- Data, all made on the fly (`scripts/embedded/training_rows.py`): sentences with pseudo-word, random-token and prose-word keys
+  and values, many keys near-duplicates of another; as filler generated sentences, prose of the Python language reference
   and stdlib docstrings, shuffled words, random tokens. No other text.
 - Held out: a quarter of all pseudo-words by hash. `needle_pocket` uses only these; training rows that hold one are
   rejected (`tests/embedded/test_held_out.py`).

@@ -32,7 +32,7 @@ from pqcache.atomic import replacing, write_text
 from pqcache.embedded import model_dir
 from scripts.embedded import card, curve, network, scores
 from scripts.embedded.recipes import RECIPES, TINY, Recipe, Stage
-from scripts.embedded.rows import RowMaker
+from scripts.embedded.training_rows import RowMaker
 from scripts.embedded.weights import export, start
 
 WORK = Path(__file__).resolve().parents[2] / "results" / "train_embedded"

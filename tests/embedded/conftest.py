@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded import load_tokenizer
-from scripts.embedded.rows import RowMaker
+from scripts.embedded.training_rows import RowMaker
 
 
 @pytest.fixture(scope="session")

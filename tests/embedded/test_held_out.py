@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from pqcache.embedded import needle_pocket
 from pqcache.embedded.words import is_eval_word, pseudo_words, words_in
 from scripts.embedded.recipes import Stage
-from scripts.embedded.rows import RowMaker
+from scripts.embedded.training_rows import RowMaker
 
 
 def test_lists_are_disjoint(maker: RowMaker) -> None:

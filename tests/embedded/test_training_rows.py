@@ -8,7 +8,7 @@ import pytest
 from pqcache.embedded import load_tokenizer
 from scripts.embedded.network import MAX_POSITION
 from scripts.embedded.recipes import Stage
-from scripts.embedded.rows import RowMaker
+from scripts.embedded.training_rows import RowMaker
 
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.45), (1024, 0.4), (4096, 0.0)])

@@ -297,7 +297,7 @@ from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.kvcrush import KVCrush
 from pqcache.selective import Budget, SelectiveCache, attach
-from scripts.bench.memory import process_bytes
+from scripts.bench.peak_memory import process_bytes
 torch.set_num_threads(1)
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=8,
                      num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)

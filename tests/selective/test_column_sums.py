@@ -153,7 +153,7 @@ def test_one_block_of_one_group_is_the_largest_tensor(monkeypatch) -> None:
 
 _LONG = """
 import torch
-from scripts.bench.memory import peak_bytes
+from scripts.bench.peak_memory import peak_bytes
 from pqcache.selective.column_sums import add_column_sums
 torch.set_num_threads(1)
 s, w, d = 32768, 256, 128

@@ -13,7 +13,7 @@ from pqcache.pq import codebook
 from pqcache.selective.attention import attend_one
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.store.buffer import take_tokens
-from scripts.bench.gpu.machine import Machine
+from scripts.bench.gpu.clock import Machine
 
 # Slots of the block cache that is read through.
 SLOTS = 32

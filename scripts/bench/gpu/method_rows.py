@@ -16,8 +16,8 @@ from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.decode import decode_loop
-from scripts.bench.gpu.machine import Machine, free
-from scripts.bench.timing import DROPPED_STEPS, gaps, seconds
+from scripts.bench.gpu.clock import Machine, free
+from scripts.bench.rounds import DROPPED_STEPS, gaps, seconds
 
 Row = dict[str, Any]
 Makers = dict[str, Callable[[], Method]]
