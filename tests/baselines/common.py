@@ -47,8 +47,8 @@ class OneLayer:
         self.module = nn.Module()  # stands for the attention module
         if isinstance(method, InfiniGen):  # a rotation of the whole space
             draw = torch.Generator().manual_seed(0)
-            found = skew(torch.randn(1, h, 4 * d, d, generator=draw), torch.randn(1, h_kv, 4 * d, d, generator=draw))
-            method.bases[self.module] = partial_basis(found, method.column_rule, method.partial_ratio)
+            result = skew(torch.randn(1, h, 4 * d, d, generator=draw), torch.randn(1, h_kv, 4 * d, d, generator=draw))
+            method.bases[self.module] = partial_basis(result, method.column_rule, method.partial_ratio)
         layer = method.make_layer(0, self.shape)
         assert isinstance(layer, RetrievalLayer)
         self.layer = layer

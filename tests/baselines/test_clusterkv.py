@@ -291,10 +291,10 @@ def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: 
             chance += 58 * min(1.0, len(known) / (hi - 6))
         clusters.append(now)
         chosen.append(tokens_now)
-    told = one.ledger.reported()
-    assert told["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
-    assert (told["cache_hits"], told["cache_lookups"]) == (hits, lookups)
-    assert told["cache_chance_hits"] == pytest.approx(chance)
+    figures = one.ledger.reported()
+    assert figures["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
+    assert (figures["cache_hits"], figures["cache_lookups"]) == (hits, lookups)
+    assert figures["cache_chance_hits"] == pytest.approx(chance)
 
 
 def test_longer_memory_hits_more() -> None:

@@ -41,13 +41,13 @@ def test_the_skew_is_orthogonal_and_keeps_logits(
 ) -> None:
     """Also where the text has fewer tokens than a head has dimensions."""
     q, k = drawn(seed, 1, h_kv * group, t, d).to(dtype), drawn(seed + 1, 1, h_kv, t, d).to(dtype)
-    found = skew(q, k, how)
-    basis = found["basis"].double()
+    measured = skew(q, k, how)
+    basis = measured["basis"].double()
     torch.testing.assert_close(basis.mT @ basis, torch.eye(d).double().expand(h_kv, d, d), rtol=0, atol=1e-5)
     grouped, keys = q[0].double().view(h_kv, group * t, d), k[0].double()
     torch.testing.assert_close((grouped @ basis) @ (keys @ basis).mT, grouped @ keys.mT, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found["q_sum"].double(), (grouped @ basis).abs().sum(1), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found["k_sum"].double(), group * (keys @ basis).abs().sum(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(measured["q_sum"].double(), (grouped @ basis).abs().sum(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(measured["k_sum"].double(), group * (keys @ basis).abs().sum(1), rtol=1e-4, atol=1e-4)
     if how == "svd":  # as the right singular vectors: energy descends along the columns
         energy = (grouped @ basis).square().sum(1)
         assert (energy.diff(dim=1) <= 1e-4 * energy.amax()).all()
@@ -57,14 +57,14 @@ def test_the_skew_is_orthogonal_and_keeps_logits(
 
 def test_column_rules() -> None:
     """|q A| sums to 1 5 3 2, |k A| to 9 1 2 8: two columns by q, by both, by their sum."""
-    found = {
+    measured = {
         "basis": torch.eye(4)[None],
         "q_sum": torch.tensor([[1.0, 5, 3, 2]]),
         "k_sum": torch.tensor([[9.0, 1, 2, 8]]),
     }
 
     def kept(rule: str, ratio: float = 0.5) -> list[int]:
-        return partial_basis(found, rule, ratio)[0].argmax(0).tolist()
+        return partial_basis(measured, rule, ratio)[0].argmax(0).tolist()
 
     assert kept("q") == [1, 2]
     assert kept("union") == [0, 1, 2, 3]

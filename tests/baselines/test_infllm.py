@@ -425,19 +425,19 @@ def test_least_recently_used_blocks_make_room(seed: int, n: int, units: int, cac
         got = store.take(ids, range(n), 4)
         for row in range(n):
             for unit in range(units):
-                held, wanted = model[row][unit], ids[row, unit].tolist()
-                misses += sum(b not in held for b in wanted)
+                held, expected = model[row][unit], ids[row, unit].tolist()
+                misses += sum(b not in held for b in expected)
                 held[:] = (
-                    [b for b in held if b not in wanted]
-                    + [b for b in wanted if b in held]
-                    + [b for b in wanted if b not in held]
+                    [b for b in held if b not in expected]
+                    + [b for b in expected if b in held]
+                    + [b for b in expected if b not in held]
                 )
                 del held[: max(0, len(held) - max(cached, count))]
                 recent = store.recent[row][unit]
                 assert list(recent) == held or len(recent) <= max(cached, max(steps))
-                assert len(recent) <= max(cached, max(steps)) and set(wanted) <= set(recent)
+                assert len(recent) <= max(cached, max(steps)) and set(expected) <= set(recent)
                 assert len(set(recent.values())) == len(recent)
-                at = torch.tensor([b * 3 + i for b in wanted for i in range(3)])
+                at = torch.tensor([b * 3 + i for b in expected for i in range(3)])
                 for x, y in zip(got, (k, v), strict=True):
                     heads = range(2) if units == 1 else (unit,)
                     for head in heads:

@@ -126,9 +126,9 @@ def test_every_row_has_its_last_page_and_the_best_others(
         for row, length in enumerate(lengths):
             bound = page_bound(q[row : row + 1], *extremes(past[row], page)) * 8**-0.5
             bound = bound if reduce == "none" else bound.view(1, 2, group, -1).sum(2)
-            wanted = max(1, int(length * 0.4 + 1e-6) // page)
+            expected = max(1, int(length * 0.4 + 1e-6) // page)
             for head, chosen in enumerate(pages_of(one.selected[row : row + 1], page)[0]):
-                assert len(chosen) == wanted and bound.shape[2] - 1 in chosen
+                assert len(chosen) == expected and bound.shape[2] - 1 in chosen
                 others = sorted(chosen - {bound.shape[2] - 1})
                 left = bound[0, head].clone()
                 left[[*others, -1]] = -torch.inf

@@ -103,10 +103,12 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
     assert isinstance(index, TwoStageIndex)
     chosen = one.selected
     ctx = one.context(decode=True)
-    wanted = [min(hi - cand.sinks, max(k, -int(-shortlist * k // 1))) for hi, k in zip(cand.ends, cand.k, strict=True)]
-    listed = index.shorten(q, cand, wanted, h_kv, ctx)
+    expected = [
+        min(hi - cand.sinks, max(k, -int(-shortlist * k // 1))) for hi, k in zip(cand.ends, cand.k, strict=True)
+    ]
+    listed = index.shorten(q, cand, expected, h_kv, ctx)
     scores = index.score(q, cand.sinks, max(cand.ends), ctx)
-    whole = all(w == hi - cand.sinks for w, hi in zip(wanted, cand.ends, strict=True))
+    whole = all(w == hi - cand.sinks for w, hi in zip(expected, cand.ends, strict=True))
     for row, hi in enumerate(cand.ends):
         for head in range(chosen.shape[1]):
             mine = [i for i in chosen[row, head].tolist() if i >= 0]
@@ -123,7 +125,7 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
                 score = scores[row, group_of].amax(0)
                 left = sorted(set(on_list) - set(mine))
                 assert score[[i - cand.sinks for i in mine]].min() >= score[[i - cand.sinks for i in left]].max() - 1e-4
-            if wanted[row] == hi - cand.sinks:
+            if expected[row] == hi - cand.sinks:
                 assert on_list == list(range(cand.sinks, hi))
     again = index.second.select(q, cand, h_kv, ctx) if whole else index.rank(q, listed, cand, h_kv, ctx)
     assert torch.equal(again.indices, chosen)

@@ -50,19 +50,19 @@ def test_sinks_chosen_and_recent(n, h_kv, g, d, length, dtype, scale, seed):
     lengths = [length - r for r in range(n)]  # the new token included
     counts = [max(1, (length - sinks - local - 3) // 2 - r) for r in range(n)]
     hi = [m - 1 - local for m in lengths]
-    wanted = [min(count, h - sinks) for count, h in zip(counts, hi, strict=True)]
-    indices = torch.zeros(n, h_kv, max(wanted), dtype=torch.int32)
+    required = [min(count, h - sinks) for count, h in zip(counts, hi, strict=True)]
+    indices = torch.zeros(n, h_kv, max(required), dtype=torch.int32)
     every = []
     for r in range(n):
         rows = []
         for head in range(h_kv):
-            pick = torch.randperm(hi[r] - sinks, generator=gen)[: wanted[r]].sort().values + sinks
-            indices[r, head, : wanted[r]] = pick.int()
+            pick = torch.randperm(hi[r] - sinks, generator=gen)[: required[r]].sort().values + sinks
+            indices[r, head, : required[r]] = pick.int()
             rows.append([*range(sinks), *pick.tolist(), *range(lengths[r] - local - 1, lengths[r])])
         every.append(rows)
     indices = indices.to(DEVICE)
     cursor = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
-    plan = torch.tensor([[sinks, count, local, 0] for count in wanted], dtype=torch.int32, device=DEVICE)
+    plan = torch.tensor([[sinks, count, local, 0] for count in required], dtype=torch.int32, device=DEVICE)
     scaling = d**-0.5
     expected = reference(q, k, v, every, scaling)
     common = {"ring": capacity, "tokens": length, "scaling": scaling}
@@ -77,7 +77,7 @@ def test_sinks_chosen_and_recent(n, h_kv, g, d, length, dtype, scale, seed):
     for r in range(n):
         for head in range(h_kv):
             for x, got in zip((k, v), gathered, strict=True):
-                assert torch.equal(got[r, head, : wanted[r]], x[r, head, indices[r, head, : wanted[r]].long()])
+                assert torch.equal(got[r, head, : required[r]], x[r, head, indices[r, head, : required[r]].long()])
     size = local + 7
     ring = tuple(torch.full((n, h_kv, size, d), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
     for r in range(n):

@@ -106,7 +106,7 @@ def test_recalls_are_what_brute_force_counts(heads: int, seed: int) -> None:
 @given(seed=seeds)
 def test_mass_error_and_bound(heads: int, seed: int) -> None:
     x = Example(seed, heads)
-    found = m.output(x.logits, x.v, x.stored, x.attended)
+    result = m.output(x.logits, x.v, x.stored, x.attended)
     for row, head in x.heads():
         _, _, attended = x.sets(row, head)
         weights = torch.tensor(x.weights(row, head))
@@ -114,31 +114,33 @@ def test_mass_error_and_bound(heads: int, seed: int) -> None:
         inside = torch.tensor([i in attended for i in range(x.lengths[row])])
         mass = float(weights[inside].sum())
         full, selected = weights.double() @ value, (weights * inside / mass).double() @ value
-        assert float(found.lost[row, head]) == pytest.approx(1 - mass, abs=1e-5)
-        torch.testing.assert_close(found.full[row, head].double(), full, rtol=1e-4, atol=1e-5)
+        assert float(result.lost[row, head]) == pytest.approx(1 - mass, abs=1e-5)
+        torch.testing.assert_close(result.full[row, head].double(), full, rtol=1e-4, atol=1e-5)
         error = float((full - selected).norm())
-        assert float(found.error[row, head]) == pytest.approx(error, abs=1e-5)
-        assert float(found.bound[row, head]) == pytest.approx(2 * (1 - mass) * float(value.norm(dim=1).max()), abs=1e-4)
-        assert found.error[row, head] <= found.bound[row, head] * (1 + 1e-5)
+        assert float(result.error[row, head]) == pytest.approx(error, abs=1e-5)
+        assert float(result.bound[row, head]) == pytest.approx(
+            2 * (1 - mass) * float(value.norm(dim=1).max()), abs=1e-4
+        )
+        assert result.error[row, head] <= result.bound[row, head] * (1 + 1e-5)
 
 
 def test_error_of_a_tiny_loss_is_not_rounding() -> None:
     """A mass of 1 - 1e-9 has no digits left in fp32; what was left out has all of them."""
     logits = torch.tensor([[[0.0, -20.7]]])
     v = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])
-    found = m.output(logits, v, None, torch.tensor([[[True, False]]]))
+    result = m.output(logits, v, None, torch.tensor([[[True, False]]]))
     lost = math.exp(-20.7) / (1 + math.exp(-20.7))
-    assert float(found.lost) == pytest.approx(lost, rel=1e-4)
-    assert float(found.error) == pytest.approx(lost * math.sqrt(2), rel=1e-4)
-    assert float(found.bound) == pytest.approx(2 * lost, rel=1e-4)
+    assert float(result.lost) == pytest.approx(lost, rel=1e-4)
+    assert float(result.error) == pytest.approx(lost * math.sqrt(2), rel=1e-4)
+    assert float(result.bound) == pytest.approx(2 * lost, rel=1e-4)
 
 
 def test_a_set_without_mass_still_has_an_output() -> None:
     logits = torch.tensor([[[0.0, -200.0]]])
     v = torch.tensor([[[[1.0], [3.0]]]])
-    found = m.output(logits, v, None, torch.tensor([[[False, True]]]))
-    assert float(found.lost) == 1
-    assert float(found.error) == pytest.approx(2)
+    result = m.output(logits, v, None, torch.tensor([[[False, True]]]))
+    assert float(result.lost) == 1
+    assert float(result.error) == pytest.approx(2)
 
 
 def test_ties_go_to_the_lower_position() -> None:
@@ -155,7 +157,7 @@ def test_ties_go_to_the_lower_position() -> None:
 def test_ranks_are_places_in_the_order() -> None:
     x = Example(7, 1, ties=True)
     positions = torch.tensor([[3, 7, 9], [4, 5, 6]])
-    found = m.ranks(x.logits, x.inside, positions)
+    result = m.ranks(x.logits, x.inside, positions)
     for row, head in x.heads():
         candidates = sorted(range(x.lo, x.hi[row]), key=lambda i: (-float(x.logits[row, head, i]), i))
-        assert found[row, head].tolist() == [candidates.index(int(p)) for p in positions[row]]
+        assert result[row, head].tolist() == [candidates.index(int(p)) for p in positions[row]]

@@ -107,9 +107,9 @@ def test_a_perfect_index_has_recall_one(llama: PreTrainedModel) -> None:
 def test_a_perfect_index_has_recall_one_in_bfloat16(architecture: str) -> None:
     model = copy.deepcopy(build(architecture)).bfloat16()
     for store in ("oracle", "pqcache-host"):
-        found = summarize([measured(model, METHODS[store])])
-        assert (found["recall_kv"] == 1) == (store == "oracle")
-        assert found["bound_held"] == 1
+        outcome = summarize([measured(model, METHODS[store])])
+        assert (outcome["recall_kv"] == 1) == (store == "oracle")
+        assert outcome["bound_held"] == 1
     if architecture == "llama-mha":  # one query head per KV head: both recalls are the same
         arrays = measured(model, METHODS["oracle"])
         assert torch.equal(arrays["recall_q"], torch.ones_like(arrays["recall_q"]))
@@ -118,12 +118,12 @@ def test_a_perfect_index_has_recall_one_in_bfloat16(architecture: str) -> None:
 def test_no_set_of_its_size_has_more_mass_than_the_oracles(llama: PreTrainedModel) -> None:
     """On the same queries; per KV head, so means over a group are compared."""
     generate(llama, Full(), PROMPT, max_new_tokens=9, watchers=[capture := Capture()])
-    found = {}
+    outcome = {}
     for name in ("oracle", "pqcache", "sparq"):
         rerun(capture, llama.config, METHODS[name], [measures := Measures()])
-        found[name] = measures.arrays()["mass"].unflatten(2, (2, 2)).mean(3)
-    assert (found["oracle"] >= found["pqcache"] - 1e-6).all()
-    assert (found["oracle"] >= found["sparq"] - 1e-6).all()
+        outcome[name] = measures.arrays()["mass"].unflatten(2, (2, 2)).mean(3)
+    assert (outcome["oracle"] >= outcome["pqcache"] - 1e-6).all()
+    assert (outcome["oracle"] >= outcome["sparq"] - 1e-6).all()
 
 
 @pytest.mark.parametrize("name", ["pqcache", "clusterkv"])

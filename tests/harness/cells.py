@@ -16,8 +16,8 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 def rows(out: Path) -> dict[str, Row]:
     """Method and budget -> row, for folders without other overrides."""
-    found = [read_row(path) for path in out.glob("*/row.json")]
-    return {f"{r['method']} {r['budget_ratio']}": r for r in found if r is not None}
+    result = [read_row(path) for path in out.glob("*/row.json")]
+    return {f"{r['method']} {r['budget_ratio']}": r for r in result if r is not None}
 
 
 def status(out: Path) -> dict[str, dict]:

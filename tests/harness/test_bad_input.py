@@ -121,9 +121,9 @@ def test_one_clear_line(
     assert run.main(line.split()) == 2
     shown = capsys.readouterr()
     errors = shown.err.splitlines()
-    wanted = ONE_LINE[line]
+    expected = ONE_LINE[line]
     assert shown.out == ""
-    assert any(all(part in error for part in wanted) for error in errors), shown.err
+    assert any(all(part in error for part in expected) for error in errors), shown.err
     assert len(errors) == 1, shown.err
     assert list(tmp_path.iterdir()) == []
 

@@ -29,20 +29,20 @@ def only(out: Path, method: str) -> tuple[Path, Row]:
 def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("method=oracle", "diagnostics=true", "method.n_sink=8") == 0
     folder, row = only(tmp_path / "out", "oracle")
-    found: Any = row["diagnostics"]
-    assert found.keys() == Diagnostics.__annotations__.keys()
-    assert found["recall_kv"] == 1
-    assert 0 < found["mass_p5"] <= found["mass"] < 1
-    assert found["bound_held"] == 1
-    assert found["chance"] < found["recall_q"] <= 1
-    assert (found["samples"], found["steps"]) == (
+    result: Any = row["diagnostics"]
+    assert result.keys() == Diagnostics.__annotations__.keys()
+    assert result["recall_kv"] == 1
+    assert 0 < result["mass_p5"] <= result["mass"] < 1
+    assert result["bound_held"] == 1
+    assert result["chance"] < result["recall_q"] <= 1
+    assert (result["samples"], result["steps"]) == (
         3,
         sum(len(json.loads(s)["step_s"]) for s in (folder / "samples.jsonl").open()),
     )
-    assert [len(x) for x in found["by_layer"].values()] == [2] * len(found["by_layer"])
+    assert [len(x) for x in result["by_layer"].values()] == [2] * len(result["by_layer"])
     for key in ("tt2t_s", "tpot_p50_ms", "tpot_p95_ms", "prefill_s", "index_build_s", "roofline"):
         assert row[key] is None  # type: ignore[literal-required]
-    files = sorted((folder / found["folder"]).iterdir())
+    files = sorted((folder / result["folder"]).iterdir())
     assert [f.suffix for f in files] == [".npz"] * 3
     arrays = numpy.load(files[0])
     assert set(arrays.files) == set(diagnostic_arrays.FIELDS)
@@ -65,10 +65,10 @@ def test_rows_without_are_null_and_older_rows_still_read(command: Command, tmp_p
 @pytest.mark.parametrize("method", ["full", "snapkv", "int8"])
 def test_methods_that_select_nothing_have_mass_and_error(command: Command, tmp_path: Path, method: str) -> None:
     assert command(f"method={method}", "diagnostics=true", "limit=1") == 0
-    found: Any = only(tmp_path / "out", method)[1]["diagnostics"]
-    assert found["recall_q"] is None and found["recall_kv"] is None and found["chance"] is None
-    assert (found["mass"] == 1) == (method != "snapkv")
-    assert (found["output_error"] < 1e-4) == (method == "full")
+    result: Any = only(tmp_path / "out", method)[1]["diagnostics"]
+    assert result["recall_q"] is None and result["recall_kv"] is None and result["chance"] is None
+    assert (result["mass"] == 1) == (method != "snapkv")
+    assert (result["output_error"] < 1e-4) == (method == "full")
 
 
 def test_answers_of_one_token_have_nothing_to_measure(
@@ -77,9 +77,9 @@ def test_answers_of_one_token_have_nothing_to_measure(
     original = lm.generate
     monkeypatch.setattr(lm, "generate", lambda *a, **o: original(*a, **{**o, "max_new_tokens": 1}))
     assert command("method=quest", "diagnostics=trace", "limit=1") == 0
-    found: Any = only(tmp_path / "out", "quest")[1]["diagnostics"]
-    assert found.keys() == Diagnostics.__annotations__.keys()
-    assert (found["samples"], found["mass"], found["by_layer"]) == (0, None, None)
+    result: Any = only(tmp_path / "out", "quest")[1]["diagnostics"]
+    assert result.keys() == Diagnostics.__annotations__.keys()
+    assert (result["samples"], result["mass"], result["by_layer"]) == (0, None, None)
 
 
 def test_only_what_is_missing_is_measured_again(
@@ -157,9 +157,9 @@ def test_recall_sweep(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     argv = ["sweep", "--model", str(tiny), "--length", "256", "--steps", "2", "--out", str(tmp_path / "sweep")]
     monkeypatch.setattr(sys, "argv", argv)
     recall_sweep.main()
-    found = json.loads((tmp_path / "sweep" / "recall_sweep.json").read_text())
-    assert len(found["points"]) == 2 * 5 + 6
-    oracle = {p["budget"]: p for p in found["points"] if p["method"] == "oracle"}
+    result = json.loads((tmp_path / "sweep" / "recall_sweep.json").read_text())
+    assert len(result["points"]) == 2 * 5 + 6
+    oracle = {p["budget"]: p for p in result["points"] if p["method"] == "oracle"}
     assert oracle[64]["recall_kv"] == oracle[128]["recall_kv"] == 1
     assert oracle[64]["recall_budget"] < oracle[128]["recall_budget"]
     assert {p.name for p in (tmp_path / "sweep").glob("*.png")} == {"recall_budgets.png", "recall_clusters.png"}

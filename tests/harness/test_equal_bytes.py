@@ -26,8 +26,8 @@ def test_a_line_is_solved(prompt: int, per_token: float, fixed: float, share: fl
 
     if per_token * prompt < 0.02 * target:  # hardly a line
         return
-    found = solve(measure, target, prompt, 0.01)
-    assert abs(measure(found, False) / target - 1) <= 0.01
+    result = solve(measure, target, prompt, 0.01)
+    assert abs(measure(result, False) / target - 1) <= 0.01
     assert all(64 <= budget <= prompt for budget, _ in calls)
 
 

@@ -23,13 +23,13 @@ def head(repo: Path, name: str) -> str:
 
 
 def test_tables_of_the_papers_are_there() -> None:
-    wanted = {
+    expected = {
         "pqcache": "table2 table3 fig5 fig8 fig9a fig9b fig9c fig10c",
         "kvcrush": "table2 table3 fig5 fig6 fig7 fig8",
         "clusterkv": "table1 fig3 fig9 fig10 fig11",
         "zipcache": "table1 table2 table3 tableA tableB fig1 fig3 fig5",
     }
-    names = {f"{paper}_{part}" for paper, parts in wanted.items() for part in parts.split()}
+    names = {f"{paper}_{part}" for paper, parts in expected.items() for part in parts.split()}
     assert names <= set(REPEATED)
     assert set(published.experiments()) <= set(REPEATED)
 
@@ -41,10 +41,10 @@ def request(name: str) -> Request:
 
 
 def plan_of(name: str, out: Path, *, smoke: bool = False) -> RunPlan:
-    asked = copy.deepcopy(request(name))
-    for one in asked.composed:
+    requested = copy.deepcopy(request(name))
+    for one in requested.composed:
         one.config |= {"out": str(out), "smoke": smoke}
-    return make_plan(asked)
+    return make_plan(requested)
 
 
 @pytest.mark.parametrize("name", REPEATED)

@@ -68,14 +68,14 @@ def adapter(
 def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel, chat: bool, tmp_path: Path) -> None:
     model = loaded if chat else base
     with SampleLog(tmp_path / "samples.jsonl") as log:
-        found = adapter(model, log).loglikelihood(pairs())
-    for (value, greedy), choice in zip(found, CHOICES, strict=True):
+        measured = adapter(model, log).loglikelihood(pairs())
+    for (value, greedy), choice in zip(measured, CHOICES, strict=True):
         context = model.wrap(STORY) if chat else STORY.rstrip()
         whole = model.encode(context + (choice.lstrip() if chat else " " + choice))
         first = len(model.encode(context))
-        wanted = plain(model, whole, first)
-        assert value.tokens == pytest.approx(wanted, abs=2e-5)
-        assert value == pytest.approx(sum(wanted), abs=1e-4)
+        expected = plain(model, whole, first)
+        assert value.tokens == pytest.approx(expected, abs=2e-5)
+        assert value == pytest.approx(sum(expected), abs=1e-4)
         assert not greedy  # a random model
 
 
@@ -96,22 +96,22 @@ def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> No
     values: dict[tuple[str, float], list[float]] = {}
     for method, budget in [("full", 1.0), ("pqcache", 1.0), ("pqcache", 0.3), ("streaming", 0.3), ("snapkv", 0.3)]:
         with SampleLog(tmp_path / f"{method}{budget}") as log:
-            found = adapter(base, log, method, budget)
-            values[method, budget] = [float(value) for value, _ in found.loglikelihood(pairs())]
-            sample = found.used["t", 0, 2]
+            measured = adapter(base, log, method, budget)
+            values[method, budget] = [float(value) for value, _ in measured.loglikelihood(pairs())]
+            sample = measured.used["t", 0, 2]
             assert (sample["question_tokens"], sample["score"]) == (1, None)
             assert sample["budget_tokens"] is None or sample["budget_tokens"] <= sample["prompt_tokens"] * budget + 40
     full = values["full", 1.0]
     assert values["pqcache", 1.0] == pytest.approx(full, abs=1e-4)
     for key in [("pqcache", 0.3), ("streaming", 0.3), ("snapkv", 0.3)]:
-        assert all(abs(value - wanted) > 1e-3 for value, wanted in zip(values[key], full, strict=True)), key
+        assert all(abs(value - expected) > 1e-3 for value, expected in zip(values[key], full, strict=True)), key
 
 
 def test_question_as_decode_moves_the_question(base: LoadedModel, tmp_path: Path) -> None:
     with SampleLog(tmp_path / "samples.jsonl") as log:
-        found = adapter(base, log, question_as_decode=True)
-        found.loglikelihood([ask("loglikelihood", STORY + "Question: who walked?", " me")])
-    assert found.used["t", 0, 0]["question_tokens"] > 3
+        measured = adapter(base, log, question_as_decode=True)
+        measured.loglikelihood([ask("loglikelihood", STORY + "Question: who walked?", " me")])
+    assert measured.used["t", 0, 0]["question_tokens"] > 3
 
 
 def test_found_in_the_log(base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +144,11 @@ def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, tm
     model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
     ids = model.encode(STORY)
     with SampleLog(tmp_path / "samples.jsonl") as log:
-        found = adapter(model, log)
-        (value,) = found.loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
+        measured = adapter(model, log)
+        (value,) = measured.loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
         assert isinstance(value, LogLikelihood)
         assert len(value.tokens) == len(ids) - 1  # all but the opening token
-        assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in found.used.values())
+        assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in measured.used.values())
     if size is None:
         assert value.tokens == pytest.approx(plain(model, ids, 1), abs=2e-5)
         with SampleLog(tmp_path / "other") as log:
@@ -252,9 +252,9 @@ def test_multiple_choice_by_name(
 ) -> None:
     typed = ["task.name=my_choice", f"task.include={definitions}", "-m", "method=full,oracle", "budget=0.3", "limit=2"]
     assert call(tiny, tmp_path, *typed) == 0
-    found = {row["method"]: row for path in (tmp_path / "out").glob("*/row.json") if (row := read_row(path))}
-    assert found["full"]["task"] == "lm_eval:my_choice"
-    row = found["oracle"]
+    measured = {row["method"]: row for path in (tmp_path / "out").glob("*/row.json") if (row := read_row(path))}
+    assert measured["full"]["task"] == "lm_eval:my_choice"
+    row = measured["oracle"]
     assert row["n_samples"] == row["paired_samples"] == 2
     assert row["score"] in (0.0, 50.0, 100.0)
     assert set(row["tasks"]["my_choice"]["metrics"]) == {"acc", "acc_norm"}

@@ -77,18 +77,18 @@ def rows(plan: RunPlan) -> dict[str, results.Row]:
 
 
 def test_entries(plan: RunPlan, rows: dict[str, results.Row]) -> None:
-    found = table_entries(plan, rows)
-    (entry,) = [e for e in found if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "average")]
+    result = table_entries(plan, rows)
+    (entry,) = [e for e in result if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "average")]
     assert entry.measured == pytest.approx(38 + 1 + 1.5)
     assert entry.to_full == pytest.approx(-2.0)
     assert (entry.to_full_low, entry.to_full_high) == (pytest.approx(-2.0), pytest.approx(-2.0))
     assert entry.p is not None and entry.p < 0.02  # all eight differences have one sign: 2 / 256
     assert entry.published == 39.32
     assert entry.published_to_full == pytest.approx(0.0)
-    (one,) = [e for e in found if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "qasper")]
+    (one,) = [e for e in result if (e.method, e.budget, e.dataset) == ("pqcache", 0.2, "qasper")]
     assert (one.measured, one.published) == (pytest.approx(41.5), 28.26)
     assert one.published_to_full == pytest.approx(28.26 - 29.22)
-    (full,) = [e for e in found if (e.method, e.dataset) == ("full", "average")]
+    (full,) = [e for e in result if (e.method, e.dataset) == ("full", "average")]
     assert full.budget is None and full.to_full is None and full.published == 39.32
     assert rows[full.folder]["published"] == 39.32
 

@@ -15,11 +15,11 @@ SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
 
 def samples(out: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Method -> document -> sample."""
-    found = {}
+    result = {}
     for path in out.glob("*/samples.jsonl"):
         lines = [json.loads(line) for line in path.open()]
-        found[path.parent.name.split("__")[1]] = {line["doc_id"]: line for line in lines}
-    return found
+        result[path.parent.name.split("__")[1]] = {line["doc_id"]: line for line in lines}
+    return result
 
 
 def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

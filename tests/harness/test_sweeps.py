@@ -162,8 +162,8 @@ def test_the_best_of_several_cells_names_them(
     (experiments / "best.yaml").write_text(text)
     assert command("experiment=best", "limit=1") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("either: ")]
-    found = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
-    scores = {row["hyper_parameters"]["n_sink"]: row["score"] for row in found if row is not None}
+    result = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
+    scores = {row["hyper_parameters"]["n_sink"]: row["score"] for row in result if row is not None}
     assert line.startswith(f"either: {max(scores.values()):.1f} (")
     assert f"best of 2, chosen on these samples: few {scores[32]:.1f}, many {scores[4]:.1f})" in line
     assert command("experiment=best", "cell=few", "-m", "limit=1") == 0

@@ -24,14 +24,14 @@ def project(repo: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def pins(repo: Path) -> dict[str, Version]:
-    found = {}
+    result = {}
     for line in (repo / "constraints.txt").read_text().splitlines():
         line = line.split("#")[0].strip()
         if line:
             name, version = line.split("==")  # exact pins only
-            assert canonicalize_name(name) not in found, f"{name} is pinned twice"
-            found[canonicalize_name(name)] = Version(version)
-    return found
+            assert canonicalize_name(name) not in result, f"{name} is pinned twice"
+            result[canonicalize_name(name)] = Version(version)
+    return result
 
 
 def _requirements(project: dict, extras: tuple[str, ...]) -> list[Requirement]:

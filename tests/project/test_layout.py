@@ -88,9 +88,9 @@ def test_data_files_are_installed_with_the_packages(repo: Path, tmp_path: Path) 
     subprocess.run([*command, str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {str(f.relative_to(repo)) for f in (repo / "pqcache").rglob("*") if f.is_file()}
-    wanted = {name for name in wanted if "__pycache__" not in name}
-    assert wanted - packed == set()
+    expected = {str(f.relative_to(repo)) for f in (repo / "pqcache").rglob("*") if f.is_file()}
+    expected = {name for name in expected if "__pycache__" not in name}
+    assert expected - packed == set()
 
 
 def test_make_test_and_demo_set_up_what_is_missing(repo: Path, tmp_path: Path) -> None:

@@ -214,11 +214,11 @@ def test_heads_taken_together_sum_to_the_same(monkeypatch: pytest.MonkeyPatch, k
     gen = torch.Generator().manual_seed(5)
     q, k = torch.randn(2, 6, 40, 8, generator=gen), torch.randn(2, 3, 90, 8, generator=gen)
     lse = torch.randn(2, 6, 40, generator=gen) if known else None
-    found = []
+    result = []
     for together in (0, 4000, 1 << 20):  # one KV head, some, all
         monkeypatch.setattr(column_sums, "TOGETHER", together)
         out = torch.zeros(2, 6, 90)
         add_column_sums(out, q, k, [90, 70], [40, 25], 0.3, block=16, lse=lse)
-        found.append(out)
-    torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
+        result.append(out)
+    torch.testing.assert_close(result[1], result[0])
+    torch.testing.assert_close(result[2], result[0])

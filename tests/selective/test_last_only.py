@@ -61,8 +61,8 @@ def test_logits_are_the_same_and_keys_bit_by_bit(model: PreTrainedModel) -> None
     with attach(model), rows_of(model) as seen:
         whole, last = SelectiveCache(model, Full()), SelectiveCache(model, Full())
         expected = run(model, whole, attention_mask=MASK).logits[:, -1:]
-        found = run(model, last, attention_mask=MASK, logits_to_keep=1).logits
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        result = run(model, last, attention_mask=MASK, logits_to_keep=1).logits
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
         assert seen[-1] == [70, 70, 1, 1]
         assert all(rows == [70] * 4 for rows in seen[:-1])
         assert all(torch.equal(a, b) for a, b in zip(state(whole), state(last), strict=True))
@@ -121,8 +121,8 @@ def test_chunks_of_a_prompt(llama: PreTrainedModel, blocks: tuple[int, ...]) -> 
         cache = SelectiveCache(llama, Full())
         cache.begin([70, 70])
         for block in IDS.split(blocks, 1):
-            found = run(llama, cache, block, logits_to_keep=1).logits
-    torch.testing.assert_close(found, llama(IDS).logits[:, -1:], rtol=1e-12, atol=1e-12)
+            result = run(llama, cache, block, logits_to_keep=1).logits
+    torch.testing.assert_close(result, llama(IDS).logits[:, -1:], rtol=1e-12, atol=1e-12)
     assert set(seen[-1]) == {1}
 
 

@@ -104,8 +104,8 @@ def test_policies_equal_the_naive_model(policy: str, slots: int, width: int, dat
         before = [held(store, row) for row in range(rows)]
         spare = [[b for b in range(40) if b not in row] for row in seen]
         blocks = torch.tensor([(row + rest)[:width] for row, rest in zip(seen, spare, strict=True)])
-        wanted = torch.tensor([[i < len(row) for i in range(width)] for row in seen])
-        row, block, slot = store.admit(blocks, wanted)
+        required = torch.tensor([[i < len(row) for i in range(width)] for row in seen])
+        row, block, slot = store.admit(blocks, required)
         loaded = set(zip(row.tolist(), block.tolist(), strict=True))
         for r in range(rows):
             naive[r].step(seen[r])

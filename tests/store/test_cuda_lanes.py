@@ -74,9 +74,9 @@ def lanes(monkeypatch: pytest.MonkeyPatch):
     for name, fake in (("Stream", Stream), ("Event", Event), ("current_stream", current), ("stream", on)):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    found = CudaLanes(CPU)
-    yield found
-    found.close()
+    result = CudaLanes(CPU)
+    yield result
+    result.close()
     assert not left_behind()
 
 

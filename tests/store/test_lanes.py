@@ -98,8 +98,8 @@ def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str)
         assert dict(cache.ledger.moved) == dict(plain.ledger.moved)
         assert dict(cache.ledger.prefill_moved) == dict(plain.ledger.prefill_moved)
         assert cache.resident_bytes() == plain.resident_bytes()
-        told = {k: v for k, v in cache.ledger.reported().items() if not k.endswith("_s")}
-        assert told == {k: v for k, v in plain.ledger.reported().items() if not k.endswith("_s")}
+        counts = {k: v for k, v in cache.ledger.reported().items() if not k.endswith("_s")}
+        assert counts == {k: v for k, v in plain.ledger.reported().items() if not k.endswith("_s")}
         cache.lanes.close()
     assert not left_behind()
 
