@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class BlocksOnDevice:
-    """Has a lent block cache's slot, content, uses, stamp and clock until `leave`, and reads chosen tokens through them.
+    """Holds a lent block cache's tables (slot, content, uses, stamp, clock) until `leave`, and reads chosen tokens by them.
 
-    A step reads with the cache that the step before left. Which blocks then come in is decided, and they are copied, on the lane
-    towards the device, beside whatever the model does next, until the next step reads (`join`). Hits and refills are
-    counted on the device: the ledger gets them when its figures are read (`Ledger.collect`), or when the tables go back.
+    A step reads the cache as the step before left it. Then the policy chooses which blocks come in, and they are copied. Both run
+    on the lane towards the device, beside the model, until the next step reads (`join`). Hits and refills are counted on the
+    device. The ledger gets them when its figures are read (`Ledger.collect`), or when the tables go back.
     """
 
     def __init__(self, lent: Lent, device: torch.device, ledger: Ledger) -> None:
@@ -29,27 +29,27 @@ class BlocksOnDevice:
         self.cache, self.host, self.ledger = blocks.cache, lent.far, ledger
         self.heads = self.host[0].data.shape[1]
         n, self.width = blocks.slot.shape
-        # as in the store, slot with columns to spare
+        # as in the store; slot may have columns to spare
         self.slot, self.content, self.uses, self.stamp = (
             to_device(x, device) for x in (blocks.slot, blocks.content, blocks.uses, blocks.stamp)
         )
-        # the same in all rows: each row's program keeps its own
+        # the same number in all rows: each row's program advances its own
         self.clock = torch.full((n,), blocks.clock, device=device)
         # chosen tokens per complete block
         self.counts = torch.zeros((n, self.width), dtype=torch.int32, device=device)
-        # block and slot of what comes in
+        # block and slot of each block that comes in
         self.incoming = torch.full((n, blocks.topk, 2), -1, device=device)
         # look-ups and hits in tokens, blocks refilled
         self.tally = torch.zeros((n, 3), dtype=torch.long, device=device)
-        # hits that as many tokens at random would have had
+        # hits that as many tokens chosen at random would have had
         self.chance = torch.zeros(n, dtype=torch.float64, device=device)
-        self.reported = [0, 0, 0, 0.0]  # of tally and chance: what the ledger has
+        self.reported = [0, 0, 0, 0.0]  # sums of tally and chance that the ledger already has
         self.refilled: Work[None] = NOTHING
         self.reserve()
         ledger.report_late(self.report)
 
     def reserve(self) -> None:
-        """Columns and slots for every block of the host rows there is room for now: a recorded step keeps their addresses."""
+        """Make room for every block that the host buffers can hold now. A recorded step keeps the addresses of the tables."""
         block, slots = self.blocks.block, self.content.shape[1]
         columns = max(self.width, -(-self.host[0].capacity // block))
         more, entries = columns - self.slot.shape[1], min(slots, columns) * block
@@ -63,7 +63,7 @@ class BlocksOnDevice:
     def read(
         self, indices: torch.Tensor, cursor: torch.Tensor, plan: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of positions indices (n, h_kv, k) int32, row r's first plan[r][1]: (n, h_kv, k, d). `change` comes after it."""
+        """K and V of positions indices (n, h_kv, k) int32, row r's first plan[r][1]: (n, h_kv, k, d). `change` must follow."""
         from pqcache.device import triton_blocks
 
         self.join()
@@ -82,7 +82,7 @@ class BlocksOnDevice:
         )
 
     def change(self, cursor: torch.Tensor, plan: torch.Tensor) -> None:
-        """Let the policy see what was read; cursor (n,): tokens stored now, left alone until `join`."""
+        """Let the policy see what was read; cursor (n,): tokens stored now. Nobody may write to it until `join`."""
         self.refilled = self.blocks.lanes.copy(TO_DEVICE, lambda: self._change(cursor, plan))
 
     def _change(self, cursor: torch.Tensor, plan: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class BlocksOnDevice:
         triton_blocks.refill(cache, host, self.incoming, blocks.block)
 
     def join(self) -> None:
-        """What the caller's stream does next comes after the last change."""
+        """Make the caller's stream wait for the last change."""
         self.refilled.wait()
         self.refilled = NOTHING
 

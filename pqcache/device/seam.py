@@ -1,4 +1,4 @@
-"""The way in: whether kernels do a layer's decode steps on this machine, and what then does them."""
+"""The way in: whether the Triton kernels do a layer's decode steps on this machine, and the object that runs them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 def substitute_for(
     q: torch.Tensor, parts: Callable[[], StepParts | None], ledger: Ledger | None = None
 ) -> DeviceStep | None:
-    """What does a layer's decode steps in its place, for queries like q (n, h, 1, d); None: the layer does them itself.
+    """The DeviceStep that replaces a layer's decode step for queries like q (n, h, 1, d). None: the layer does it itself.
 
-    parts: what the step depends on, called only if kernels serve such queries. The store is lent from here on.
+    parts: returns what the step depends on; called only if the kernels serve such queries. The store is lent from here on.
     """
     if not serves(q):
         return None
     step = parts()
     if step is None or not step.store.can_lend(q.device):
         return None
-    if step.codes is None and not step.store.whole:  # attending everything that is on the host is no kernel's task
+    if step.codes is None and not step.store.whole:  # no kernel attends to everything while it is on the host
         return None
     return DeviceStep(step, q.device, ledger)

@@ -1,8 +1,8 @@
 """One layer's decode step as a chain of Triton kernels, without a wait.
 
-Chosen tokens are read where they are stored; rows in pinned memory are copied once. One number per row changes from step to
-step, the cursor, which the last kernel of the chain moves on. Kernels read it on the device, so that the chain can also be
-recorded once as a CUDA graph and replayed (`pqcache.selective.captured`).
+Chosen tokens are read where they are stored; rows in pinned memory are copied once. Only one number per row changes from step to
+step: the cursor, how many tokens the row holds. The last kernel of the chain advances it. Kernels read it on the device, so the
+chain can also be recorded once as a CUDA graph and replayed (`pqcache.selective.captured`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def serves(q: torch.Tensor) -> bool:
 class DeviceStep:
     """Does decode steps on a store that is lent to it until `leave`; the store's lengths are kept up to date.
 
-    See selective/substitute.py for what a layer asks of it. ledger: gets what a block cache on loan counts on the device.
+    See selective/substitute.py for the interface. ledger: gets what a block cache on loan counts on the device.
     """
 
     def __init__(self, parts: StepParts, device: torch.device, ledger: Ledger | None = None) -> None:
@@ -43,7 +43,7 @@ class DeviceStep:
         plans = [[self.n_sink, k, local, 0] for k, local in zip(self.chosen, self.local, strict=True)]
         self.cursor = send(self.store.lengths, torch.int32, device)
         self.plan = send(plans or [[0, 0, 0, 1]] * len(self.store.lengths), torch.int32, device)
-        self.amount: torch.Tensor | None = None
+        self.amount: torch.Tensor | None = None  # candidates per joint code; see triton_codes.histogram
         if self.codes is not None:
             from pqcache.device import triton_codes
 
@@ -60,7 +60,7 @@ class DeviceStep:
         return serves(q)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row in all: buffers that grow later would leave a recorded step behind."""
+        """Make room for `tokens` tokens per row in all. A recorded step keeps addresses, so buffers must not grow later."""
         if tokens > self.store.room:
             self.finish()  # the host is about to copy what kernels write
         self.store.reserve(tokens)
@@ -115,7 +115,7 @@ class DeviceStep:
         return out, indices
 
     def note(self) -> float:
-        """One more step has run: lengths and bytes moved. Returns the tokens it attended per query head, mean over rows."""
+        """Count one more step: lengths and bytes moved. Returns the tokens it attended per query head, mean over rows."""
         # with a block cache only the device knows how many tokens crossed: `BlocksOnDevice.report` counts them
         self.store.note_token(0 if self.blocks is not None else sum(self.chosen))
         n = len(self.store.lengths)
@@ -129,7 +129,7 @@ class DeviceStep:
         return torch.where(torch.arange(indices.shape[2], device=indices.device) < count, indices, -1).long()
 
     def join(self) -> None:
-        """The caller's stream goes on when what runs beside it has ended."""
+        """Make the caller's stream wait for the work that runs beside it."""
         if self.blocks is not None:
             self.blocks.join()
 
@@ -147,7 +147,7 @@ class DeviceStep:
         self.store.take_back(self.lent)
 
     def __del__(self) -> None:
-        """A cache dropped with steps under way: pinned memory is handed out again at once, unlike the device's own."""
+        """Wait if a cache is dropped with steps under way: pinned memory is reused at once, unlike the device's own."""
         with contextlib.suppress(Exception):  # at the interpreter's end there may be no device left to ask
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if not capturing:  # waiting would end the capture

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels serve; their modules are not to be imported to find out."""
+"""Whether the Triton kernels serve some tensors, decided without importing the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _state = {"interpreted": False}
 
 @cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported; it is not before a kernel runs."""
+    """Whether Triton can be imported. It is imported when the first kernel runs."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -28,7 +28,7 @@ def on_device(*tensors: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Triton's kernels serve CPU tensors too, instead of numba's: for tests, TRITON_INTERPRET=1 set before triton is imported."""
+    """Let the Triton kernels serve CPU tensors in place of numba's, for tests. Set TRITON_INTERPRET=1 before triton is imported."""
     before, _state["interpreted"] = _state["interpreted"], True
     try:
         with kernels.without_numba():

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 _TILE = 64  # tokens per visit
-_ROWS = 16  # rows of the query tile: what a matrix instruction takes; a group is padded to it
-# where a source has its tokens: one after the other, by a list of entries, in a ring
+_ROWS = 16  # rows of the query tile, the least that a matrix instruction takes; a group is padded to it
+# how a source stores its tokens: in order, by a list of entries, in a ring
 _IN_ORDER, _PICKED, _RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -74,7 +74,7 @@ def _one_buffer(
     query, keys, values, line, start, end, sinks, count, shift, picks, high, mass, result, inside, real, scaling,
     TILE: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The same for tokens of all three kinds in one buffer, position p at entry p; local token e is at position e + shift."""
+    """The same where one buffer holds tokens of all three kinds, position p at entry p. Local token e is at position e + shift."""
     for first in range(start, end, TILE):
         token = first + tl.arange(0, TILE)
         mask = token < end
@@ -211,7 +211,7 @@ def gather(
 
 
 def splits_for(device: torch.device, tasks: int, tokens: int) -> int:
-    """Parts per row and KV head: two programs per multiprocessor, none with less than a few tiles."""
+    """Parts per row and KV head: at most two programs per multiprocessor, about two tiles each or more."""
     if device.type != "cuda":
         return max(1, min(3, tokens // _TILE))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -243,8 +243,8 @@ def attend(
         chosen   by indices (n, h_kv, k) - n_sink, or in order where indices is None
         local    by position modulo `ring`
 
-    one: all three are the same buffer, by position. tokens: an estimate of how many are attended, which decides the number of
-    splits. advance: cursor += 1 afterwards.
+    one: all three are the same buffer, by position. tokens: estimated number of attended tokens; it sets the number of splits.
+    advance: cursor += 1 afterwards.
     """
     n, h, _, d = q.shape
     h_kv = sinks[0].shape[1]

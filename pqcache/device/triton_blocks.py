@@ -11,11 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-LOOKUPS, HITS, REFILLS = (
-    0,
-    1,
-    2,
-)  # columns of a tally (n, 3) int64: look-ups and hits in tokens, blocks that came in
+# columns of a tally (n, 3) int64: look-ups and hits in tokens, blocks that came in
+LOOKUPS, HITS, REFILLS = 0, 1, 2
 _PARTS = 16  # programs per row that copy blocks: bytes enough under way for a link
 _LAST = (1 << 63) - 1
 
@@ -135,7 +132,7 @@ def _refill(
     cache_k, cache_v, host_k, host_v, incoming, topk, size, cache_row, host_row,
     PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """XX; a block is one run of `size` numbers on both sides."""
+    """Program = (part, row): its part of each block that comes in. A block is one run of `size` numbers on both sides."""
     row = tl.program_id(1).to(tl.int64)
     share = tl.cdiv(tl.cdiv(size, PARTS), TILE) * TILE
     start = tl.program_id(0) * share

@@ -1,10 +1,11 @@
-"""Selection by product-quantized score on a CUDA device: look-up, group softmax and top-k. The host is asked for nothing.
+"""Selection by product-quantized score on a CUDA device: look-up, group softmax and top-k. No kernel waits for the host.
 
 The number of tokens is read on the device, so that a recorded step can be replayed. The chain of kernels:
 
 1. `enter` stores the new token, codes it, and multiplies the query with every centroid.
-2. Few joint codes (2 x 6 bits: 4096): one program per KV head takes softmax and the k-th largest weight from a table of 4096
-   entries and a histogram of the joint codes, which is kept up to date token by token. Else each token gets its own weight.
+2. A token's joint code is its codes of all sub-spaces as one number. With at most 4096 joint codes (2 x 6 bits) there is one
+   weight per joint code: one program per KV head computes softmax and k-th largest weight from a table of them and from their
+   histogram, which is updated token by token. With more, each token gets its own weight.
 3. Two passes over the codes write the chosen positions in ascending order: counts per block, then places in the output.
 
 Ties go to the lower position.
@@ -216,11 +217,12 @@ def _wide_level(
             token = start + tl.arange(0, TILE)
             own = tl.load(bits + task * width + token, mask=token < tokens, other=0)
             mask = token < tokens
-            if shift < 24:  # the digits known so far; a shift by 32 is no shift
+            # only tokens that share the digits known so far; the first digit has none, and a shift by 32 is undefined
+            if shift < 24:
                 mask = mask & ((own >> (shift + 8)) == (kth >> (shift + 8)))
             counts += tl.histogram((own >> shift) & 255, 256, mask=mask)
         up_to = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # tokens of this digit or a larger one
-        # never the sign
+        # the first digit is at most 127: weights are not negative, so the sign bit is 0
         level_digit = tl.minimum(tl.max(tl.where(up_to >= left, digit, 0), 0), 127 if shift == 24 else 255)
         left -= tl.sum(tl.where(digit > level_digit, counts, 0), 0)
         kth = kth | (level_digit << shift)
@@ -286,7 +288,7 @@ def _compact(
 def histogram(
     codes: torch.Tensor, cursor: torch.Tensor, plan: torch.Tensor, n_sink: int, h_kv: int, m: int, c: int
 ) -> torch.Tensor | None:
-    """How many candidates of the last step had each joint code: (n, h_kv, c^m) int32; None if they are too many to count.
+    """How many candidates of the last step had each joint code: (n, h_kv, c^m) int32. None if there are too many joint codes.
 
     `enter` keeps it up to date. codes (n, h_kv * m, capacity).
     """
@@ -356,8 +358,8 @@ def select(
     """Per row and KV head the plan[r][1] candidates of largest group-summed softmax weight, positions ascending.
 
     tables, amount: of `enter` and `histogram`; codes (n, h_kv * m, >= capacity). Candidates of row r are the positions n_sink ..
-    cursor[r] - plan[r][2] - 1; capacity: the most codes that there may be. Returns (n, h_kv, widest) int32, of which
-    row r's first plan[r][1] count.
+    cursor[r] - plan[r][2] - 1. capacity: upper bound of the number of codes. Returns (n, h_kv, widest) int32; row r's first
+    plan[r][1] entries are valid.
     """
     n, h_kv, g, m, c = tables.shape
     blocks = max(1, triton.cdiv(capacity, _BLOCK))

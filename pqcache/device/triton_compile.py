@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that is not there, as the decode step and K-Means of Mistral-7B's geometry call them.
+"""Compile every Triton kernel without a GPU, as the decode step and K-Means of Mistral-7B's geometry call them.
 
     python -m pqcache.device.triton_compile                 # sm_90 (H100, H200); prints shared memory and machine code size
     python -m pqcache.device.triton_compile --target 80 --quick     # each kernel, not each variant
