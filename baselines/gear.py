@@ -1,17 +1,23 @@
-"""GEAR: quantization, plus what it misses as a few outliers and a low-rank matrix (Kang et al., arXiv 2403.05527, section 3).
+"""GEAR: codes, and their error as a few outliers and a low-rank matrix (Kang et al., arXiv 2403.05527, section 3).
 
-Tokens are packed in blocks: codes, outliers with their positions, and two low-rank factors. Stored are codes, fp16 parameters
-and factors, outliers in the model's type, and positions of 16 bits (32 where a block or the channels exceed 32767). At 4 bits
-and 4096 channels this makes 3.05 (840 tokens), 2.75 (120) and 3.09 (3072) times fewer bytes than 16 bits (`accounted_ratio`;
-with 32-bit positions 2.88, 2.61, 2.91). The constant 3.00 of ZipCache's tables is none of them. Small blocks cost more: at 64
-tokens a channel has no outliers (floor of 0.64), but parameters.
+Tokens are packed in blocks. A block has codes, fp16 parameters, outliers in the model's type with their positions, and two
+low-rank factors in fp16. Positions have 16 bits, or 32 where a block or the channels exceed 32767.
+
+Compression against 16 bits at 4 bits and 4096 channels (`accounted_ratio`):
+
+    tokens of the block     120    840   3072
+    16-bit positions       2.75   3.05   3.09
+    32-bit positions       2.61   2.88   2.91
+
+ZipCache's tables print a constant 3.00, which is none of them. Small blocks compress less: at 64 tokens a channel has no
+outliers (floor of 0.64), but it has parameters.
 
 Deviations:
 - 2^bits - 1 steps per range, and outliers of keys counted from the block's tokens. The release has bits^2 - 1 steps, and a
   count derived from the channels (9.5 % of 840 tokens at 4096).
-- Removed outliers leave the mean of the others, which never widens their range. The mean of all can.
-- Directions are made orthonormal in each round, not in the last alone: the same space, without overflow. The root of a
-  direction's size goes into either factor, to fit fp16.
+- Removed outliers are replaced by the mean of the others, which never widens their range. The mean of all can.
+- Directions are made orthonormal in each round, not in the last alone: the same space, without overflow. Each factor takes the
+  square root of a direction's size, to fit fp16.
 - Packed blocks are never compressed again. A new turn's tokens, after those buffered, are a block like the prompt's.
 """
 
@@ -62,8 +68,8 @@ def low_rank(error: torch.Tensor, rank: int, rounds: int, seed: int) -> tuple[to
     """Factors a (h, l, r), b (h, r, d) in fp16 with a @ b near error (h, l, d), r = min(rank, l, d).
 
     Power iteration: Q = orth(E orth(P)), P = E^T Q, from the same random P for every matrix; a @ b = Q P^T is the projection of
-    E onto r directions, so that subtracting it never makes the error larger. Both factors carry the root of a
-    direction's size: P alone may leave fp16's range.
+    E onto r directions, so that subtracting it never makes the error larger. Each factor takes the square root of a
+    direction's size: P alone may exceed fp16's range.
     """
     h, length, d = error.shape
     r = min(rank, length, d)
@@ -73,7 +79,7 @@ def low_rank(error: torch.Tensor, rank: int, rounds: int, seed: int) -> tuple[to
         q = torch.linalg.qr(error @ torch.linalg.qr(p).Q).Q
         p = error.transpose(1, 2) @ q
     size = p.norm(dim=1, keepdim=True).sqrt()  # (h, 1, r)
-    b = (p / size.clamp_min(2**-24)).transpose(1, 2)  # what is smaller is zero in fp16: never 0 * inf
+    b = (p / size.clamp_min(2**-24)).transpose(1, 2)  # smaller sizes are zero in fp16: avoid 0 * inf
     return (q * size).half(), b.half()
 
 
@@ -84,25 +90,24 @@ class Run:
     start: int  # first token
     blocks: int
     length: int  # tokens per block
-    sizes: tuple[
-        int, int, int, int
-    ]  # entries per block in the buffers of parameters, outliers, a, b; values: 0, 0, ...
-    offsets: tuple[int, ...]  # the first block's entries there
+    # entries per block in the buffers of parameters, outliers, a and b; 0, 0, ... if the first two have one entry per token
+    sizes: tuple[int, int, int, int]
+    offsets: tuple[int, ...]  # the first block's first entries in those buffers
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Where the entries of the next block go."""
+        """The next block's first entries in the buffers."""
         return tuple(offset + self.blocks * size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class BlockCodec(Codec):
     """Blocks of tokens as codes, outliers and a low-rank part; each `append` makes one block per row.
 
-    group: numbers of a vector per (step, low); None: all. outliers: share of each vector. `rank` holds for the blocks to come.
-    Subclasses say which numbers make a vector, and where its parameters and outliers lie.
+    group: numbers of a vector per (step, low); None: all. outliers: share of each vector. rank: of the blocks to come.
+    Subclasses define which numbers make a vector, and where its parameters and outliers are stored.
     """
 
-    per_token = False  # whether parameters and outliers have one entry per token; else some per block
+    per_token = False  # whether parameters and outliers have one entry per token; if not, some entries per block
 
     def __init__(self, bits: int, group: int | None, outliers: float, rank: int, rounds: int, seed: int) -> None:
         self.bits, self.group, self.outliers = bits, group, outliers
@@ -116,7 +121,7 @@ class BlockCodec(Codec):
     # -- what a subclass writes -------------------------------------------------------------------------------------
 
     def vectors(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, h_kv, l, d) -> (n, heads, vectors, entries): what shares parameters and is searched for outliers."""
+        """(n, h_kv, l, d) -> (n, heads, vectors, entries). A vector shares parameters and is searched for outliers."""
         raise NotImplementedError
 
     def tokens(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -128,15 +133,14 @@ class BlockCodec(Codec):
     ) -> torch.Tensor:
         """Dequantized codes with the outliers in their places: fp32, as codes (rows, h_kv, t, d).
 
-        The tokens are those from `start` on, tokens span[0] .. span[1]-1 of each of one or more blocks from the run's
-        `first` on.
+        The first token is `start`. The codes are tokens span[0] .. span[1]-1 of each block, from the run's block `first` on.
         """
         raise NotImplementedError
 
     # -- coding -----------------------------------------------------------------------------------------------------
 
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Row by row: the ranges of a block are its own, and rows may hold blocks of different length."""
+        """Row by row: a block has its own ranges, and rows may hold blocks of different length."""
         n, h, t, d = x.shape
         self.dtype, self.shape = x.dtype, (n, h, d)
         self.runs = self.runs or [[] for _ in range(n)]
@@ -226,8 +230,8 @@ class BlockCodec(Codec):
         for lo in range(0, end, TILE):
             tile = self.tile(lo, min(lo + TILE, end))
             local = indices - lo
-            got = take_tokens(tile, local.clamp(0, tile.shape[2] - 1), group)
-            out = got if out is None else torch.where((local >= 0)[..., None], got, out)
+            taken = take_tokens(tile, local.clamp(0, tile.shape[2] - 1), group)
+            out = taken if out is None else torch.where((local >= 0)[..., None], taken, out)
         assert out is not None
         return out
 
@@ -273,7 +277,7 @@ class KeyCodec(BlockCodec):
             self.parts[name].data[rows, :, lo : lo + blocks * count].unflatten(2, (blocks, count))
             for name in ("values", "positions")
         )
-        for i in range(0, count, SMALL):  # a few at a time: they are a share of the block, however long
+        for i in range(0, count, SMALL):  # a few at a time: their number grows with the block
             at = positions[:, :, :, i : i + SMALL].long() - span[0]
             at = torch.where((at >= 0) & (at < width), at, width)
             out.scatter_(3, at, values[:, :, :, i : i + SMALL].float())
@@ -305,9 +309,9 @@ class ValueCodec(BlockCodec):
 
 
 class BlockStream(PackedStream):
-    """A prompt, or a turn with the tokens buffered before it, is one block. Later ones have `residual` tokens and their own rank.
+    """A prompt, or a turn with the exact tokens before it, is one block. Later blocks have `residual` tokens and their own rank.
 
-    Tokens that do not fill `unit`, the group of the backbone, wait in the tail.
+    Tokens that do not fill a `unit`, the group of the backbone, stay exact in the tail.
     """
 
     def __init__(self, codec: BlockCodec, unit: int, residual: int, ranks: tuple[int, int]) -> None:
@@ -356,7 +360,7 @@ class GEAR(QuantizationMethod):
     backbone: str = "kcvt"
     # tokens or channels per step and minimum, with backbone=kivi
     group: int = 64
-    # share of each channel or token kept apart with its position, half of it from either end
+    # share of each channel or token that is stored exactly, with positions: half are the largest numbers, half the smallest
     outliers: float = 0.02
     # rank of the low-rank part per KV head, in the prompt's block
     rank: int = 4
@@ -364,7 +368,7 @@ class GEAR(QuantizationMethod):
     new_rank: int = 2
     # rounds of power iteration
     rounds: int = 3
-    # generated tokens per block, exact until then (the KCVT runs also use 20)
+    # generated tokens per block, exact until a block is full (the KCVT runs also use 20)
     residual: int = 64
     # seed of the iteration's start, the same for all rows, heads and blocks
     seed: int = 0

@@ -47,7 +47,7 @@ class HeavyHitterScorer(Scorer):
             step = ctx.step
             final = max(a + b - c for a, b, c in zip(stored, step.final, step.total, strict=True))
             self.prompt = torch.zeros((*q.shape[:2], final), dtype=accumulator_dtype(q), device=q.device)
-        if ctx.probs is not None:  # standard attention has them at hand
+        if ctx.probs is not None:  # attn=standard has computed them
             self.prompt[:, :, : ctx.probs.shape[3]] += ctx.probs.sum(2, dtype=self.prompt.dtype)
             return
         add_column_sums(self.prompt, q, keys, stored, ctx.step.counts, ctx.scaling)
@@ -55,7 +55,7 @@ class HeavyHitterScorer(Scorer):
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         assert self.prompt is not None
         scores, self.prompt = self.prompt, None
-        if self.sums is not None:  # a new turn: what the entries had before it
+        if self.sums is not None:  # a new turn: add the sums from before it
             for row, count in enumerate(self.counts):
                 scores[row, :, :count] += self.sums.data[row, :, :count].repeat_interleave(self.group, 0)
         self.sums = Buffer.like(scores[:, : self.h_kv])
@@ -64,7 +64,7 @@ class HeavyHitterScorer(Scorer):
 
     def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
         assert self.sums is not None
-        self.sums.reserve(int(slots.max()) + 1)  # entries that came after the last scores have none
+        self.sums.reserve(int(slots.max()) + 1)  # entries newer than the last scores have no sums yet
         kept = take_tokens(self.sums.data.contiguous(), slots)
         self.sums = Buffer.like(kept)
         self.sums.write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
@@ -157,7 +157,7 @@ class H2O(EvictionMethod):
 
     def local(self, plan: Plan) -> int:
         """Newest tokens that a decode step may not drop."""
-        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt, longer by now
+        if self.budget.tokens is not None and plan.total < self.budget.tokens:  # a short prompt, which has grown since
             plan = self.plan(self.budget.tokens, 0, 1)
         return max(1, plan.local)
 

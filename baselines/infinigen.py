@@ -1,8 +1,8 @@
 """InfiniGen: retrieve tokens one layer ahead, by speculated queries (Lee et al., arXiv 2406.19707, section 4).
 
-While a layer runs, its input under the next layer's query weights gives that layer's approximate query. An orthogonal matrix A
-per layer, computed once per model, turns queries and keys so that few columns carry most of q . k; speculation uses only
-these. There are no sinks and no local window. The first layer has no layer before it and stays dense; in the paper's protocol
+While a layer runs, its input times the next layer's query weights approximates that layer's query. An orthogonal matrix A per
+layer, computed once per model, rotates queries and keys so that few columns carry most of q . k. Speculation uses only these
+columns. There are no sinks and no local window. The first layer has no layer before it and stays dense; in the paper's protocol
 the first two do.
 
 Deviations:
@@ -11,7 +11,7 @@ Deviations:
   is computed and its skewed columns taken, instead of partial query weights.
 - The number of tokens is the mean over a row's heads, not over the batch.
 - The cap is a share of the prompt, not of the growing sequence.
-- There is no limit of host memory with victims.
+- Host memory has no limit, so no token is evicted from it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> Tensors:
 
 
 class SpeculativeIndex(Index):
-    """Partial keys k A[:, columns] of one layer's tokens. The layer before chooses; `select` hands that choice out."""
+    """Partial keys k A[:, columns] of one layer's tokens. The choice is made while the layer before runs; `select` returns it."""
 
     per_row = ("partial",)
 
@@ -158,7 +158,7 @@ class SpeculativeIndex(Index):
         return (partial @ keys.mT).view(n, h, -1) * scaling
 
     def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:
-        """The best tokens, at most cand.k[r]; with alpha as many as lie within alpha of a head's best, on average."""
+        """The best tokens, at most cand.k[r]. With alpha: as many as a head has within alpha of its best, mean over heads."""
         h_kv, valid = self.layer.shape.h_kv, cand.valid(logits.device)
         if self.method.alpha is None:
             return self.choose(logits, cand, h_kv)

@@ -144,7 +144,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
         return self.evictor.make_scorer(layer_idx, shape)
 
     def representatives(self, plan: Plan) -> int:
-        """How many of the plan's k tokens are representatives."""
+        """Number of representatives among the plan's k tokens."""
         if self.reps is not None:
             return min(plan.k, self.reps)
         return min(plan.k, floor_share(plan.k + (plan.local if self.evictor.fixed_local else 0), self.rep_ratio))
@@ -168,7 +168,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
                 kept.fill_(True)
                 continue
             sinks, end = plan.sinks, filled - plan.local
-            odd = min((end - sinks) % self.page, plan.k)  # beside the window, so that pages are whole
+            odd = min((end - sinks) % self.page, plan.k)  # tokens kept beside the window, so that pages are whole
             kept[:, :sinks] = kept[:, end - odd :] = True
             if prompt.scores is not None and plan.k > odd:
                 scores = prompt.scores[row, :, :filled]

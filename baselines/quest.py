@@ -75,7 +75,8 @@ class PageIndex(Index):
         """The page of the newest past token and the pages of highest bound, as token positions."""
         assert self.low is not None and self.high is not None
         size, ends, device = self.page, cand.ends, q.device
-        first, cut = divmod(cand.sinks, size)  # the first page with a candidate; a cut one counts whole
+        # the first page with a candidate, and how many of its tokens are sinks; a page with sinks counts whole
+        first, cut = divmod(cand.sinks, size)
         pages = [-(-end // size) for end in ends]
         counts = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
         column = torch.arange(first, max(pages), device=device)

@@ -64,7 +64,7 @@ class Replay(RetrievalMethod):
 
     name: ClassVar[str] = "replay"
     ignores_budget: ClassVar[bool] = True
-    composable: ClassVar[bool] = False  # a trace holds for its own layers and positions only
+    composable: ClassVar[bool] = False  # a trace is valid for its own layers and positions only
 
     # a trace file, or a folder with the traces of several prompts
     trace: str | None = None

@@ -1,8 +1,8 @@
 """SparQ: retrieve tokens by the query's largest components (Ribar et al., arXiv 2312.04985, section 4, Algorithm 1).
 
-Approximate logits use the r largest components of the query, and the same ones of all keys. The query heads of a group share
-components. Tokens are ranked by softmax over all past tokens per query head, summed over the group in fp32;
-reduce=sum_logit adds logits, as the authors' library does.
+Approximate logits use the r largest components of the query, and the same components of all keys. The query heads of a group
+share components. Tokens are ranked by softmax over all past tokens per query head, summed over the group in fp32.
+reduce=sum_logit sums logits, as the authors' library does.
 
 Deviations:
 - SparQ has no sinks. PQCache's comparison adds 32, which is the default here.

@@ -94,7 +94,7 @@ class RollingLayer(EvictionLayer):
         if not ctx.step.first and self.positions is not None:
             held = self.staged.lengths if self.staged is not None else self.store.lengths
             at = torch.tensor(held, device=q.device)[:, None] + torch.arange(q.shape[2], device=q.device)
-            q, k = self._moved(q, at, ctx), self._moved(k, at, ctx)
+            q, k = self._rotated_to(q, at, ctx), self._rotated_to(k, at, ctx)
             self.by_rank = True
         return super().prefill(q, k, v, mask, ctx)
 
@@ -127,8 +127,8 @@ class RollingLayer(EvictionLayer):
         rank = position.argsort(-1).argsort(-1)
         newest = torch.tensor(self.store.lengths, device=q.device)[:, None] - 1
         keys = rope.rotate(ctx.module, keys, *rope.tables(ctx.rotary, keys, rank))
-        return self._moved(q, newest, ctx), keys, values
+        return self._rotated_to(q, newest, ctx), keys, values
 
-    def _moved(self, x: torch.Tensor, at: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        """x (n, heads, t, d), rotated by the model's positions, rotated by `at` (n, t) instead."""
+    def _rotated_to(self, x: torch.Tensor, at: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """x (n, heads, t, d), which the model rotated by its positions, rotated by positions `at` (n, t) instead."""
         return rope.rotate(ctx.module, rope.unrotate(ctx.module, x, ctx.cos, ctx.sin), *rope.tables(ctx.rotary, x, at))

@@ -1,9 +1,10 @@
 """ClusterKV: retrieve whole clusters of similar keys (Liu et al., arXiv 2412.03213, sections III and IV).
 
-The prompt's keys are clustered when it ends; clusters are ranked by q . centroid, and the last one is cut where the budget
+The prompt's keys are clustered when it ends. Clusters are ranked by q . centroid; the last selected one is cut where the budget
 ends. There is no local window: generated tokens are attended, outside the budget, until `window` of them are clustered.
-Aligned protocol: a budget ratio is of the tokens after the sinks. Paper's protocol: it includes them, as a token budget always
-does, and the first two layers are dense (section V-A).
+
+Aligned protocol: a budget ratio is of the tokens after the sinks. Paper's protocol: the ratio includes the sinks, as a token
+budget always does, and the first two layers are dense (section V-A).
 
 Deviations:
 - K-Means stops after 20 rounds, as in the released code.
@@ -33,9 +34,9 @@ from pqcache.selective.shape import ModelShape
 
 @dataclass(frozen=True)
 class ClusterPlan(Plan):
-    """A plan that knows where the prompt ended: from there on tokens are clustered window by window."""
+    """A plan with the prompt's length: tokens after it are clustered window by window."""
 
-    s: int
+    s: int  # tokens of the prompt
 
 
 class ClusterIndex(Index):
@@ -95,9 +96,8 @@ class ClusterIndex(Index):
             self.centroids, self.sizes = F.pad(self.centroids, (0, 0, 0, width)), F.pad(self.sizes, (0, width))
         if longer > 0:
             self.order = F.pad(self.order, (0, longer))
-        for row, (keys, c) in enumerate(
-            zip(blocks, clusters, strict=True)
-        ):  # row by row: independent of its neighbours
+        # row by row: a row's clusters do not depend on its neighbours
+        for row, (keys, c) in enumerate(zip(blocks, clusters, strict=True)):
             t, first, end = keys.shape[1], self.counts[row], self.ends[row]
             if not t:
                 continue
@@ -126,7 +126,7 @@ class ClusterIndex(Index):
         group, mode = h // h_kv, self.method.reduce
         logits = (q.float().view(n, h_kv, group, d) @ self.centroids.float().transpose(2, 3)).view(n, h, -1) * scaling
         sizes = self.sizes.repeat_interleave(group, dim=1)
-        if mode.endswith("softmax"):  # the weight of one token of the cluster if all its keys were the centroid
+        if mode.endswith("softmax"):  # the weight of one token of the cluster, as if all its keys were the centroid
             logits = (logits - torch.logsumexp(logits + sizes.log(), -1, keepdim=True)).exp()
             mode = mode.replace("softmax", "logit")
         return group_reduce(logits.masked_fill(sizes == 0, -torch.inf), h_kv, mode)
@@ -143,10 +143,10 @@ class ClusterIndex(Index):
         slot = torch.arange(max(cand.k), device=q.device).expand(n, heads, -1).contiguous()
         at = torch.searchsorted(filled, slot, right=True).clamp_max(filled.shape[2] - 1)
         place = starts.gather(2, at) + slot - (filled - sizes).gather(2, at)
-        place = place.clamp_max(self.order.shape[2] - 1)  # of a row with fewer candidates
+        place = place.clamp_max(self.order.shape[2] - 1)  # in a row with fewer candidates
         indices = self.order.gather(2, place.view(n, h_kv, -1)).view(n, heads, -1).long()
         whole = [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)]
-        if any(whole):  # a row that attends everything, beside others; a dense one is not even clustered
+        if any(whole):  # rows that attend everything beside rows that do not; a dense row may have no clusters
             everything = torch.tensor(whole, device=q.device)[:, None, None]
             indices = torch.where(everything, slot + cand.sinks, indices)
         padded = len(set(cand.k)) > 1
@@ -162,11 +162,11 @@ class ClusterIndex(Index):
         all_of_them = all(hi == max(end, cand.sinks) for hi, end in zip(cand.ends, self.ends, strict=True))
         if cand.sinks == self.method.n_sink and all_of_them:
             return starts, sizes
-        # candidates are a part of the clustered tokens: this index shortlists for another one
+        # candidates are only a part of the clustered tokens, where this index makes another one's shortlist
         top = torch.tensor(cand.ends, device=sizes.device)[:, None, None]
         below = F.pad((self.order < cand.sinks).cumsum(-1), (1, 0))
         inside = F.pad(((self.order >= cand.sinks) & (self.order < top)).cumsum(-1), (1, 0))
-        ends = starts + sizes  # positions ascend inside a cluster, so its candidates stand together
+        ends = starts + sizes  # positions ascend inside a cluster, so its candidates are consecutive
         return (
             starts + below.gather(2, ends) - below.gather(2, starts),
             inside.gather(2, ends) - inside.gather(2, starts),
@@ -175,10 +175,10 @@ class ClusterIndex(Index):
     def _note_clusters(
         self, rank: torch.Tensor, before: torch.Tensor, sizes: torch.Tensor, cand: Candidates, ctx: LayerContext
     ) -> None:
-        """Report the share of chosen clusters that the cached steps chose too: mean over heads, rows and steps.
+        """Report the share of chosen clusters that a cached step chose, too: mean over heads, rows and steps.
 
-        Every head counts as many clusters as the head that needs most, as the paper's simulator does. rank (n, H, C); before
-        and sizes (n, H, C), by rank: tokens before a cluster, and in it.
+        Every head counts as many clusters as the head that needs most, as the paper's simulator does. rank (n, H, C): clusters
+        in descending rank; before, sizes (n, H, C): tokens before each of them, and in it.
         """
         if not isinstance(self.layer.store, RecentStore):
             return

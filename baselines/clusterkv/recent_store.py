@@ -1,4 +1,4 @@
-"""A host store that caches on the device the tokens which the last steps fetched."""
+"""A host store that keeps the tokens of the last steps' fetches on the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pqcache.store.cached import CachedStore
 
 
 class RecentStore(CachedStore):
-    """HostStore that holds the tokens fetched in the last `steps` steps on the device: only the others cross again.
+    """HostStore that keeps the tokens fetched in the last `steps` steps on the device: only other tokens cross.
 
-    Per head of the selection, so with a choice per query head a token of a group may be held several times.
+    They are held per head of the selection. Where every query head chooses, a group may hold the same token several times.
     """
 
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None], steps: int) -> None:

@@ -162,7 +162,7 @@ class Coded(ComposedMethod):
 
     name: ClassVar[str] = "coded"
 
-    # retrieval or eviction method that chooses tokens
+    # retrieval or eviction method that chooses the tokens
     policy: str = "pqcache"
     # hyper-parameters of the policy
     policy_options: dict = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Coded(ComposedMethod):
     codec: str = "zipcache"
     # hyper-parameters of the codec
     codec_options: dict = field(default_factory=dict)
-    # share of 16-bit codes, for codecs with a budget (zipcache, mikv); 1.0 keeps tokens exact under every codec
+    # the codec's budget, a share of 16 bits, if it has one (zipcache, mikv); 1.0 keeps tokens exact under every codec
     codec_budget: float = 0.2
 
     def validate(self) -> None:

@@ -97,12 +97,12 @@ def retrieves(cls: type[Any]) -> bool:
 class EvictRetrieve(ComposedMethod):
     """An evictor prunes the prompt once; a retriever selects from the rest at every step, within `budget`.
 
-    `budget` is the retriever's: a share of the whole prompt, or tokens, attended per step. A budget beyond what is held attends
-    all of it. keep=1.0 is the retriever alone, budget=1.0 the evictor alone.
+    `budget` is the retriever's: a share of the whole prompt, or tokens, attended per step. If fewer tokens are left, all of them
+    are attended. keep=1.0 is the retriever alone, budget=1.0 the evictor alone.
 
     Sinks, local window, pages and clusters of the retriever refer to the entries that are left, in the order of their
     positions. Keys keep their rotations. Generated tokens are added and none is dropped. A new turn attends to everything
-    held, then evicts again, with its own queries, from that and itself (`keep` of all tokens seen), and indexes what is left.
+    held. Its queries then rank the held and the new tokens; `keep` of all tokens seen stay and are indexed.
     """
 
     name: ClassVar[str] = "evict_retrieve"

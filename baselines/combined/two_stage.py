@@ -120,7 +120,7 @@ class TwoStageIndex(Index):
         self, q: torch.Tensor, cand: Candidates, sizes: list[int], h_kv: int, ctx: LayerContext
     ) -> torch.Tensor:
         """The shortlist (n, H, m), ascending, -1 = padding: sizes[r] tokens by the first index, and those not indexed yet."""
-        indexed = []  # up to here the first index knows every token; one that lags behind says so by its window
+        indexed = []  # the first index covers the positions before this one; if it lags behind, its window is longer
         for plan, end, length in zip(self.layer.plans, cand.ends, cand.lengths, strict=True):
             assert isinstance(plan, TwoStagePlan)
             indexed.append(min(end, max(cand.sinks, length - 1 - self.first.local(plan.first, length - 1))))

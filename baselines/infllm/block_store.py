@@ -19,7 +19,7 @@ def block_step(block: int) -> int:
 class BlockStore:
     """Blocks on the model's device, all of them: (n, 1, capacity, 2, h_kv, block, d), K and V of a block side by side.
 
-    Row r holds `counts[r]` blocks. A unit chooses its own blocks: the whole layer, or each query head.
+    Row r holds `counts[r]` blocks. A unit is what chooses blocks: the whole layer, or each query head.
     """
 
     def __init__(self, n: int, like: torch.Tensor, block: int, device: torch.device | None = None) -> None:
@@ -76,8 +76,8 @@ class BlockStore:
 class HostBlockStore(BlockStore):
     """Blocks in pinned host memory; of each unit the `cached` most recently used ones (LRU) also on the device.
 
-    Attention reads the device copies only, so a requested block that is not there is fetched: `fetch` in the ledger. A new
-    block is written to the host once (`write_back`). More than `cached` blocks requested at once are all cached.
+    Attention reads the device copies only: a requested block that is not cached is fetched first (`fetch` in the ledger). A new
+    block is written to the host once (`write_back`). If more than `cached` blocks are requested at once, all of them are cached.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ class InfLLMLayer(SelectiveLayer):
         return out.to(q.dtype).transpose(1, 2)
 
     def _report(self, memory: BlockMemory, edges: list[int], ids: torch.Tensor | None, ctx: LayerContext) -> None:
-        """Tell ledger and observers what this step attended; called before the rows advance."""
+        """Report to ledger and observers what this step attended; called before the rows advance."""
         sinks, block, starts = self.method.n_sink, self.method.block, memory.block_ends()
         taken = [min(plan.topk, count) * block for plan, count in zip(memory.plans, memory.blocks.counts, strict=True)]
         attended = [
@@ -216,7 +216,7 @@ class InfLLMLayer(SelectiveLayer):
     ) -> torch.Tensor:
         """Queries q (n', h, t, d) of consecutive `rows`, row i's at positions at[i], at[i] + 1, ...: (n', h, t, d) fp32.
 
-        ids, fetched: the blocks they chose, and K, V of these. Adds what keys inside the window receive to their scores.
+        ids, fetched: the blocks they chose, and K, V of these. Adds the probabilities of keys inside the window to their scores.
         """
         reach, near = memory.reach(rows, at, q.shape[2], ids), memory.near
         keys, values = near.view(ROTATED, *reach.window, reach.rows), near.view(VALUE, *reach.window, reach.rows)

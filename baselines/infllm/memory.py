@@ -66,7 +66,7 @@ class BlockMemory:
         n, h_kv, _, d = k.shape
         self.method, self.shape = method, shape
         self.far = ROTATED if method.true_positions else RAW  # the form in which far keys are kept
-        self.units = shape.h if method.per_head else 1  # what chooses blocks of its own
+        self.units = shape.h if method.per_head else 1  # each unit chooses its own blocks
         self.lengths = [0] * n  # tokens per row
         self.left = [0] * n  # tokens that have left the window, for good
         self.plans: list[BlockPlan] = []
@@ -91,7 +91,7 @@ class BlockMemory:
         return min(self.near.end - length + at for length, at in zip(self.lengths, first, strict=True))
 
     def reach(self, rows: Sequence[int], at: Sequence[int], t: int, ids: torch.Tensor | None) -> Reach:
-        """What t queries of each of `rows` reach, row i's at positions at[i], at[i] + 1, ...; ids: the blocks they chose."""
+        """What t queries of each of `rows` attend to, row i's at positions at[i], at[i] + 1, ...; ids: the blocks they chose."""
         span = slice(rows[0], rows[-1] + 1)
         pads = [self.near.end - self.lengths[row] for row in rows]  # column = position + pad
         block_ends = self.block_ends()

@@ -3,14 +3,14 @@
     ratio = 2 n l D * 16 / (2 n l D * bits + 16 * parameters)        n rows, l tokens, D = h_kv d channels
 
 Its Table 1 (n = 8, D = l = 4096) and the ratios of its result tables (n = 8, D = 4096) follow from the parameter counts below.
-They leave out:
+The published counts leave out:
 
 - which tokens are salient (one bit per token and KV head, and a count per 64 tokens)
 - the exact tail of generated tokens (up to `gap`), and capacity
 - that models with grouped queries have fewer channels in K and V (1024 instead of 4096 for Mistral-7B), and that batches have
   other sizes, with channel parameters per row
 
-Stored here, per row: 4 D for keys by channel (both widths), one c per value channel D, and 2 per value token.
+Numbers of 16 bits stored here, per row: 4 D for keys by channel (both widths), D for the value channels' c, 2 per value token.
 """
 
 from __future__ import annotations

@@ -63,20 +63,30 @@ class Subset:
 class MixedCodec(Codec):
     """Salient tokens in `bits[0]` bits, regular ones in `bits[1]`, each width with parameters of its own.
 
-    by: which entries share one (step, low). "channel": each channel of a KV head, over the tokens of a width; "token": each
-    token over all channels and KV heads; "cst": the same after dividing every channel by sqrt(max |x|) over all tokens of both
-    widths; "group": each `group` consecutive channels of a token. Saliency differs per KV head, so "a token over all heads" is
-    the j-th token of this width of each head.
-    segment: with "channel" and "cst", False codes the old tokens again when new ones widen the ranges (a token keeps its bit
-    width, and its codes where nothing widened), True gives the tokens of each append ranges of their own.
+    by: which entries share one (step, low).
+
+    - "channel": each channel of a KV head, over the tokens of a width
+    - "token": each token, over all channels and KV heads. Saliency differs per KV head, so this is the j-th token of the width in
+      each head
+    - "cst": as "token", after every channel was divided by sqrt(max |x|) over all tokens of both widths
+    - "group": each `group` consecutive channels of a token
+
+    segment: matters with "channel" and "cst". False: when new tokens widen the ranges, the old ones are coded again. A token
+        keeps its bit width, and its codes where nothing widened. True: the tokens of each append have ranges of their own.
     balanced: channels are divided by sqrt(max |x| / max |q|) of the first prompt instead (for keys).
-    widths: shared by K and V; `owner` is the codec that keeps it (K's).
+    widths: shared by K and V. owner: whether this codec keeps it up to date; K's does.
     """
 
     def __init__(
-        self, bits: tuple[int, int], by: str, widths: Widths, *, owner: bool, segment: bool = False, group: int = 32,
-
-    ) -> None:  # fmt: skip
+        self,
+        bits: tuple[int, int],
+        by: str,
+        widths: Widths,
+        *,
+        owner: bool,
+        segment: bool = False,
+        group: int = 32,
+    ) -> None:
         self.by, self.widths, self.owner, self.segment, self.group = by, widths, owner, segment, group
         self.bits = bits
         self.balanced = False
@@ -118,7 +128,7 @@ class MixedCodec(Codec):
             for r, part in enumerate(new):
                 subset.filled[r] = [start + part.shape[1] for start in subset.filled[r]]
         if not self.owner:
-            self.widths.announce([], [])  # K's codec has used them before
+            self.widths.announce([], [])  # V is packed after K: nobody needs the announcement any more
 
     def _members(self, x: torch.Tensor, row: int, salient: bool) -> torch.Tensor:
         """The new tokens of one width, in order of position: x (h_kv, count, d) -> (h_kv, members, d)."""

@@ -19,7 +19,7 @@ BLOCK = 128  # probes whose logits exist at a time
 
 @dataclass(frozen=True)
 class ProbeRule:
-    """Which queries are probes. recent, random: shares of the tokens; the other strategies take the sum of the two."""
+    """Which queries are probes. recent, random: shares of the tokens. random, recent and special alone use the sum of both."""
 
     strategy: str = "random_recent"
     recent: float = 0.05

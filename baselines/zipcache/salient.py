@@ -28,8 +28,8 @@ RECOMPRESS = ("whole", "segment")
 class SalientMethod(QuantizationMethod):
     """Base of methods that keep salient tokens in `bits_high` bits and regular ones in `bits_low`, both packed.
 
-    The budget is the share of 16 bits that the codes of a token take on average, so it gives the share of salient tokens: 0.2
-    is 3.2 bits, which at 4 and 2 bits makes 60 % salient. 1.0 keeps everything exact.
+    The budget is the mean bits of a token's codes as a share of 16 bits, so it gives the share of salient tokens: 0.2 is 3.2
+    bits, which at 4 and 2 bits makes 60 % salient. 1.0 keeps everything exact.
     """
 
     ignores_budget: ClassVar[bool] = False

@@ -18,9 +18,10 @@ from pqcache.store.packed import PackedStore, PackedStream
 class SalientStore(PackedStore):
     """A packed store that chooses each token's bit width when it packs it, by the attention it received from probes.
 
-    ratio: share of salient tokens of every batch that is packed. norm: what a token's sum is divided by: "probes", how many
-    probes could see it; "full", how many queries could; "none". scope: "head", every KV head ranks its own; "layer", one
-    ranking by the sum over heads. gap: exact tokens that are packed at a time during decoding.
+    ratio: share of salient tokens among the tokens packed together.
+    norm: divisor of a token's sum: "probes", the number of probes that could see it; "full", of queries; "none", 1.
+    scope: "head", every KV head has its own ranking; "layer", one ranking by the sum over heads.
+    gap: exact tokens that are packed at a time during decoding.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SalientStore(PackedStore):
         return cache.token_ids[row, cache.pads[row] :][: ctx.step.final[row]]
 
     def _observe_queries(self, q: torch.Tensor, counts: list[int], h_kv: int) -> None:
+        """Raise `query_max` to the largest |q| of a block's real queries, q (n, h, t, d), per KV head and channel."""
         t, size = q.shape[2], q.float().abs().unflatten(1, (h_kv, -1)).amax(2)
         real = torch.arange(t, device=q.device)[None] >= t - torch.tensor(counts, device=q.device)[:, None]
         largest = size.masked_fill(~real[:, None, :, None], 0).amax(2)
@@ -91,21 +93,21 @@ class SalientStore(PackedStore):
         assert self.k.tail is not None
         n, h_kv, width, _ = self.k.tail.shape
         sums, seen_by = self._reserve(max(self.k.tails), q, h_kv)
-        asks = [
+        is_probe = [
             (tail - 1) % self.gap in self.rule.positions(self.gap, body)
             for body, tail in zip(self.k.body, self.k.tails, strict=True)
         ]
-        for row, (ask, tail) in enumerate(zip(asks, self.k.tails, strict=True)):
-            if ask or self.norm == "full":
+        for row, (probe, tail) in enumerate(zip(is_probe, self.k.tails, strict=True)):
+            if probe or self.norm == "full":
                 seen_by[row, :, :tail] += 1
-        if not any(asks):
+        if not any(is_probe):
             return
         queries = q.to(sums.dtype).view(n, h_kv, -1, q.shape[3])
         logits = queries @ self.k.tail.to(sums.dtype).transpose(-1, -2) * ctx.scaling
         above = logits - lse.to(sums.dtype).view(n, h_kv, -1, 1)
         probs = above.clamp(max=0).exp().sum(2)  # (n, h_kv, width); huge logits are rounded differently in a tile
-        for row, (ask, tail) in enumerate(zip(asks, self.k.tails, strict=True)):
-            if ask:
+        for row, (probe, tail) in enumerate(zip(is_probe, self.k.tails, strict=True)):
+            if probe:
                 sums[row, :, :tail] += probs[row, :, width - tail :]
 
     # -- packing ----------------------------------------------------------------------------------------------------

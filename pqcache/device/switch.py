@@ -28,7 +28,7 @@ def on_device(*tensors: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Let the Triton kernels serve CPU tensors in place of numba's, for tests. Set TRITON_INTERPRET=1 before triton is imported."""
+    """Let the Triton kernels serve CPU tensors in place of numba's, for tests. Set TRITON_INTERPRET=1 before importing triton."""
     before, _state["interpreted"] = _state["interpreted"], True
     try:
         with kernels.without_numba():

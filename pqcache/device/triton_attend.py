@@ -74,7 +74,7 @@ def _one_buffer(
     query, keys, values, line, start, end, sinks, count, shift, picks, high, mass, result, inside, real, scaling,
     TILE: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The same where one buffer holds tokens of all three kinds, position p at entry p. Local token e is at position e + shift."""
+    """The same where one buffer holds tokens of all kinds, position p at entry p. Local token e is at position e + shift."""
     for first in range(start, end, TILE):
         token = first + tl.arange(0, TILE)
         mask = token < end

@@ -13,12 +13,12 @@ from functools import cache
 
 import torch
 
-_on = {"compiled": True, "numba": True}  # any compiled kernel, a GPU's included; these here
+_on = {"compiled": True, "numba": True}  # compiled: any kernel, a GPU's included; numba: the kernels of this package
 
 
 @cache
 def installed() -> bool:
-    """Whether numba can be imported; it is not before a kernel runs."""
+    """Whether numba can be imported. It is imported when the first kernel runs."""
     return importlib.util.find_spec("numba") is not None
 
 

@@ -13,13 +13,13 @@ from numba.extending import intrinsic
 
 from pqcache.kernels import threads
 
-_TILE = 256  # tokens between two looks at the running maximum
+_TILE = 256  # tokens between two updates of the running maximum
 _AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
 _LINE = 64  # bytes of a cache line
 
 
 def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
-    """Ask for `size` bytes at the address to be brought into the caches, and go on."""
+    """Prefetch `size` bytes at the address into the caches, without waiting."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -44,7 +44,10 @@ _FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN an
 
 @numba.njit(nogil=True, inline="always")
 def _fill_tile(positions, start, end, mine, sinks, local, length):
-    """Positions of the entries start, ... of [sinks | chosen | local] that a tile has room for: their number, the next entry."""
+    """Write to `positions` those of the next entries of [sinks | chosen | local], from `start` on, that fit into a tile.
+
+    Returns how many were written, and the entry to go on with.
+    """
     chosen = mine.shape[0]
     count = 0
     while count < _TILE and start < end:
@@ -63,7 +66,7 @@ def _fill_tile(positions, start, end, mine, sinks, local, length):
 
 @numba.njit(nogil=True, inline="always", fastmath=_FAST)
 def _softmax_tile(logits, count, high, mass, result):
-    """Logits (g, TILE) become weights relative to the running maximum; what was added before shrinks to it."""
+    """Logits (g, TILE) become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
     g, d = result.shape
     for a in range(g):
         top = high[a]
@@ -138,7 +141,7 @@ def _attend(first, last, q, k, v, indices, sinks, local, length, scaling, parts,
                     for j in range(d):
                         value += query[a, j] * keys[position, j]
                     logits[a, i] = value * scaling
-            for i in range(min(_AHEAD, count)):  # they arrive while the exponentials are taken
+            for i in range(min(_AHEAD, count)):  # these rows arrive while the exponentials are computed
                 _fetch(values_at + positions[i] * value_step, row_bytes)
             _softmax_tile(logits, count, high, mass, result)
             _add_values(logits, positions, count, values, values_at, value_step, row_bytes, result)

@@ -3,7 +3,7 @@
 A softmax over codes factorises: exp(sum_j table[j, c_j]) is a product of one exponential per sub-space and centroid, so no
 exponential is taken per token. If all m codes of a token fit a joint table (2 x 6 bits: 4096 entries), every token is
 described by its joint code: one histogram of the codes gives the softmax's denominators, one small table the group-summed
-weight of each code, and the k-th largest weight is found in that table. Tokens are read twice, two bytes each time.
+weight of each code, and the k-th largest weight is searched in that table. Each token is read twice, two bytes at a time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pqcache.kernels import threads
 
 _JOINT = 4096  # entries of a joint table that stays in the nearest caches
 _RADIX = ((20, 0xFFF), (8, 0xFFF), (0, 0xFF))  # digits of a float's bits; non-negative floats order as their bits do
-_MAX_GAP = 40.0  # nats from the product of the tables' maxima down to the best token; beyond, precision is lost
+# nats from the product of the tables' maxima down to the best token; with a larger gap precision is lost
+_MAX_GAP = 40.0
 
 
 @numba.njit(nogil=True, cache=True)
 def _threshold(bits, amount, k):
-    """The k-th largest of `bits` (uint32), entry i counted amount[i] times, and how many of that value belong to the k."""
+    """The k-th largest of `bits` (uint32), entry i counted amount[i] times, and how many entries of that value are selected."""
     prefix, mask = np.uint32(0), np.uint32(0)
     for shift, width in _RADIX:
         histogram = np.zeros(4096, np.int64)
@@ -41,7 +42,7 @@ def _threshold(bits, amount, k):
 
 @numba.njit(nogil=True, inline="always")
 def _count_codes(mine, lo, c, joint, size):
-    """Joint codes of a head's tokens from lo on, mine (m, tokens) uint8, into joint; how often each of `size` codes occurs."""
+    """Write to `joint` the joint codes of a head's tokens, mine (m, tokens) from lo on; how often each of `size` codes occurs."""
     tokens = joint.shape[0]
     for i in range(tokens):
         joint[i] = mine[0, lo + i]
@@ -60,7 +61,7 @@ def _count_codes(mine, lo, c, joint, size):
 
 @numba.njit(nogil=True, inline="always")
 def _multiply_out(power, product):
-    """product of one entry per sub-space for every joint code: power (m, c), product (c^m,)."""
+    """Write to product (c^m,) for every joint code the product of its entries of power (m, c), one per sub-space."""
     m, c = power.shape
     filled = 1
     product[0] = 1

@@ -1,8 +1,8 @@
-"""Nearest centroid and Lloyd sums in one pass over the points: no distance matrix ever leaves the registers.
+"""Nearest centroid and Lloyd sums in one pass over the points, without a distance matrix in memory.
 
-A tile of four points against 64 centroids is one block of multiply-adds whose 16 accumulators stay in vector registers
-(written in LLVM IR, since compiled loops would spill them); the best centroid is found in those registers, and
-the point is added to its cluster's sum while it is still in the cache. Reading the points once is all the memory traffic.
+A tile of four points and 64 centroids is one block of multiply-adds. Its 16 accumulators stay in vector registers; it is written
+in LLVM IR, since compiled loops would spill them. The nearest centroid is read off those registers, and the point is added to its
+cluster's sum while it is still in the cache. So memory is read once per point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from pqcache.kernels import threads
 
-# of the machine that numba compiles for: users may set fewer than this one has, and numba's cache on disk is keyed by them
+# features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 _WIDE = "+avx512f" in _FEATURES
 LANES = 16 if _WIDE else 8  # floats per vector register
@@ -30,7 +30,7 @@ _COLUMNS = LANES * _VECTORS  # centroids per tile
 # points per task: sums are added block by block, so that the result does not depend on the number of threads
 _BLOCK = 2048
 
-ROUGH = "+avx512bf16" in _FEATURES  # whether products of bfloat16 take half the time
+ROUGH = "+avx512bf16" in _FEATURES  # whether the processor has products of bfloat16, which take half the time
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
@@ -136,7 +136,7 @@ def _make_tile(points: int, rough: bool = False) -> Any:
                 best = scores[0]
                 for other in scores[1:]:
                     best = _greater(builder, other, best)
-                half = LANES // 2  # halves onto each other: LLVM's own reduction goes through the lanes one by one
+                half = LANES // 2  # fold halves onto each other: LLVM's own reduction visits the lanes one by one
                 while half:
                     lanes = ir.Constant(_WHOLE, [lane ^ half for lane in range(LANES)])
                     other = builder.shuffle_vector(best, ir.Constant(_VECTOR, ir.Undefined), lanes)
@@ -163,7 +163,7 @@ _rough = _make_tile(_POINTS, rough=ROUGH)
 
 
 def _generate_add(typingctx, total, x, middle, d):
-    """total += x - middle over d floats at these addresses: the compiler cannot know that they never overlap."""
+    """total += x - middle over d floats at these addresses. In LLVM IR, since a compiler must assume that they overlap."""
 
     def generate(context, builder, signature, args):
         total, x, middle, d = args
@@ -227,7 +227,7 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
                 for p in range(points_now):
                     if tile == 0 or values[p] > best[a, i + p]:
                         best[a, i + p] = values[p]
-                        # a point of NaN has no best centroid, and an index past all of them
+                        # for a point of NaN the index is past all centroids
                         codes[a, i + p] = min(indices[p] + tile * _COLUMNS, last_centroid)
             if adding:
                 for p in range(points_now):

@@ -1,1 +1,1 @@
-"""Bandwidths of this machine, sizes of known models, and the bound of a decode step that follows from both."""
+"""Bandwidths of this machine, sizes of known models, and the least time of a decode step that follows from both."""

@@ -1,4 +1,4 @@
-"""What this machine is called, and the bandwidths it reaches itself, with which measured times are compared."""
+"""This machine's name for captions, and the bandwidths it reaches, with which measured times are compared."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def prompt(model: PreTrainedModel, length: int, seed: int = 0) -> torch.Tensor:
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of weights that a decode step reads.
 
-    All of them, but for an input embedding of its own: a step reads one row of it.
+    All weights but an input embedding that is not shared with the output: a step reads one row of it.
     """
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

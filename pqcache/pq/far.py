@@ -1,4 +1,4 @@
-"""Centroids and codes stored on the host: each step has its own copy on the device, sent while the layer before runs."""
+"""Centroids and codes stored on the host. A copy is sent to the device for each step, while the layer before runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import NOTHING, TO_DEVICE, TO_HOST, Lanes, Work
 
-Near = tuple[torch.Tensor, torch.Tensor]  # centroids; codes (n, lines, tokens + room for the step's own)
+# one step's copy on the device: centroids; codes (n, lines, tokens + 1), one line per KV head and sub-space
+Near = tuple[torch.Tensor, torch.Tensor]
 
 
 class FarCodes:
     """Sends one layer's centroids and codes to the device, and new tokens' codes back (PQCache, section 3.4).
 
-    All rows are sent at every step, as nothing of them stays. The host buffer is token-major: what crosses is one run of memory
-    per row of the batch, and so is a new token's code. Copies on a machine without an accelerator are made and counted alike.
+    All codes are sent at every step, since none stay on the device. The host buffer is token-major: one run of memory per row of
+    the batch crosses, and a new token's code is one run, too. Without an accelerator the same copies are made and counted.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, moved: Callable[[str, int], None]) -> None:
         self.device, self.lanes, self.moved = device, lanes, moved
         self.tokens = 0  # coded so far, in the longest row
-        self.coming: tuple[int, Work[Near]] | None = None  # how many tokens, and their copy
-        self.near: Near | None = None  # this step's
+        self.coming: tuple[int, Work[Near]] | None = None  # copy under way: number of tokens, work
+        self.near: Near | None = None  # this step's copy
         self.written: Work[None] = NOTHING  # the newest code on its way to the host
 
     def start(self, centroids: torch.Tensor, codes: Buffer) -> None:
@@ -54,10 +55,10 @@ class FarCodes:
         return self.near
 
     def append(self, codes: Buffer, new: torch.Tensor, starts: Sequence[int]) -> None:
-        """The new token's codes new (n, lines) at entry starts[r] of row r, here and there; none where that is negative."""
+        """Write the new token's codes new (n, lines) to entry starts[r] of row r, on device and host; none if it is negative."""
         assert self.near is not None
         if max(starts) >= codes.capacity:
-            self.written.finish()  # what is being written moves with the buffer
+            self.written.finish()  # the buffer is about to be copied: the last code must have arrived
         codes.reserve(max(starts) + 1)
         for row, start in enumerate(starts):
             if start >= 0:

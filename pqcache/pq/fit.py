@@ -32,10 +32,10 @@ def fit(
     seed: int,
     code_dtype: torch.dtype,
 ) -> Fitted:
-    """Index keys (n, h_kv, t, d) of which row r has counts[r]; rows `due` are clustered, the others keep their centroids.
+    """Index keys (n, h_kv, t, d), counts[r] of them in row r. Rows `due` are clustered, the others keep their centroids.
 
-    centroids (n, h_kv, m, 2^b, d / m): the present ones, on any device. rounds(count): K-Means rounds at most, for so many keys.
-    Everything is computed where the keys are. The result of a row never depends on its neighbours.
+    centroids (n, h_kv, m, 2^b, d / m): the present ones, on any device. rounds(count): maximum K-Means rounds for `count` keys.
+    Everything is computed on the keys' device. A row's result never depends on its neighbours.
     """
     start = time.perf_counter()
     n, h_kv, m, c, sub = centroids.shape

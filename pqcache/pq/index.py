@@ -33,14 +33,14 @@ class _Building:
     work: Work[Fitted]
     ledger: Ledger
     device: torch.device
-    beside: bool  # else it was built on the spot, within its caller's time
+    beside: bool  # built beside the model; False: built at once, within its caller's time
 
 
 class PQIndex(Index):
-    """Centroids and codes of one layer. Codes row i of a head is the key at position n_sink + i.
+    """Centroids and codes of one layer. Entry i of a head's codes is the key at position n_sink + i.
 
     `build` starts the clustering, beside the model where the cache's lanes do that; every use of the index waits for it first.
-    With codes_store=host both are stored on the host, and `far` sends each step its copy.
+    With codes_store=host both are stored on the host, and `far` sends a copy to the device for each step.
     """
 
     def __init__(self, method: PQCache) -> None:
@@ -164,7 +164,7 @@ class PQIndex(Index):
         return codebook.score(q, codes[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1), centroids) * ctx.scaling
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        """Scores, group softmax and top-k in one kernel where it serves; the same selection as the general way."""
+        """Scores, group softmax and top-k in one kernel where it serves, else as in the base class: the same selection."""
         centroids, codes = self.near()
         if self.reduce == "sum_softmax" and self.scope == "candidates" and kernels.native(q, codes):
             from pqcache.kernels.codes import top_tokens
@@ -182,7 +182,7 @@ class PQIndex(Index):
         return super().select(q, cand, h_kv, ctx)
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        """By the codes of these positions alone."""
+        """Look up the codes of these positions alone."""
         centroids, codes = self.near()
         n, h_kv, m = centroids.shape[:3]
         heads = max(h_kv, indices.shape[1])

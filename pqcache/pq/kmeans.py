@@ -10,9 +10,9 @@ import torch
 from pqcache import kernels
 from pqcache.device.switch import on_device
 
-_FEW = 64  # fewer points per group are not worth laying out the centroids for the compiled kernel
-_MAX_CENTROIDS = 256  # centroids that fit on a GPU's multiprocessor, beside sums of as many
-_SAMPLE = 160  # points per cluster that place its centroid well enough for another round
+_FEW = 64  # with fewer points per group the compiled kernel does not repay rearranging the centroids
+_MAX_CENTROIDS = 256  # centroids that fit on a GPU's multiprocessor beside their sums
+_SAMPLE = 160  # points per cluster that are enough to place its centroid in a round before the last
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
 
@@ -53,7 +53,7 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _on_device(x: torch.Tensor, centroids: torch.Tensor) -> bool:
-    """Whether the Triton kernel serves; its module is not to be imported to find out."""
+    """Whether the Triton kernel serves, decided without importing it."""
     return (
         x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MAX_CENTROIDS and on_device(x, centroids)
     )
@@ -68,14 +68,14 @@ def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:
 def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4) -> KMeansResult:
     """Lloyd's algorithm on x (G, N, d) from centroids init (G, C, d), each group on its own; at most `max_iter` rounds.
 
-    A group stops when its assignment no longer changes, or when its centroids move by no more than
-    tol * mean_d Var(x_d) in total (squared). Empty clusters take the points farthest from their centroids, which leave their
-    old clusters (scikit-learn's rule, which the published system runs). Codes always belong to the returned centroids.
+    A group stops when its assignment no longer changes, or when the squared movements of its centroids sum to at most
+    tol * mean_d Var(x_d). Empty clusters take the points farthest from their centroids, which leave their old clusters
+    (scikit-learn's rule, which the published system runs). Codes always belong to the returned centroids.
 
-    Of many points (from 2 * 160 per cluster on) all rounds but the last see evenly spaced ones, at least 160 per cluster: rounds
-    that move centroids far do not need every point. Of 32,640 points and 64 centroids that reads 3.3 times every point for 5
-    rounds and the codes, instead of 6 times. Rounds then compare distances of points and centroids rounded to bfloat16 where the
-    processor is faster at it (AVX512-BF16); codes do not. Inertia stays within 0.5 % of exact rounds over all points
+    With at least 2 * 160 points per cluster, every round but the last uses evenly spaced points only, at least 160 per cluster.
+    For 32,640 points, 64 centroids and 5 rounds, rounds and codes together then read all points 3.3 times instead of 6 times.
+    In such a run, a processor with AVX512-BF16 computes the distances of all rounds from points and centroids rounded to
+    bfloat16; the codes are computed in fp32. Inertia stays within 0.5 % of exact rounds over all points
     (scripts/bench_kernels.py).
     """
     x, init = x.float(), init.float()
@@ -83,14 +83,14 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     stride = x.shape[1] // (_SAMPLE * init.shape[1])
     if stride < 2 or max_iter < 2:
         return _lloyd(points, init, max_iter, tol)
-    points.rough = points.rounds_off
+    points.rough = points.can_be_rough
     early = _lloyd(points.every(stride), init, max_iter - 1, tol, last=False)
     result = _lloyd(points, early.centroids, max_iter - early.rounds, tol)
     return result._replace(rounds=early.rounds + result.rounds)
 
 
 def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last: bool = True) -> KMeansResult:
-    """Every round over every point; last=False: codes are those of the centroids before the last update."""
+    """Rounds over all of these points. last=False: the codes may be those of the centroids before the last update."""
     x = points.x
     centroids = init - points.middle
     limit = tol * points.variance  # (G,)
@@ -123,10 +123,10 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
 
 
 class _Points:
-    """Points (G, N, d) fp32 around their mean: keys with a bias lie far from the origin, where fp32 loses small distances."""
+    """Points (G, N, d) fp32 less their mean: keys with a bias are far from the origin, where fp32 loses small distances."""
 
-    rough = False  # rounds find the nearest centroid in bfloat16
-    rounds_off = False  # whether they could
+    rough = False  # whether rounds compute distances in bfloat16
+    can_be_rough = False  # whether this machine is faster at that
 
     def __init__(self, x: torch.Tensor) -> None:
         self.middle = x.mean(1, keepdim=True)
@@ -135,9 +135,9 @@ class _Points:
 
     def every(self, stride: int) -> _Points:
         """Every stride-th of the points, with the mean and variance of all."""
-        some = copy.copy(self)
-        some.x = self.x[:, ::stride].contiguous()
-        return some
+        sample = copy.copy(self)
+        sample.x = self.x[:, ::stride].contiguous()
+        return sample
 
     def centered(self, group: int) -> torch.Tensor:
         return self.x[group]
@@ -159,13 +159,13 @@ class _Points:
 
 
 class _NativePoints(_Points):
-    """The same by the compiled kernel, which centers the points as it reads them."""
+    """The same by the numba kernel, which subtracts the mean as it reads the points."""
 
     def __init__(self, x: torch.Tensor) -> None:
         from pqcache.kernels import nearest
 
         self.kernel = nearest
-        self.rounds_off = nearest.ROUGH
+        self.can_be_rough = nearest.ROUGH
         self.x = x
         self.middle, self.variance = nearest.moments(x)
 

@@ -21,12 +21,15 @@ CODES_STORES = ("resident", "host")
 class PQCache(RetrievalMethod):
     """PQ codes of keys rank the candidates; see RetrievalMethod for sinks, local window and stores.
 
-    Candidates are ranked by softmax over the candidates per query head, summed over the group; centroids stay as the prompt
-    left them, later keys take the nearest one.
+    Candidates are ranked by softmax over the candidates per query head, summed over the group. Centroids are fitted to the
+    prompt; the code of a later key is its nearest centroid.
 
-    Deviations from the released code, each for correctness: K-Means sees every key after the sinks (not stale rows), a token's
-    codes are its own, all layers advance together, scores are fp32, codes are uint8 and only new ones are written, prompts too
-    short for an index stay dense. Prompt tokens in the local window are on the host as well, so that leaving it costs nothing.
+    Deviations from the released code, each for correctness:
+    - K-Means sees every key after the sinks, not stale rows, and a token's codes are its own.
+    - All layers advance together.
+    - Scores are fp32. Codes are uint8, and only new ones are written.
+    - Prompts too short for an index stay dense.
+    - Prompt tokens in the local window are also on the host: a token leaves the window without a copy.
     """
 
     name: ClassVar[str] = "pqcache"
@@ -36,16 +39,16 @@ class PQCache(RetrievalMethod):
     m: int = 2
     # bits per code: 2^b centroids per sub-space
     b: int = 6
-    # K-Means rounds at most | adaptive: as many as end within one layer's prefill by a profile of this machine (section 3.3);
-    # scores then depend on the machine, and rows say how many rounds
+    # maximum K-Means rounds | adaptive: as many as end within one layer's prefill, by a profile of this machine (section 3.3);
+    # scores then depend on the machine, and the result row records the rounds
     max_iter: int | str = 5
-    # K-Means stops when its centroids move less than this share of the keys' mean variance, squared and in total
+    # K-Means stops when the squared movements of the centroids sum to at most tol times the keys' mean variance
     tol: float = 1e-4
     # seed of the first centroids
     kmeans_seed: int = 4321
     # where K-Means runs: cpu | cuda | auto (where the keys are)
     kmeans_device: str = "cpu"
-    # where centroids and codes are: resident (on the device) | host (a step's copy is sent while the layer before runs,
+    # where centroids and codes are: resident (on the device) | host (a copy is sent for each step while the layer before runs,
     # section 3.4)
     codes_store: str = "resident"
 
@@ -65,14 +68,14 @@ class PQCache(RetrievalMethod):
         self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
 
     def rounds(self, count: int) -> int:
-        """Most K-Means rounds for `count` keys per head."""
+        """Maximum K-Means rounds for `count` keys per head."""
         if isinstance(self.max_iter, int):
             return self.max_iter
         if self.cost is None:
             raise RuntimeError(
                 "max_iter=adaptive was not prepared for this model: call prepare(model, None, None) first"
             )
-        return self.cost.rounds(count)  # of all groups of a layer, as they were profiled
+        return self.cost.rounds(count)  # the profile timed all groups of a layer together
 
     def check_prepared(
         self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None

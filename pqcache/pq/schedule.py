@@ -1,7 +1,7 @@
 """How many K-Means rounds hide behind one layer's prefill (PQCache, section 3.3).
 
-The times come from a profile of machine, model geometry and index, which `scripts/profile_schedule.py` measures and keeps as
-<cache_dir>/schedule/<machine>__<geometry>.json. Without one, max_iter=adaptive is refused: rounds decide which tokens are
+The times come from a profile of machine, model geometry and index. `scripts/profile_schedule.py` measures it and stores it as
+<cache_dir>/schedule/<machine>__<geometry>.json. Without a profile, max_iter=adaptive is refused: rounds decide which tokens are
 selected, so a guess must not replace the measurement.
 """
 
@@ -39,8 +39,7 @@ class CostModel:
     def rounds(self, x: int, groups: int = 1, workers: int = 1) -> int:
         """The largest T whose clustering ends within one layer's prefill, clipped to [3, 300].
 
-        Each worker clusters R = ceil(groups / workers) groups one after another; with R = 1 this is the published formula,
-        which forgets R.
+        Each worker clusters R = ceil(groups / workers) groups one after another. The published formula omits R: it is R = 1.
         """
         a2, a1, a0 = self.compute
         r = math.ceil(groups / workers)
@@ -49,14 +48,14 @@ class CostModel:
         per_round = r * (self.per_round[0] * x + self.per_round[1])
         if budget <= base:
             return T_MIN
-        if per_round <= 0:  # a fit of noise: further rounds look free
+        if per_round <= 0:  # measured times so noisy that further rounds look free
             return T_MAX
         return min(T_MAX, T_MIN + math.floor((budget - base) / per_round))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one layer's times depend on, the machine apart."""
+    """What one layer's times depend on besides the machine."""
 
     h: int
     h_kv: int
@@ -80,7 +79,7 @@ class Geometry:
         return f"{layer}-m{self.m}-b{self.b}-kmeans-{self.kmeans_device}"
 
     def command(self, device: torch.device, cache_dir: Path | None = None) -> str:
-        """What makes the profile."""
+        """The command that measures the profile."""
         shape = ",".join(map(str, (self.h, self.h_kv, self.d, self.hidden, self.intermediate)))
         words = ["python scripts/profile_schedule.py", f"--shape {shape} --dtype {self.dtype} --device {device.type}"]
         words.append(f"--m {self.m} --b {self.b} --kmeans-device {self.kmeans_device}")
@@ -116,7 +115,7 @@ def load_cost(geometry: Geometry, device: torch.device, cache_dir: Path | None =
 def save_cost(
     cost: CostModel, geometry: Geometry, device: torch.device, cache_dir: Path | None, points: dict[str, Any]
 ) -> Path:
-    """Keep a profile and the points it was fitted to."""
+    """Store a profile and the measured points it was fitted to."""
     path = profile_path(geometry, device, cache_dir)
     content = {"device": device_caption(device), "geometry": asdict(geometry), "cost": asdict(cost), "points": points}
     write_text(path, json.dumps(content, indent=1) + "\n")

@@ -1,15 +1,18 @@
 """Bind a SelectiveCache to a stock transformers model, for as long as a `with` block lasts.
 
-transformers hands the attention function q, k, v and the mask, but neither the cache nor the hidden states. A forward
-pre-hook on each attention module notes them just before; the one attention function then routes to the cache's layer.
+transformers gives the attention function q, k, v and the mask, but neither the cache nor the hidden states. A forward
+pre-hook on each attention module stores these (`LayerContext`); the attention function then calls the cache's layer.
 
-A forward pass: the model's pre-hook opens it. The first attention module's pre-hook decides what the pass is (`Step`), and every
-layer checks it before any has changed. Each module's pre-hook lets its layer and the next one start work
-(`SelectiveCache.enter_layer`); then come projections, `update` and `attend`. The model's post-hook closes the pass and advances
-the step counter. A pass that failed half-way is noticed at the next one.
+One forward pass:
+
+1. The model's pre-hook opens the pass. A pass before it that failed half-way is detected here.
+2. The first attention module's pre-hook decides what the pass is (`Step`). Every layer checks the step before any layer changes.
+3. Each attention module's pre-hook lets its layer and the next one start early work (`SelectiveCache.enter_layer`). The module
+   then computes its projections, and calls `update` and `attend`.
+4. The model's post-hook closes the pass and advances the step counter.
 
 A pass that returns the last token's logits only (`logits_to_keep=1`, as in `generate`) needs one row of its last layer: there
-attention, output projection and MLP are computed for that token alone. K and V of all tokens are stored as ever.
+attention, output projection and MLP are computed for that token alone. K and V of all tokens are still stored.
 """
 
 from __future__ import annotations
@@ -78,9 +81,10 @@ def rotary_of(decoder: nn.Module, attention: nn.Module) -> Callable[..., tuple[t
 
 
 def after_attention(decoder: nn.Module, attention: nn.Module) -> list[nn.Module]:
-    """What the last decoder layer computes token by token after its attention; of fewer tokens it gives fewer rows.
+    """The modules after a decoder layer's attention that work token by token: output projection and MLP.
 
-    The layer adds such a row to all rows of its residual: the last one is right, the others are of no meaning.
+    Given the last token alone they return one row, which the layer adds to every row of its residual. Only the last row of the
+    sum is then correct; no other row is used.
     """
     tail = (getattr(attention, "o_proj", None), getattr(decoder.layers[-1], "mlp", None))  # type: ignore[index]
     return [module for module in tail if module is not None]
@@ -108,7 +112,10 @@ class Hooks:
         return handles
 
     def before_model(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A pass begins. Positions count a row's own tokens, as in `generate`: keys' sub-spaces are not invariant to a shift."""
+        """A pass begins. Unless positions are given, they count a row's own tokens, as in `generate`.
+
+        Counting padding too would rotate the keys further, and their product-quantized codes would change.
+        """
         cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
         if cache is None:
             return None
@@ -124,8 +131,8 @@ class Hooks:
             cache.close_forward()
 
     def before_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """An attention module is about to run: note its context, and tell this layer and the next one."""
-        module.__dict__.pop(_CONTEXT, None)  # of a pass that failed between here and the attention function
+        """An attention module is about to run: store its context, and let its layer and the next one start early work."""
+        module.__dict__.pop(_CONTEXT, None)  # left by a pass that failed between here and the attention function
         cache = cache_of(kwargs)
         if cache is None:
             return
@@ -149,12 +156,12 @@ class Hooks:
         cache.enter_layer(ctx)
 
     def before_logits(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Find out whether only the last token's logits are asked for."""
+        """Find out whether the pass returns the last token's logits only."""
         if (cache := cache_of(kwargs)) is not None:
             kept = kwargs.get("logits_to_keep")
-            more = [kwargs.get(key, getattr(self.config, key, None)) for key in EVERY_ROW]
-            alone = isinstance(kept, int) and kept == 1 and all(x is None or x is False for x in more)
-            cache.last_only = self.last_only = alone and not cache.watchers
+            every_row = [kwargs.get(key, getattr(self.config, key, None)) for key in EVERY_ROW]
+            last_only = isinstance(kept, int) and kept == 1 and all(x is None or x is False for x in every_row)
+            cache.last_only = self.last_only = last_only and not cache.watchers
 
     def after_logits(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         self.last_only = False

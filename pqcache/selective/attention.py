@@ -1,4 +1,4 @@
-"""Attention over what was kept or chosen, and the exact merge of parts.
+"""Attention over kept or selected tokens, and the exact merge of segments.
 
 Shapes: n batch, h query heads, h_kv KV heads, g = h / h_kv, q query tokens, m keys, d head dimension.
 """
@@ -47,9 +47,10 @@ def causal_mask(past: Sequence[int], counts: Sequence[int], t: int, length: int,
     Row r held past[r] tokens and its last counts[r] columns are real. Padding queries see everything: their output is never
     used, and an empty softmax would be NaN.
     """
-    past_, counts_ = torch.tensor(past, device=device), torch.tensor(counts, device=device)
-    position = past_[:, None] + torch.arange(t, device=device)[None] - (t - counts_)[:, None]  # (n, t)
-    padding = torch.arange(t, device=device)[None] < (t - counts_)[:, None]
+    column = torch.arange(t, device=device)[None]
+    pads = t - torch.tensor(counts, device=device)[:, None]
+    position = torch.tensor(past, device=device)[:, None] + column - pads  # (n, t)
+    padding = column < pads
     seen = torch.arange(length, device=device)[None, None] <= position[..., None]
     return (seen | padding[..., None])[:, None]
 
@@ -89,7 +90,8 @@ def partial(
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - torch.where(lse.isinf(), 0, lse)[..., None])
-    total = weights.sum(-1, keepdim=True)  # 1, or 0 where nothing is seen; more where huge logits round the log away
+    # 1; 0 where the query sees nothing; above 1 where logits are so large that fp32 rounds the logarithm away
+    total = weights.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1, total)
     out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, d) / total
     return Part(out, lse, weights / total if probs else None)
@@ -97,9 +99,9 @@ def partial(
 
 def merge(parts: Sequence[Part]) -> Part:
     """Exact joint softmax over disjoint segments: as if their keys had been concatenated."""
-    each = torch.stack([p.lse for p in parts])
-    lse = torch.logsumexp(each, 0)
-    weights = torch.exp(each - torch.where(lse.isinf(), 0, lse))
+    lses = torch.stack([p.lse for p in parts])
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - torch.where(lse.isinf(), 0, lse))
     total = weights.sum(0)  # as in `partial`
     shares = (weights / torch.where(total == 0, 1, total))[..., None]
     out = sum(p.out * share for p, share in zip(parts, shares, strict=True))

@@ -1,4 +1,4 @@
-"""What may be spent: one budget, and how a method divides it over sinks, local window and selected tokens."""
+"""The budget, and how a method divides it over sinks, local window and selected tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EPS = 1e-6  # 0.1 * 8160 is 815.999... in binary floating point; without this a
 
 
 def floor_share(total: int, share: float) -> int:
-    """floor(total * share) that survives binary rounding."""
+    """floor(total * share), unharmed by binary rounding."""
     return int(total * share + _EPS)
 
 
@@ -17,7 +17,7 @@ def floor_share(total: int, share: float) -> int:
 class Budget:
     """Tokens a method may keep or attend per layer and KV head: a share of the prompt, or a number of tokens.
 
-    Exactly one field is set. `ratio` lies in (0, 1]; `tokens` is at least 64.
+    Exactly one field is set. `ratio` is in (0, 1]; `tokens` is at least 64.
     """
 
     ratio: float | None = None
@@ -60,7 +60,7 @@ class Budget:
         return self.ratio == 1.0
 
     def total(self, s: int) -> int:
-        """Tokens this budget stands for at a prompt of `s` tokens."""
+        """This budget in tokens for a prompt of `s` tokens."""
         if self.tokens is not None:
             return min(self.tokens, s)
         assert self.ratio is not None
@@ -89,7 +89,7 @@ class Plan:
 def partition_plan(budget: Budget, s: int, n_sink: int, recent_ratio: float) -> Plan:
     """Sinks + local window + selected tokens for a prompt of `s` tokens.
 
-    A ratio is taken of the tokens after the sinks, which come on top, as in PQCache's experiments; a token budget
+    A ratio is of the tokens after the sinks, and the sinks come on top, as in PQCache's experiments. A token budget
     includes the sinks, so that budget=512 attends 512 tokens. The total is rounded once and then split: two independent
     truncations lose a token, and budget 1.0 would no longer be full attention. The window holds at least one token.
     """

@@ -1,10 +1,10 @@
-"""What a method finds out about a model before it meets a prompt: computed once from a text, then stored on disk.
+"""Calibration: what a method computes about a model before any prompt, once per text, and stores on disk.
 
     calibration = Calibration("mymethod", tokens=2048, settings=(1, self.rule))      # 1: the version of what is stored
     tensors = calibration.get(model, text, cache_dir, lambda model, ids: {"mean": ...})
 
-`Method.prepare` gets model, text and cache_dir from the harness, and is the place to call `get`. `watch_text` shows what every
-layer computes on the token ids: queries, keys, values, output and context.
+`Method.prepare` gets model, text and cache_dir from the harness, and is the place to call `get`. Use `watch_text` in `compute`
+to see queries, keys, values, output and context of every layer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Calibration:
-    """method: the folder <cache_dir>/<method> holds the results. tokens: of the text, at most. settings: JSON values that the
-    result depends on besides model and text, a version number among them. seed: of the token ids used where there is no text.
+    """A result that depends on a model, a text and some settings.
+
+    method: results are stored in the folder <cache_dir>/<method>.
+    tokens: maximum length of the text.
+    settings: JSON values that the result depends on besides model and text, a version number among them.
+    seed: of the random token ids that are used where there is no text.
     """
 
     method: str
@@ -69,7 +73,7 @@ class Calibration:
         return tensors
 
     def token_ids(self, model: PreTrainedModel, text: torch.Tensor | None) -> torch.Tensor:
-        """What the model is run on, (1, t): the text's first `tokens` tokens, or as many as the model attends fully."""
+        """Token ids (1, t) to run the model on: the text's first `tokens` ones, fewer if the model cannot attend so far."""
         config = model.config.get_text_config(decoder=True)
         limits = (self.tokens, getattr(config, "max_position_embeddings", None), sliding_window(config))
         t = min(limit for limit in limits if limit is not None)
@@ -86,8 +90,8 @@ class Calibration:
         digest = hashlib.sha256(content.encode())
         for name, weight in model.named_parameters():
             flat = weight.detach().flatten()
-            some = flat[:: max(1, flat.numel() // 64)].double().cpu()
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + some.numpy().tobytes())
+            samples = flat[:: max(1, flat.numel() // 64)].double().cpu()
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + samples.numpy().tobytes())
         digest.update(ids.cpu().numpy().tobytes())
         return digest.hexdigest()[:32]
 

@@ -7,8 +7,9 @@
         for _ in range(256):
             token = steps.replay()                      # on the device; reading it waits
 
-Between two steps only counters on the device differ. So every layer's step must be done by a substitute (substitute.py) that
-reads them there: PQCache with its codes on the device, over any store, and full attention. Other layers raise NotApplicable.
+Only counters on the device may differ between two steps. So a substitute (substitute.py) must do every layer's step and read
+the counters there. There is one for PQCache with its codes on the device, over any store, and one for full attention. Other
+layers raise NotApplicable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pqcache.selective.shape import NotApplicable
 class CapturedSteps:
     """Up to `tokens` recorded steps. `logits` (n, vocabulary) and `token` (n, 1) are those of the last replayed one.
 
-    An ordinary forward pass, a new turn, a reordering of rows or a new request ends the recording's use: `replay` then refuses.
+    After an ordinary forward pass, a new turn, a reordering of rows or a new request `replay` raises RuntimeError.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor, tokens: int) -> None:
@@ -36,14 +37,13 @@ class CapturedSteps:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
         cache.check_window(cache.columns + tokens)  # a replay does not check it again
-        # A layer whose tensors change drops its substitute, since the graph would go on with the old ones.
-        # The recorded pass is the second one, replayed or not, and nothing may grow while it is recorded: room for two.
+        # One pass is run and a second one recorded. No buffer may grow while recording, so there is room for at least two.
         self.steps = [layer.prepare_capture(max(cache.past) + max(tokens, 2)) for layer in cache.layers]
         self.cache = cache
         self.token = token.clone()
         self.position = send(cache.past, torch.long, token.device)[:, None]
         self.model, self.left = model, tokens
-        # the first step is an ordinary one, on a stream of its own: it loads kernels and allocates workspaces
+        # the first step is run, not recorded, on a stream of its own: it loads kernels and allocates workspaces
         stream, current = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

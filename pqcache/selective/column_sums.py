@@ -1,12 +1,14 @@
 """How much attention each key received: column sums of the softmax, without ever holding an s x s matrix.
 
-Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Exact, in either of two forms. One pass: a block of
-queries sees whole rows of logits, so its softmax needs no correction later. Two passes: the attention kernel returns each row's
-log-sum-exp, and the probabilities are computed again tile by tile, keys as well as queries. Rows of the batch are computed one by
-one: their lengths differ, and a row's sums do not depend on the rows beside it.
+Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There are two exact forms:
 
-The layers use the one-pass form: transformers' sdpa does not return its log-sum-exp. The other form is for a kernel that does,
-such as flash-attn's. `scripts/bench_methods.py column_sums` measures both.
+- One pass: whole rows of logits are computed for a block of queries at a time, so their softmax is final.
+- Two passes: the attention kernel has returned each query's log-sum-exp. The probabilities are computed again from it, for a
+  tile of keys and a block of queries at a time.
+
+The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does.
+`scripts/bench_methods.py column_sums` measures both. Rows of the batch are computed one by one: their lengths differ, and a
+row's sums do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
 LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
-TOGETHER = 1 << 20  # KV heads are taken together while their logits are no more numbers than this
+TOGETHER = 1 << 20  # several KV heads are computed at once while their logits are at most this many numbers
 
 
 def accumulator_dtype(x: torch.Tensor) -> torch.dtype:
@@ -41,13 +43,17 @@ def add_column_sums(
 ) -> None:
     """sums (n, h, >= max(stored)) += the probability each key gets from the queries q (n, h, t, d), per query head.
 
-    k: (n, h_kv, >= max(stored), d). Row r holds stored[r] keys; its last counts[r] query columns are real (the others are
-    padding and add nothing) and belong to its last counts[r] keys: query i sees the keys up to its own. Keys before those,
-    whether of an earlier chunk or of what an eviction left, are seen by all. windows: in row r a key counts only what the
-    query at its own position and the windows[r] - 1 after it give (their softmax is still over all keys they see). lse
-    (n, h, t), not with windows: log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form; what
-    it says of padding is not read. Beside `sums`, one block of logits of one KV group exists at a time,
-    g * block * max(stored) numbers, or g * block * LSE_TILE with `lse`; of several groups while they are few (TOGETHER).
+    k (n, h_kv, >= max(stored), d). Row r holds stored[r] keys. Its last counts[r] query columns are real and belong to its last
+    counts[r] keys; the others are padding and add nothing. A query sees the keys up to its own, and all keys before the block,
+    of an earlier chunk or left by an eviction.
+
+    windows: in row r a key only counts the probabilities from the query at its own position and the windows[r] - 1 after it.
+        The softmax is still over all keys that a query sees.
+    lse (n, h, t): log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form. Entries of padding are
+        not read. Not together with windows.
+
+    Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
+    `lse`; of several groups if that stays below TOGETHER.
     """
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
@@ -81,7 +87,7 @@ def add_column_sums(
 def _probabilities(
     q: torch.Tensor, k: torch.Tensor, scaling: float, future: torch.Tensor, scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax of q (H, g, b, d) over keys k (H, m, d), the last b of them the queries' own: (H, g, b, m), made in `scratch`."""
+    """Softmax of q (H, g, b, d) over keys k (H, m, d), the last b of them the queries' own: (H, g, b, m), a view of `scratch`."""
     heads, g, b, d = q.shape
     m = k.shape[1]
     rows = q.reshape(heads, g * b, d)
@@ -97,10 +103,11 @@ def _probabilities(
 def _add_tiles(
     sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, future: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """sums (H, g, m) += the same probabilities, each row's lse (H, g, b) known: one tile of keys at a time; q scaled."""
+    """sums (H, g, m) += the same probabilities by each query's lse (H, g, b), one tile of keys at a time; q is scaled."""
     heads, g, b, d = q.shape
     m = k.shape[1]
-    rows = torch.cat([q, -lse[..., None]], -1).view(heads, g * b, d + 1)  # the product itself subtracts: one pass less
+    # q with -lse as one more channel, and keys with 1 there: the product subtracts lse, which saves a pass over the logits
+    rows = torch.cat([q, -lse[..., None]], -1).view(heads, g * b, d + 1)
     for start in range(0, m, LSE_TILE):
         stop = min(start + LSE_TILE, m)
         tile = torch.nn.functional.pad(k[:, start:stop].to(q.dtype), (0, 1), value=1.0)
@@ -113,7 +120,7 @@ def _add_tiles(
 
 
 class QueryWindow:
-    """The last w queries of a prompt, kept across its chunks and let go when they were used."""
+    """The last w queries of a prompt, kept across its chunks until `clear`."""
 
     def __init__(self, w: int) -> None:
         self.w = w

@@ -1,4 +1,4 @@
-"""Our own greedy decode loop, with clocks where they mean something."""
+"""Greedy generation and scoring of one request under a method, timed by a synchronised clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GenerationResult:
     resident_bytes: dict[str, int]  # tier -> bytes of all cache state after the last step
     peak_bytes: dict[str, int]
     bytes_per_step: dict[str, float]  # selection, demand_fetch, refill, write_back
-    index_work_s: float = 0.0  # of index builds that may run beside the model, how long they took
+    index_work_s: float = 0.0  # duration of index builds, the time they ran beside the model included
     extra: dict[str, Any] = field(default_factory=dict)  # facts the method reports, e.g. K-Means rounds
 
 

@@ -41,7 +41,7 @@ class EvictionMethod(Method):
 
     @property
     def needs_probs(self) -> bool:
-        """Whether the scorer wants each decode step's attention probabilities."""
+        """Whether the scorer uses each decode step's attention probabilities."""
         return False
 
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
@@ -60,11 +60,11 @@ class EvictionMethod(Method):
         return self.budget.tokens if self.budget.tokens is not None else plan.total
 
     def victim(self, layer: EvictionLayer) -> torch.Tensor:
-        """The entry to give up in each row and head of a full layer: slots (n, h_kv)."""
+        """The entry to drop in each row and head of a full layer: slots (n, h_kv)."""
         raise NotImplementedError
 
     def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
-        """Scores of one row (heads, entries) as they are ranked; the local window begins at entry `hi`. Default: as they are."""
+        """One row's scores (heads, entries), smoothed for ranking. The local window begins at entry `hi`. Default: no change."""
         return scores
 
     def ranking(self, scores: torch.Tensor, h_kv: int, hi: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class EvictionMethod(Method):
             if filled <= plan.total:
                 rows.append(slot)
                 continue
-            hi = filled - plan.local  # between sinks and window there is a choice
+            hi = filled - plan.local  # candidates are the entries between sinks and window
             kept = [slot[:, : plan.sinks], slot[:, hi:]]
             if plan.k > 0 and scores is not None:
                 weight = self.ranking(scores[row, :, :filled], h_kv, hi)[:, plan.sinks : hi]

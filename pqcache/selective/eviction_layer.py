@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Evictor:
-    """An eviction method's choice in one layer, wherever K and V live: which entries stay, and where they stood in their row."""
+    """An eviction method's choice in one layer, wherever K and V are stored: which entries stay, and their positions."""
 
     def __init__(self, method: EvictionMethod, layer_idx: int, shape: ModelShape) -> None:
         self.method, self.layer_idx, self.shape = method, layer_idx, shape
@@ -29,10 +29,10 @@ class Evictor:
 
     def forget(self) -> None:
         """Back to the state before a request."""
-        # (n, h_kv, capacity) int32: where each kept token stood in its row; of a method that drops no generated tokens, those
-        # of the prompt or turn only: the others follow one another, entries from noted[row] on
+        # (n, h_kv, capacity) int32: position of each entry's token in its row. A method that drops no generated tokens stores
+        # those of the prompt or turn only: in row r the positions of entries from noted[r] on are consecutive.
         self.positions: Buffer | None = None
-        self.noted: list[int] = []
+        self.noted: list[int] = []  # entries per row whose positions are stored
         self.seen: list[int] = []  # tokens seen per row
         self.kept: list[int] = []  # entries held when the current turn began
         self.plans: list[Plan] = []
@@ -72,22 +72,22 @@ class Evictor:
         return out
 
     def _positions(self, lengths: list[int]) -> torch.Tensor:
-        """Row positions of all entries, lengths[r] of row r: (n, h_kv, max(lengths)) int32; beyond a row's end of no meaning."""
+        """Row positions of all entries, lengths[r] of row r: (n, h_kv, max(lengths)) int32; undefined past a row's end."""
         assert self.positions is not None
         longest = max(lengths)
         noted = self.positions.view(min(longest, self.positions.capacity))
         if self.method.is_dynamic or longest <= min(self.noted):
             return noted
         entry = torch.arange(longest, dtype=torch.int32, device=noted.device)
-        # an entry's position less its place
-        gone = [seen - length for seen, length in zip(self.seen, lengths, strict=True)]
-        late = entry + torch.tensor(gone, dtype=torch.int32, device=noted.device)[:, None, None]
-        known = entry < torch.tensor(self.noted, device=noted.device)[:, None, None]
+        # generated tokens: position minus entry is the number of tokens that the row dropped
+        dropped = [seen - length for seen, length in zip(self.seen, lengths, strict=True)]
+        consecutive = entry + torch.tensor(dropped, dtype=torch.int32, device=noted.device)[:, None, None]
+        is_noted = entry < torch.tensor(self.noted, device=noted.device)[:, None, None]
         noted = torch.nn.functional.pad(noted, (0, longest - noted.shape[2]))
-        return torch.where(known, noted, late)
+        return torch.where(is_noted, noted, consecutive)
 
     def place(self, lengths: list[int], like: torch.Tensor) -> None:
-        """A token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: note its position."""
+        """One token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: record its position."""
         if self.method.is_dynamic:  # entries do not stay in order
             assert self.positions is not None
             position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
@@ -103,7 +103,7 @@ class Evictor:
         return position if valid is None else position.masked_fill(~valid, -1)
 
     def sort(self, store: ResidentStore) -> None:
-        """Bring a store's entries, and what is known of them, into the order of their positions."""
+        """Sort a store's entries, with their scores, by position."""
         lengths = store.lengths
         position = self._positions(lengths)
         valid = row_mask(lengths, position.shape[2], position.device)
@@ -115,7 +115,7 @@ class Evictor:
         self.scorer.retain(order, lengths)
 
     def _note(self, positions: torch.Tensor, counts: list[int]) -> None:
-        """Entries 0 .. counts[r]-1 of row r stand at `positions` (n, h_kv, m)."""
+        """Record that entries 0 .. counts[r]-1 of row r have the positions `positions` (n, h_kv, m)."""
         self.positions = Buffer.like(positions)
         self.positions.write(positions, [0] * len(counts), [positions.shape[2]] * len(counts))
         self.noted = list(counts)
@@ -156,7 +156,7 @@ class EvictionLayer(Evictor, StagedLayer):
 
     def unpack(self) -> ResidentStore:
         self.kept = list(self.store.lengths)
-        if self.method.is_dynamic and self.positions is not None:  # dropping shuffled the entries: oldest first again
+        if self.method.is_dynamic and self.positions is not None:  # drops have shuffled the entries
             self.sort(self.store)
         return self.store
 
@@ -167,7 +167,7 @@ class EvictionLayer(Evictor, StagedLayer):
     def take_over(
         self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
     ) -> None:
-        """Store entries `slots` (n, h_kv, m), row r's first counts[r], of all staged ones k, v (n, h_kv, max(lengths), d)."""
+        """Store of all staged entries k, v (n, h_kv, max(lengths), d) those at `slots` (n, h_kv, m), row r's first counts[r]."""
         self.store = kept_of(k, v, slots, counts)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
@@ -226,7 +226,7 @@ class EvictionLayer(Evictor, StagedLayer):
 
 
 def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:
-    """A store of nothing but entries `slots` (n, h_kv, m), row r's first counts[r], of k, v (n, h_kv, t, d)."""
+    """A store with entries `slots` (n, h_kv, m), row r's first counts[r], of k, v (n, h_kv, t, d)."""
     store = ResidentStore()
     store.load(take_tokens(dense(k), slots), take_tokens(dense(v), slots), counts)
     return store

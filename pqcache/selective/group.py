@@ -10,7 +10,7 @@ REDUCTIONS = ("none", "sum_softmax", "max_softmax", "sum_logit", "max_logit", "m
 
 
 def per_head(x: torch.Tensor, h: int) -> torch.Tensor:
-    """x (n, H, ...) with one entry per query head: (n, h, ...). H = 1 (all alike), h_kv (a group alike) or h."""
+    """One entry per query head: x (n, H, ...) -> (n, h, ...). H is 1 (shared by all heads), h_kv (shared by a group) or h."""
     return x if x.shape[1] == h else x.repeat_interleave(h // x.shape[1], dim=1)
 
 
@@ -21,7 +21,7 @@ def group_reduce(
 
     Softmax modes normalise over all m entries; `valid` (n or 1, 1, m) bool excludes entries first. `span` = (lo, hi) then
     keeps only those columns: the exact oracle normalises over every past token but ranks the candidates. Excluded entries
-    come out as -inf. Sums are taken in fp32: in fp16 small probabilities flush to zero and tie.
+    are -inf in the result. Sums are in fp32: in fp16 small probabilities flush to zero and tie.
     """
     if mode not in REDUCTIONS:
         raise ValueError(f"reduce={mode}: allowed is {', '.join(REDUCTIONS)}")
@@ -43,19 +43,19 @@ def group_reduce(
 def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: int | None = None) -> torch.Tensor:
     """The k[r] largest of weights (n, H, m) in row r, ties to the lower index: (n, H, max(k)), ascending, -1 = padding.
 
-    torch.topk breaks ties as it likes, and product-quantized keys tie often (equal codes): a row would then depend on the
-    padding beside it. k[r] must not exceed the entries above -inf. Counts that only the device knows come as a tensor (n,)
-    together with `widest`, a number they do not exceed. NaN ranks last where all rows want as many and the host may look.
+    torch.topk breaks ties in any order, and product-quantized keys tie often (equal codes): a row would then depend on the
+    padding beside it. k[r] must not exceed the entries above -inf. Counts known only on the device come as a tensor (n,), with
+    `widest` as their upper bound. NaN ranks last on the CPU if k is the same in all rows.
     """
     n, heads, m = weights.shape
-    alike = not isinstance(k, torch.Tensor) and len(set(k)) == 1
+    same_k = not isinstance(k, torch.Tensor) and len(set(k)) == 1
     widest = max(k) if widest is None else widest
-    if alike and weights.device.type == "cpu":
-        return _top_alike(weights, widest)
+    if same_k and weights.device.type == "cpu":
+        return _top_same_k(weights, widest)
     out = torch.full((n, heads, widest + 1), -1, dtype=torch.long, device=weights.device)
-    best = weights.topk(widest, dim=-1, sorted=not alike).values
+    best = weights.topk(widest, dim=-1, sorted=not same_k).values
     count: torch.Tensor | int = widest
-    if alike:
+    if same_k:
         threshold = best.amin(-1, keepdim=True)
     else:
         count = torch.as_tensor(k, device=weights.device)[:, None, None]
@@ -70,12 +70,12 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
     return out.scatter_(-1, slot, column)[..., :widest]
 
 
-def _top_alike(weights: torch.Tensor, k: int) -> torch.Tensor:
-    """`top_tokens` of as many in every row, for a device whose counts can be looked at: ties, which are rare, cost only then."""
+def _top_same_k(weights: torch.Tensor, k: int) -> torch.Tensor:
+    """`top_tokens` on the CPU for the same k in every row. Ties are rare, and only where there are any are they resolved."""
     n, heads, _ = weights.shape
     threshold = weights.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     if threshold.isnan().any():  # topk takes NaN for the largest, and comparisons with it are false
-        return _top_alike(weights.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), k)
+        return _top_same_k(weights.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), k)
     chosen = weights >= threshold  # k or more in every head
     if int(chosen.count_nonzero()) > n * heads * k:
         above, equal = weights > threshold, weights == threshold

@@ -26,7 +26,7 @@ SCOPES = ("candidates", "all")
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens a step may choose from: positions sinks .. ends[r]-1 of row r, of which it takes k[r]."""
+    """The tokens a step may choose from: positions sinks .. ends[r]-1 of row r. It selects k[r] of them."""
 
     sinks: int
     ends: list[int]
@@ -35,7 +35,7 @@ class Candidates:
 
     @property
     def everything(self) -> bool:
-        """Whether every row takes all of its candidates."""
+        """Whether every row selects all of its candidates."""
         return all(k == end - self.sinks for k, end in zip(self.k, self.ends, strict=True))
 
     def valid(self, device: torch.device) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ class Selection:
 
     log_weight (n, H or h, k) fp32 is added to the scaled logits of the selected tokens before the softmax; sinks and local
     window have 0. A token sampled with probability p gets -log p, so that the sampled softmax estimates the whole one
-    (importance sampling, MagicPIG, arXiv 2410.16179). Where a row takes all of its candidates the weight should be 0.
+    (importance sampling, MagicPIG, arXiv 2410.16179). Where a row selects all of its candidates the weight should be 0.
 
     share (n, h) and mean (n, h or h_kv, d) estimate the tokens left out: the output becomes share * out + (1 - share) * mean.
 
@@ -76,7 +76,7 @@ class Selection:
 class Selected:
     """One step's choice in one layer, as observers get it."""
 
-    sinks: int
+    sinks: int  # first tokens attended, at positions 0 .. sinks-1
     indices: torch.Tensor | None  # (n, H, k), None: every candidate
     candidates: Candidates
     local: list[int]  # tokens of the local window per row, the current one not counted
@@ -89,7 +89,7 @@ class Index(RowState, IndexOptions):
     geometry. State with an entry per row of the batch is named in `per_row`, see RowState.
     """
 
-    reduce: str = "sum_softmax"  # how the query heads of a group agree, see selective.group
+    reduce: str = "sum_softmax"  # how the scores of a group's query heads become one ranking, see selective.group
     scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
 
     # -- what a method writes ---------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pqcache.selective.group import per_head
+
 if TYPE_CHECKING:
     from pqcache.selective.budget import Plan
     from pqcache.selective.layer import LayerContext
@@ -48,7 +50,7 @@ class IndexOptions:
         return plan.local
 
     def max_local(self, plan: Plan) -> int:
-        """The largest value that `local` may return: stores keep so many tokens on the device."""
+        """Upper bound of what `local` returns: stores keep so many of the newest tokens on the device."""
         return plan.local
 
     # -- ranking a shortlist ----------------------------------------------------------------------------------------
@@ -56,13 +58,12 @@ class IndexOptions:
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         """Scaled logits of q (n, h, 1, d) for positions indices (n, H, m) after the sinks: (n, h, m) fp32.
 
-        H is 1, h_kv or h. An index of -1 is padding and may give anything finite. Default: scores everything, then gathers.
+        H is 1, h_kv or h. An index of -1 is padding, whose logit may be anything finite. Default: scores all, then gathers.
         """
         assert self.layer.store is not None
         lo = self.layer.method.n_sink
         logits = self.score(q, lo, self.layer.store.length, ctx)
-        per_head = indices.repeat_interleave(q.shape[1] // indices.shape[1], dim=1)
-        return logits.gather(2, (per_head - lo).clamp_min(0))
+        return logits.gather(2, (per_head(indices, q.shape[1]) - lo).clamp_min(0))
 
     # -- work beside the model --------------------------------------------------------------------------------------
 
@@ -72,5 +73,5 @@ class IndexOptions:
     # -- a decode step by kernels -----------------------------------------------------------------------------------
 
     def pq_codes(self) -> PQCodes | None:
-        """Centroids and codes, if `select` is their top-k by group-summed softmax over the candidates: kernels then do it."""
+        """Centroids and codes, so that kernels can do the step. None unless `select` is top-k of their group-summed softmax."""
         return None

@@ -95,9 +95,9 @@ class SelectiveLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = False
-    attends_all = False  # decode attends every token seen, exactly or not: dense layers, quantization
-    offers_steps = False  # a substitute may do any decode step; else only those that are to be recorded
-    substitute: Substitute | None = None  # does this layer's decode steps, and has its store meanwhile
+    attends_all = False  # whether decode attends every token seen, exactly or not: dense layers, quantization
+    offers_steps = False  # whether a substitute may do any decode step; if not, only steps that are recorded
+    substitute: Substitute | None = None  # does this layer's decode steps, and holds its store meanwhile
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ class SelectiveLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def check_step(self, step: Step) -> None:
-        """Called before any layer has seen a forward pass: raise ValueError if it cannot be served right."""
+        """Called before any layer has seen a forward pass: raise ValueError if the pass cannot be computed correctly."""
 
     def on_layer_input(self, ctx: LayerContext) -> None:
         """Called before this layer's projections run: the place to start a prefetch."""
 
     def on_previous_input(self, ctx: LayerContext) -> None:
-        """The same moment of the layer before, whose context this is: the place to speculate one layer ahead."""
+        """Called before the previous layer's projections run, with that layer's context: the place to speculate a layer ahead."""
 
     def wait(self) -> None:
         """Wait for everything that runs beside the model (copies, index builds: `cache.lanes`)."""
@@ -153,11 +153,11 @@ class SelectiveLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def step_parts(self) -> StepParts | None:
-        """What a decode step depends on. None: nothing may do it in this layer's place."""
+        """What a decode step depends on, for a substitute. None: no substitute can do it."""
         return None
 
     def selection_of(self, indices: torch.Tensor) -> Any:
-        """What observers get of a step in which a substitute chose these positions (n, h_kv, k), -1 = padding."""
+        """The `index.Selected` of a step in which a substitute chose the positions indices (n, h_kv, k), -1 = padding."""
         raise NotImplementedError
 
     def held_positions(self) -> torch.Tensor | None:
@@ -184,7 +184,8 @@ class SelectiveLayer(CacheLayerMixin):
         self.take_back()
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
-            ctx.cache.note_resident()  # the peak: this layer still holds its whole prompt, earlier layers have settled theirs
+            # the peak: this layer still holds its whole prompt, earlier layers have evicted, indexed or packed theirs
+            ctx.cache.note_resident()
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
         self._show(q, k, v, out, ctx)
@@ -200,7 +201,7 @@ class SelectiveLayer(CacheLayerMixin):
     # -- steps that a substitute does -------------------------------------------------------------------------------
 
     def _decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        """One step, by a substitute if there is one that serves: see `decode`."""
+        """One step, by a substitute if one serves, else by `decode`. Shapes as in `decode`."""
         if self.substitute is None and self.offers_steps:
             self.substitute = substitute_for(q, self.step_parts, ctx.cache.ledger)
         elif self.substitute is not None and not self.substitute.serves(q):
@@ -215,12 +216,12 @@ class SelectiveLayer(CacheLayerMixin):
         return out
 
     def note_step(self, ledger: Ledger) -> None:
-        """A substitute's step has run, or its recording was replayed: the host's share of it."""
+        """Update the host's counters after a substitute's step has run or was replayed."""
         assert self.substitute is not None
         ledger.attend(self.layer_idx, self.substitute.note(), selecting=not self.attends_all)
 
     def take_back(self) -> None:
-        """End the substitute's use of the store: before anything else reads or changes what the layer holds."""
+        """End the substitute's use of the store. Called before anything else reads or changes what the layer holds."""
         if self.substitute is not None:
             self.substitute.leave()
             self.substitute = None
@@ -228,8 +229,8 @@ class SelectiveLayer(CacheLayerMixin):
     def prepare_capture(self, tokens: int) -> Substitute:
         """Make room for `tokens` tokens per row, so that a decode step can be recorded as a CUDA graph and replayed.
 
-        Returns what does the step: a recording ends with it. Raises NotApplicable where a step depends on more than the
-        device's own counters.
+        Returns the substitute that does the step. Raises NotApplicable if there is none: the step then depends on more than
+        counters on the device.
         """
         if self.substitute is None:
             raise NotApplicable(

@@ -1,4 +1,4 @@
-"""What was really moved, kept, read and spent: filled at the place where tensors move, read once per request."""
+"""The ledger: measured bytes, attended tokens and times of one request, recorded where tensors move."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ledger:
         self.prefill_moved: dict[str, int] = defaultdict(int)  # bytes of the prompt and of later turns, by kind
         self.steps = 0  # decode steps finished
         self._index_s = 0.0
-        self.index_work_s = 0.0  # seconds of index builds that may run beside the model, whether they held it up or not
+        self.index_work_s = 0.0  # seconds of index builds, the time they ran beside the model included
         self._index_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # layer -> sum over steps of tokens per query head, and of distinct tokens per KV head
         self._attended: dict[int, float | torch.Tensor] = defaultdict(float)
@@ -62,19 +62,21 @@ class Ledger:
         self.peak: dict[str, int] = {}
         self._means: dict[str, list[torch.Tensor]] = {}  # sum and count of figures that are reported as a mean
         self.facts: dict[str, Any] = {}  # what a method reports of itself, e.g. the K-Means rounds it really ran
-        self._late: list[
-            weakref.WeakMethod
-        ] = []  # reports to be made by `collect`; weak: a dropped owner reports nothing
+        # reports that `collect` makes; weak: a dropped owner reports nothing
+        self._late: list[weakref.WeakMethod] = []
 
     def move(self, kind: str, nbytes: int, *, decoding: bool = False) -> None:
-        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS. decoding: reported late, of decode steps."""
+        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS.
+
+        decoding=True: they belong to decode steps, even if the report comes later.
+        """
         if kind not in COLUMNS:
             raise KeyError(f"ledger kind {kind!r} is unknown")
         with self._lock:
             (self.moved if decoding or self.decoding else self.prefill_moved)[kind] += nbytes
 
     def report_late(self, report: Callable[[], None]) -> None:
-        """`collect` calls `report`, a bound method whose owner counts on a device and would have to wait for it now."""
+        """Let `collect` call `report`, a bound method. For owners that count on a device: reading counts now would wait."""
         self._late.append(weakref.WeakMethod(report))
 
     def collect(self) -> None:
@@ -89,7 +91,7 @@ class Ledger:
     ) -> None:
         """Record that one decode step of `layer` attended `tokens` per query head (mean over rows and heads).
 
-        `union` is the mean number of distinct tokens per KV head, where query heads of a group choose apart. Tensors of
+        `union` is the mean number of distinct tokens per KV head, if the query heads of a group choose separately. Tensors of
         one element are added up on their device, so that no step waits for them.
         """
         self._attended[layer] += tokens

@@ -33,7 +33,7 @@ class Method:
 
     name: ClassVar[str]
     ignores_budget: ClassVar[bool] = False
-    # One more whenever the algorithm changes: samples of two revisions never share a folder.
+    # Raised by one whenever the algorithm changes: samples of two revisions never share a folder.
     revision: ClassVar[int] = 0
     # Removed hyper-parameters -> their only value, which is still hashed, reported and accepted.
     retired: ClassVar[dict[str, Any]] = {}
@@ -55,16 +55,16 @@ class Method:
 
     @property
     def traceable(self) -> bool:
-        """Whether the tokens a step attends, which its layers name, determine the output: selection traces need it."""
+        """Whether the tokens that the layers report as attended determine the output. Selection traces need it."""
         return False
 
     # -- what a subclass may override -------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check the hyper-parameters with `require`. Sets nothing: what follows from them is made in `setup`."""
+        """Check the hyper-parameters with `require`. Sets nothing."""
 
     def setup(self) -> None:
-        """Make what follows from the hyper-parameters, which are valid now: the parts of a composed method, tables, caches."""
+        """Derive attributes from the hyper-parameters, which are valid now: parts of a composed method, tables, caches."""
 
     def check_budget(self) -> None:
         """Raise NotApplicable if this method cannot honour `budget`."""
@@ -78,20 +78,20 @@ class Method:
     def check_prepared(
         self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None
     ) -> None:
-        """Raise ValueError if something that `prepare` needs must be made first, by a command of its own that the line names.
+        """Raise ValueError if `prepare` needs a file that another command must make first. The message names that command.
 
-        Known before any weights are loaded; dtype as torch names it, without "torch.".
+        Called before any weights are loaded. dtype: as torch names it, without "torch.".
         """
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         """Work done once per model (calibration, profiling), cached under `cache_dir`.
 
-        text: token ids (1, t) of some text in the model's own tokens. The harness gives text and folder; SelectiveCache calls
-        with neither, for use without the harness: a method that is prepared for this model then returns at once.
+        text: token ids (1, t) in the model's own tokens. The harness gives text and folder. SelectiveCache gives neither: a
+        method that is prepared for this model then returns at once.
         """
 
     def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """The model's tokenizer, for methods that tell tokens apart by their text; the harness calls it before any prompt."""
+        """Receive the model's tokenizer, for methods that look at the text of tokens. The harness calls it before any prompt."""
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""

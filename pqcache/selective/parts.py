@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ComposedMethod(Method):
-    """Base of methods made of others: what happens once per model or prompt happens to every part."""
+    """Base of methods made of others: calls that happen once per model or prompt are passed on to every part."""
 
     def parts(self) -> tuple[Method, ...]:
         """The methods that this one is made of, made in `setup`."""
@@ -50,9 +50,9 @@ class ComposedMethod(Method):
     # -- shared -----------------------------------------------------------------------------------------------------
 
     def part_class(self, option: str, fits: Callable[[type[Any]], bool]) -> type[Any]:
-        """The class of the method that hyper-parameter `option` names, of those in the table of methods that `fits` accepts.
+        """The class of the method that hyper-parameter `option` names.
 
-        Raises ValueError with the names that are allowed.
+        Raises ValueError with the allowed names: the methods whose class `fits` accepts.
         """
         name = getattr(self, option)
         if name in METHODS and fits(method_class(name)):
@@ -61,9 +61,10 @@ class ComposedMethod(Method):
         raise AssertionError(name)
 
     def make_part(self, option: str, cls: type[Any], common: dict[str, Any], **defaults: Any) -> Any:
-        """cls(**defaults, **options, **common), options being the hyper-parameter `option`, which may not set what is in common.
+        """A part: cls made of `defaults`, overridden by the user's options in hyper-parameter `option`, and of `common`.
 
-        Raises ValueError with one line that begins with `option`, NotApplicable as the part does.
+        The user may not set a key of `common`. Raises ValueError with one line that begins with `option`, and NotApplicable
+        where the part does.
         """
         options: dict[str, Any] = getattr(self, option)
         known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}

@@ -84,7 +84,7 @@ class QuantizationLayer(StagedLayer):
 
 @dataclass(kw_only=True)
 class QuantizationMethod(Method):
-    """Base of quantization methods. A subclass writes make_codec (store/codec.py), and schedule if exact tokens wait."""
+    """Base of quantization methods. A subclass writes make_codec (store/codec.py), and schedule if new tokens stay exact."""
 
     ignores_budget: ClassVar[bool] = True
     packs_prompt: ClassVar[bool] = False  # whether the end of a prompt packs everything, whatever the schedule says
@@ -98,7 +98,7 @@ class QuantizationMethod(Method):
         return pack_all_but(0)
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
-        """16-bit K and V of a prompt over what the paper counts for it; reported beside measured bytes. None: not compressed."""
+        """A prompt's compression against 16 bits as the paper counts it, reported beside measured bytes. None: not published."""
         return None
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:

@@ -46,9 +46,9 @@ class RetrievalMethod(Method):
 
     # what compositions read (baselines/combined):
     composable: ClassVar[bool] = True  # its index works in another method's layer, and over another store
-    shortens: ClassVar[bool] = True  # its index selects any number of any candidates within a step
-    ranks_shortlists: ClassVar[bool] = False  # its index scores some positions at the cost of these (`score_at`)
-    shared_reduce: ClassVar[str] = "sum_softmax"  # the `reduce` under which the query heads of a group choose together
+    shortens: ClassVar[bool] = True  # its index can select any number of any candidates within a step
+    ranks_shortlists: ClassVar[bool] = False  # its index can score some positions without the others (`score_at`)
+    shared_reduce: ClassVar[str] = "sum_softmax"  # a `reduce` under which the query heads of a group choose together
 
     # first tokens, always attended, on top of a budget ratio
     n_sink: int = 32
@@ -57,21 +57,21 @@ class RetrievalMethod(Method):
     # resident (K and V on the device) | host (sinks and window on the device, the rest fetched) | block_cache (host, with
     # blocks of tokens on the device)
     store: str = "resident"
-    # how the query heads of a group choose together: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit | none (each
-    # for itself)
+    # how the scores of a group's query heads become one ranking: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit
+    # | none (every query head has its own)
     reduce: str = "sum_softmax"
     # store=block_cache: tokens per block
     cache_block: int = 128
     # store=block_cache: tokens on the device, per layer and row
     cache_tokens: int = 4096
-    # store=block_cache: blocks that the policy is given per step, those with the most selected tokens
+    # store=block_cache: blocks that the policy sees per step, those with the most selected tokens
     cache_topk: int = 32
     # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached)
     cache_policy: str = "lru"
 
     @property
     def estimates_rest(self) -> bool:
-        """Whether selections estimate what they leave out, for which their index weighs every token."""
+        """Whether selections also estimate the tokens they leave out, which needs the weight of every token."""
         return False
 
     @property

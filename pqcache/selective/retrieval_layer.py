@@ -154,7 +154,7 @@ class RetrievalLayer(StagedLayer):
         ctx: LayerContext,
         log_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of q (n, h, 1, d) over the tokens read, keys and values (n, h_kv or h, m, d): (n, 1, h, d).
+        """Attention of q (n, h, 1, d) over the tokens that were read, keys and values (n, h_kv or h, m, d): (n, 1, h, d).
 
         valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
         """
@@ -167,7 +167,7 @@ class RetrievalLayer(StagedLayer):
     def _note(
         self, selection: Selection | None, tokens: Tokens, cand: Candidates, local: list[int], ctx: LayerContext
     ) -> None:
-        """Tell ledger and observers what this step attended."""
+        """Report to ledger and observers what this step attended."""
         union = None
         if selection is not None and self.shape.h_kv < selection.indices.shape[1]:
             union = tokens - selection.indices.shape[2] + self._distinct(selection.indices, max(cand.lengths))
@@ -177,22 +177,22 @@ class RetrievalLayer(StagedLayer):
 
     @staticmethod
     def _note_hits(served: Served, cand: Candidates, ctx: LayerContext) -> None:
-        """Tell the ledger what the cache served, and what as many tokens chosen at random would have."""
+        """Report the cache's hits to the ledger, and the expected hits of as many tokens chosen at random."""
         rows = zip(served.lookups, served.held, cand.ends, strict=True)
         by_chance = sum(lookups * min(1.0, held / max(1, hi - cand.sinks)) for lookups, held, hi in rows)
         ctx.cache.ledger.look_up(sum(served.lookups), sum(served.hits), by_chance)
 
     def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
-        """Mean number of distinct positions per KV head in indices (n, h, k), where query heads chose apart."""
+        """Mean number of distinct positions per KV head in indices (n, h, k), where every query head chose its own."""
         n, h_kv = indices.shape[0], self.shape.h_kv
         marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
-        marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # -1, padding, falls on column 0
+        marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # padding, -1, marks column 0
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
 
     # -- steps done by a substitute (substitute.py) -------------------------------------------------------------------
 
     def step_parts(self) -> StepParts | None:
-        if type(self) is not RetrievalLayer:  # a subclass changes parts of a step, and so does all of it itself
+        if type(self) is not RetrievalLayer:  # a subclass changes parts of a step: no substitute knows them
             return None
         assert self.store is not None
         codes, n_sink = self.index.pq_codes(), self.method.n_sink
@@ -238,18 +238,18 @@ class RetrievalLayer(StagedLayer):
 
 
 def _mean_tokens(read: int, valid: torch.Tensor | None) -> Tokens:
-    """Tokens attended per query head, where `read` entries were read of which `valid` (n, H, m) are tokens of their own."""
+    """Tokens attended per query head: of `read` entries those that are `valid` (n, H, m), all if None."""
     return read if valid is None else valid.sum(-1, dtype=torch.float32).mean()
 
 
 def _valid(
     sinks: int, selection: Selection | None, newest: int, cand: Candidates, local: list[int], device: torch.device
 ) -> torch.Tensor | None:
-    """(n, H, m) bool over [first sinks | selected | `newest` last tokens]; None if every entry is a token of its own."""
+    """(n, H, m) bool over [first sinks | selected | `newest` last tokens]: False where padding or repeated. None: all True."""
     lengths = cand.lengths
     ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
-    apart = lengths[0] >= cand.sinks + local[0] + 1 and newest == local[0] + 1  # else sinks and window overlap
-    if not ragged and apart and (selection is None or not selection.padded):
+    overlap = lengths[0] < cand.sinks + local[0] + 1 or newest != local[0] + 1  # of sinks and window, in a short row
+    if not ragged and not overlap and (selection is None or not selection.padded):
         return None
     ends = torch.tensor(lengths, device=device)[:, None]
     n_local = torch.tensor(local, device=device)[:, None]
@@ -271,7 +271,7 @@ def _weights(selection: Selection, sinks: int, newest: int, h: int) -> torch.Ten
 
 
 def _with_estimate(out: torch.Tensor, selection: Selection) -> torch.Tensor:
-    """The output (n, 1, h, d) with the tokens left out, as far as the selection estimates them."""
+    """The output (n, 1, h, d), mixed with the selection's estimate of the tokens left out if it has one."""
     if selection.share is None or selection.mean is None:
         return out
     share = selection.share[:, None, :, None].to(out.dtype)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 
-def _rotation(module: nn.Module):  # the model family's apply_rotary_pos_emb(q, k, cos, sin)
+def _rotation(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The model family's apply_rotary_pos_emb(q, k, cos, sin)."""
     return sys.modules[type(module).__module__].apply_rotary_pos_emb
 
 

@@ -10,7 +10,7 @@ from pqcache.store.buffer import Buffer
 
 
 class RowState:
-    """Base of what keeps state per row: indexes, scorers. A subclass names its state in `per_row`, or overrides both methods."""
+    """Base of indexes and scorers, whose state has rows. A subclass names its state in `per_row`, or overrides both methods."""
 
     # attributes with one entry per row: a tensor or Buffer (n, ...), or a list of n; None or empty before there is one
     per_row: ClassVar[tuple[str, ...]] = ()

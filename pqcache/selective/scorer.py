@@ -12,7 +12,7 @@ from pqcache.selective.row_state import RowState
 
 
 class Scorer(RowState):
-    """Importance of one layer's entries. A method writes head_scores; observe, where scores depend on attention.
+    """Importance of one layer's entries. A method writes head_scores, and observe if scores depend on attention.
 
     Row r's keys are at columns 0 .. lengths[r]-1 of every tensor. Query heads are not reduced here: a method built on
     another (one bit per query head) needs them apart. State per row is named in `per_row`, see RowState.
@@ -22,7 +22,7 @@ class Scorer(RowState):
         """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d); see StagedLayer.observe."""
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor | None:
-        """Scores of a complete prompt's entries, k (n, h_kv, length, d): (n, h, length), fp32 or wider, larger stays.
+        """Scores of a complete prompt's entries, k (n, h_kv, length, d): (n, h, length), fp32 or wider. The largest stay.
 
         None if the method looks at positions only.
         """
@@ -31,13 +31,13 @@ class Scorer(RowState):
     # -- of methods that evict at decode or in later turns ----------------------------------------------------------
 
     def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
-        """The layer kept `slots` (n, h_kv, m) of its entries; state per entry follows."""
+        """The layer kept entries `slots` (n, h_kv, m) and dropped the others: do so with state per entry."""
 
     def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
         """One decode step's probabilities (n, h, length) over the kept entries, the new token last (dynamic methods)."""
 
     def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
-        """The layer dropped entry slots (n, h_kv) of the flagged rows, their last entry taking its place."""
+        """In the flagged rows the layer replaced entry slots (n, h_kv) by the last entry: do so with state per entry."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pqcache.store.resident import ResidentStore
 class StagedLayer(SelectiveLayer):
     """Stages K and V exactly until the prompt ends, then settles them: chunked prefill equals prefill in one block.
 
-    A new turn unpacks what was kept, attends to it exactly, and settles again. `staged` may be the layer's own store, so that
-    nothing is copied: a subclass then maps its rows once.
+    A new turn unpacks what was kept, attends to it exactly, and settles again. `staged` may be the layer's own store, which saves
+    a copy. A subclass must then map its rows once, not twice.
     """
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
@@ -41,7 +41,7 @@ class StagedLayer(SelectiveLayer):
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         """Called per prompt block, before it is settled: q (n, h, t, d) against all staged keys (n, h_kv, length, d).
 
-        Row r holds stored[r] entries; the last ctx.step.counts[r] of them are this block's. `causal_mask` takes the difference.
+        Row r holds stored[r] entries; the last ctx.step.counts[r] of them are this block's.
         """
 
     # -- the flow ---------------------------------------------------------------------------------------------------

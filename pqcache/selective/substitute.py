@@ -1,7 +1,7 @@
-"""What may do a layer's decode steps in its place, e.g. a chain of GPU kernels; the one door from layers to `pqcache.device`.
+"""Substitute: does a layer's decode steps in its place, by a chain of GPU kernels. The only way from layers to `pqcache.device`.
 
-A layer that can be replaced says what its step depends on (`SelectiveLayer.step_parts`). The base class then asks
-`substitute_for` for a substitute, lets it do the steps it serves, and takes the store back before anything else uses it.
+A layer that can be replaced says what its step depends on (`SelectiveLayer.step_parts`). The base class gets a substitute
+from `substitute_for`, lets it do the steps it serves, and takes the store back before anything else uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PQCodes(NamedTuple):
-    """A product-quantized index. Both are the index's own: a substitute adds the codes of new tokens."""
+    """A product-quantized index. Both tensors are shared with the index: a substitute adds the codes of new tokens."""
 
     centroids: torch.Tensor  # (n, h_kv, m, C, d / m)
     codes: Buffer  # (n, h_kv * m, capacity): entry i is the token at position n_sink + i
@@ -39,7 +39,7 @@ class StepParts:
 
 
 class Substitute(Protocol):
-    """Does a layer's decode steps. It has the store from its creation until `leave`."""
+    """Does a layer's decode steps. It holds the store from its creation until `leave`."""
 
     def serves(self, q: torch.Tensor) -> bool:
         """Whether it can do a step for queries q (n, h, 1, d)."""
@@ -47,22 +47,22 @@ class Substitute(Protocol):
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store the token k, v (n, h_kv, 1, d), choose for q (n, h, 1, d), attend: (n, 1, h, d), and what it chose.
+        """Store the token k, v (n, h_kv, 1, d), select for q (n, h, 1, d), attend.
 
-        What it chose is for `positions`; None: it attended every token.
+        Returns the output (n, 1, h, d) and the selection, to be read by `positions`; None if it attended every token.
         """
 
     def note(self) -> float:
-        """The host's share of one step that has run. Returns the tokens attended per query head, mean over rows."""
+        """Update the host's counters after one step. Returns the tokens attended per query head, mean over rows."""
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """What `run` chose as positions (n, h_kv, k) int64, -1 = padding."""
+        """A selection by `run` as positions (n, h_kv, k) int64, -1 = padding."""
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row, so that nothing moves until there are more."""
+        """Make room for `tokens` tokens per row: up to there no tensor moves."""
 
     def join(self) -> None:
-        """The caller's stream goes on when what runs beside it has ended."""
+        """Make the caller's stream wait for the work that runs beside it."""
 
     def finish(self) -> None:
         """Wait until the host may read, copy or release what steps read and write."""
@@ -71,14 +71,14 @@ class Substitute(Protocol):
         """Give the store back."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """What it keeps on the device between steps, the store's tensors not included."""
+        """Its own tensors on the device between steps, without the store's."""
 
 
 def substitute_for(
     q: torch.Tensor, parts: Callable[[], StepParts | None], ledger: Ledger | None = None
 ) -> Substitute | None:
-    """What does a layer's decode steps for queries like q (n, h, 1, d) on this machine; None: the layer itself.
+    """The substitute for a layer's decode steps with queries like q (n, h, 1, d) on this machine. None: there is none.
 
-    parts: what the step depends on, called only if queries of this kind are served; None: it cannot be substituted.
+    parts: returns what the step depends on, or None if it cannot be substituted. Called only if such queries are served.
     """
     return seam.substitute_for(q, parts, ledger)

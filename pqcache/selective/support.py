@@ -66,7 +66,8 @@ def standard_attention(module, q, k, v, mask, scaling, **kwargs):
 def attention_kernel(attn: str) -> tuple[str, Callable]:
     """The name and function of the dense attention that prefill runs, for attn = auto | sdpa | flash_attention_2 | standard.
 
-    standard holds the whole matrix of probabilities, as methods that need its column sums were first published: for comparisons.
+    standard: holds the whole matrix of probabilities, as the released code of methods that need its column sums does. For
+    comparisons.
     """
     if attn not in ATTN:
         raise ValueError(f"attn={attn}: allowed is {', '.join(ATTN)}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Store:
     """K and V of one layer. Every store has these; a method's layer may ask its own store for more."""
 
-    whole = False  # K and V are whole on the model's device: `view` costs nothing, the store is a ResidentStore
+    whole = False  # True: all K and V are on the model's device, `view` copies nothing, the store is a ResidentStore
 
     lengths: list[int]  # tokens held, per row
 
@@ -32,7 +32,7 @@ class Store:
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: Any = None) -> None:
         """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1.
 
-        known: the store of the turns before, from which it may take what it has already.
+        known: the store of the earlier turns, whose tokens may be taken over instead of copied again.
         """
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Served:
-    """What one fetch found in a cache. Lists have one entry per row; tokens count once per head of the selection."""
+    """Hits of one fetch in a cache. Lists have one entry per row; tokens count once per head of the selection."""
 
     lookups: list[int]  # tokens requested
     hits: list[int]  # of them, served by the cache
@@ -65,7 +65,7 @@ class Served:
 class RetrievalStore(Store):
     """A store that hands out chosen tokens. The methods that have a body here are optional."""
 
-    served: Served | None = None  # what the last read found in a cache; None: there is no cache
+    served: Served | None = None  # the cache's hits in the last read; None: there is no cache
 
     def read(
         self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
@@ -81,21 +81,23 @@ class RetrievalStore(Store):
         raise NotImplementedError
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
-        """K of positions `indices` (n, H, m) on the device, to be scored; -1 gives anything: (n, h_kv or h, m, d)."""
+        """K of positions `indices` (n, H, m) on the device, to be scored: (n, h_kv or h, m, d), undefined for -1."""
         raise NotImplementedError
 
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
-        """`read` of these very indices will follow: bring them closer."""
+        """Start to fetch `indices`. A `read` of the same tensor follows."""
 
     def attend_in_place(
         self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
     ) -> torch.Tensor | None:
-        """Attention of q (n, h, 1, d) over what `read` would return, without the copy: (n, 1, h, d). None: not here."""
+        """Attention of q (n, h, 1, d) over what `read` would return, without the copy: (n, 1, h, d). None: not supported."""
         return None
 
     def host_keys(self, count: int) -> tuple[torch.Tensor, Any] | None:
-        """K of the first `count` tokens after the sinks in host memory (n, h_kv, count, d), and the copy (`lanes.Work`)
-        that must end before they are read. None: this store has no keys there."""
+        """K of the first `count` tokens after the sinks in host memory (n, h_kv, count, d). None: this store has no keys there.
+
+        Also returns the copy (`lanes.Work`) that must end before they are read.
+        """
         return None
 
     def use_lanes(self, lanes: Lanes) -> None:
@@ -104,7 +106,7 @@ class RetrievalStore(Store):
     def wait(self) -> None:
         """Wait until all copies have ended."""
 
-    # -- on loan: something else does the layer's decode steps ---------------------------------------------------------
+    # -- on loan, while a substitute does the layer's decode steps -----------------------------------------------------
 
     def can_lend(self, device: torch.device) -> bool:
         """Whether kernels on `device` may work on this store's tensors themselves."""
@@ -124,7 +126,7 @@ class RetrievalStore(Store):
         raise NotImplementedError
 
     def note_token(self, fetched: int) -> None:
-        """The borrower has stored one token per row, and has read `fetched` tokens of all heads from the host."""
+        """Count a step of the borrower: it stored one token per row, and read `fetched` tokens of all heads from the host."""
         raise NotImplementedError
 
     def take_back(self, lent: Lent) -> None:
@@ -134,7 +136,7 @@ class RetrievalStore(Store):
 
 @dataclass
 class Lent:
-    """A store's tensors on loan. Buffers stay the same objects, their `data` changes when room is made."""
+    """A store's tensors on loan. A buffer stays the same object; its `data` is replaced when it grows."""
 
     near: tuple[Buffer, Buffer]  # K, V on the device; position p is at entry p % capacity
     sinks: tuple[torch.Tensor, torch.Tensor] | None = None  # K, V (n, h_kv, n_sink, d); None: `near` holds all tokens

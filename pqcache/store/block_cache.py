@@ -19,16 +19,16 @@ POLICIES = ("lru", "lfu", "none")
 class BlockCacheStore(CachedStore):
     """HostStore with `slots` blocks of `block` consecutive tokens on the device, each with K and V of all KV heads.
 
-    Block b of a row holds its host rows b*block .. b*block+block-1, so it begins after the sinks. A step reads with the cache of
-    the step before. Then the `topk` blocks with most of its selected tokens, over all heads, go to the policy: cached blocks are
+    Block b of a row holds its host rows b*block .. b*block+block-1; host rows begin after the sinks. A step reads the cache as
+    the step before left it. Then the policy sees the `topk` blocks with the most selected tokens over all heads. Cached ones are
     touched, then the others come in, both in order of descending count (ties: the earlier block). Only complete blocks come in,
     so a cached block never changes.
 
-    lru evicts the block touched least recently. lfu evicts the block touched in the fewest steps, of several the one that has
-    been at that number longest; a block that comes in counts 1, an evicted one is forgotten. A block may be evicted by one that
-    comes in later in the same step. Only blocks that stay are copied (`refill`), on a lane of their own after the step has read;
-    the next read waits for them. The tables are a step ahead of the slots until then. They can be lent to kernels,
-    which follow the same rules (device/triton_blocks.py).
+    lru evicts the block touched least recently. lfu evicts the block touched in the fewest steps; among equals, the one that
+    reached that number first. A block that comes in has count 1, and the count of an evicted block is lost. A block may be
+    evicted by one that comes in later in the same step. Only blocks that stay are copied (`refill`), on the lane to the device
+    after the step has read. The next read waits for them; until then the tables are a step ahead of the slots. The tables can
+    be lent to kernels, which follow the same rules (device/triton_blocks.py).
 
     Deviations from the released code: cached blocks of a step are touched before others come in, so none is evicted and copied
     again in one step; the last, growing block is left out instead of being served stale.
@@ -102,10 +102,10 @@ class BlockCacheStore(CachedStore):
     def admit(self, blocks: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Let the policy see blocks (n, m) of one step, those flagged in read (n, m), in this order.
 
-        Returns the blocks that came in and stay, as three lists: row, block, slot. Blocks come in one after the other; each
-        evicts the first in the policy's order if there is no free slot. In closed form: with lfu, once no older block of one use
-        is left, each new block evicts the first new one. So the last new blocks stay, as many as there were free slots and
-        blocks of one use (one, if none).
+        Returns the blocks that came in and stay, as three lists: row, block, slot. By the rules, blocks come in one after the
+        other, and each evicts the first in the policy's order if no slot is free. Computed here for all of them at once: the last
+        `room` new blocks stay. With lru `room` is every slot. With lfu it is the slots that are free or hold a block of one use,
+        at least one: when those are taken, a new block evicts an earlier new block.
         """
         slot = self.slot.gather(1, blocks)
         cached, new = read & (slot >= 0), read & (slot < 0)

@@ -20,8 +20,8 @@ class Buffer:
     """`data`: (n, heads, capacity, *rest), filled per row from position 0; capacity is a multiple of `step`, 256 tokens.
 
     Rows may hold different numbers of entries; the buffer's owner knows how many. An entry may be more than a token (a block);
-    its owner then sets a smaller step. token_major: in memory an entry's heads are side by side, as `rows` (n, capacity, heads,
-    *rest) shows them, so that a token or a run of tokens of a row is one copy. `data` is the same memory, transposed.
+    its owner then sets a smaller step. token_major: an entry's heads are side by side in memory, so that one copy moves a token
+    or a run of tokens. `rows` (n, capacity, heads, *rest) has that order; `data` is the same memory, transposed.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Buffer:
 def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinned: bool = False) -> torch.Tensor:
     """Entries of x (n, h_kv, capacity, *rest) at `indices` (n, H, k), -1 read as 0: (n, max(H, h_kv), k, *rest).
 
-    H = 1 is one choice for all heads, H = h_kv one per KV head, H = h_kv * group one per query head (K of a group is then read
-    once per query head). One flat index_select copies rows at memory speed; gather would copy number by number. x is the data
-    of a whole buffer, token-major or not. pinned: the result is in pinned memory, for a copy that its caller need not wait for.
+    H = 1 is one choice for all heads, H = h_kv one per KV head, H = h_kv * group one per query head (a KV head is then read once
+    per query head). x is the data of a whole buffer, token-major or not. One flat index_select copies rows at memory speed;
+    gather would copy number by number. pinned: the result is in pinned memory, so that a copy to the device need not wait.
     """
     n, h_kv, capacity = x.shape[:3]
     heads = indices.shape[1]

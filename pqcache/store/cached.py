@@ -1,4 +1,4 @@
-"""A host store with a cache on the device: a token that is found there does not cross again."""
+"""A host store with a cache on the device: a cached token is not fetched again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class CachedStore(HostStore):
         self.served: Served | None = None  # of the last fetch
 
     def can_lend(self, device: torch.device) -> bool:
-        """Its tables are on the host, where kernels cannot look; a cache that lends them too says so itself."""
+        """No: its tables are on the host, where kernels cannot read them. A cache that lends its tables overrides this."""
         return False
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entry of the cache with position index (n, H, k), -1 = not cached; tokens per head that it holds (n,)."""
+        """Cache entries of positions index (n, H, k), -1 = not cached; and how many tokens per head the cache holds (n,)."""
         raise NotImplementedError
 
     def cached(self) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ class CachedStore(HostStore):
         rows = flat_index(index - self.n_sink, h_kv, self.host[0].capacity, True).flatten()[miss]
         self.fence()
         cached, pinned = self.cached(), device.type == "cuda"
-        if pinned:  # from pageable memory they would wait once more
+        if pinned:  # a copy from pageable memory would wait once more
             entry, miss = (x.pin_memory().to(device, non_blocking=True) for x in (entry, miss))
         out = []
         for i, (sink, host) in enumerate(zip(self.sinks, self.host, strict=True)):

@@ -13,18 +13,19 @@ from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize,
 class Codec:
     """Holds the packed tokens of K or of V, (n, h_kv, tokens, d). A token's index is its position among them.
 
-    A codec writes append, tile, take, clear, map_rows, tensors; retain, if it can drop tokens without coding the others again.
-    One that codes tokens one by one starts from BufferCodec.
+    A codec writes append, tile, take, clear, map_rows, tensors. It writes retain if it can drop tokens without coding the others
+    again. A codec that codes tokens one by one starts from BufferCodec.
     """
 
-    unit = 1  # tokens are packed in multiples of it: schedules answer in them, `retain` leaves the rest of a row in the tail
+    # tokens are packed in multiples of this: schedules return multiples, `retain` leaves the remainder of a row in the tail
+    unit = 1
 
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Pack tokens: row r's last counts[r] of x (n, h_kv, t, d) become its tokens starts[r], starts[r]+1, ..."""
         raise NotImplementedError
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
-        """Tokens lo .. hi-1, decoded: (n, h_kv, hi - lo, d). Must not decode others. Past a row's end: anything finite."""
+        """Tokens lo .. hi-1, decoded: (n, h_kv, hi - lo, d). Past a row's end: anything finite. Must not decode all tokens."""
         raise NotImplementedError
 
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
@@ -35,9 +36,9 @@ class Codec:
         raise NotImplementedError
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
-        """Drop the others: row r's new tokens are its old ones indices[r, :, :counts[r]], indices (n, h_kv, m) ascending.
+        """Keep only indices (n, h_kv, m), ascending: row r's new tokens are its old ones indices[r, :, :counts[r]].
 
-        Default: decode what stays and code it again, with ranges of its own.
+        Default: decode the tokens that stay and code them again, with new ranges.
         """
         kept = self.take(indices)
         self.clear()

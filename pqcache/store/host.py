@@ -14,15 +14,15 @@ from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
 
 HOST = torch.device("cpu")
 _SLACK = STEP // 2  # the window is moved to the front of its buffer at most once in this many tokens
-_GROWTH = 16  # a full host buffer grows by this part of itself: pinned memory is slow to get, and all of it is copied
+_GROWTH = 16  # a full host buffer grows by 1/16: pinned memory is slow to allocate, and the whole buffer is copied
 
 
 class HostStore(RetrievalStore):
     """Sinks (n, h_kv, n_sink, d) and a local window on the device; every token after the sinks in pinned host buffers.
 
-    Host row i is the token at position n_sink + i. Window tokens are on both sides, so a token that leaves the window costs no
-    copy then. Each new token is written to the host once (`write_back`). Host buffers are token-major: a token, and a block of
-    tokens, is one run of memory. On a machine without an accelerator the same copies are made and counted, memory to memory.
+    Host row i is the token at position n_sink + i. Window tokens are stored on both sides, so a token leaves the window without a
+    copy. Each new token is written to the host once (`write_back`). Host buffers are token-major: a token, and a block of tokens,
+    is one run of memory. On a machine without an accelerator the same copies are made and counted, memory to memory.
 
     Copies to the host run on `lanes`: a prompt's while the next layers compute, a token's while its layer attends. Call `fence`
     before you read host rows.
@@ -39,7 +39,7 @@ class HostStore(RetrievalStore):
         self.columns = 0  # filled columns of `local`
         self.host: list[Buffer] = []  # K, V
         self.written: Work[None] = NOTHING  # the newest copy to the host; earlier ones have ended when it has
-        self.ahead: tuple[torch.Tensor, Work[Any]] | None = None  # indices, their K and V
+        self.ahead: tuple[torch.Tensor, Work[Any]] | None = None  # prefetched indices, and the fetch of their K and V
 
     def use_lanes(self, lanes: Lanes) -> None:
         self.lanes = lanes
@@ -57,7 +57,7 @@ class HostStore(RetrievalStore):
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
         """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1.
 
-        known: the store of the turns before, whose host rows are taken over instead of copied again.
+        known: the store of the earlier turns, whose host rows are taken over instead of copied again.
         """
         if known is not None:
             known.wait()
@@ -88,7 +88,10 @@ class HostStore(RetrievalStore):
     def _write(
         self, values: list[torch.Tensor], starts: Sequence[int], ends: Sequence[int], froms: Sequence[int]
     ) -> None:
-        """Queue: host rows starts[r] .. ends[r]-1 become entries froms[r], ... of K and V (n, h_kv, t, d), for each row r."""
+        """Queue a copy to the host: for each row r, host rows starts[r] .. ends[r]-1 become entries froms[r], ... of `values`.
+
+        values: K and V (n, h_kv, t, d).
+        """
         targets = [host.rows for host in self.host]
 
         def copy() -> None:
@@ -103,7 +106,7 @@ class HostStore(RetrievalStore):
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Add one token to every row: k, v (n, h_kv, 1, d)."""
-        if self.ahead is not None:  # reads lengths and host buffers, which change now
+        if self.ahead is not None:  # the prefetch reads lengths and host buffers, which change now
             self.ahead[1].wait()
         if self.columns == self.local[0].capacity:
             for local in self.local:
@@ -111,7 +114,7 @@ class HostStore(RetrievalStore):
             self.columns = self.n_local
         starts = [length - self.n_sink for length in self.lengths]
         if max(starts) >= self.host[0].capacity:
-            self.fence()  # what is being written moves with the buffer
+            self.fence()  # the buffer is about to be copied: copies into it must have ended
         for x, sinks, local, host in zip((k, v), self.sinks, self.local, self.host, strict=True):
             local.data[:, :, self.columns : self.columns + 1] = x
             host.reserve(max(starts) + 1)
@@ -157,12 +160,12 @@ class HostStore(RetrievalStore):
         return k, v
 
     def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V of positions `indices` (n, H, k) from the host, -1 read as anything: (n, h_kv or h, k, d) on the device."""
+        """K, V of positions `indices` (n, H, k) from the host: (n, h_kv or h, k, d) on the device, undefined for -1."""
         index = indices.to(HOST) - self.n_sink
         heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
         real = int((index >= 0).sum()) * heads
         columns = (index >= 0).flatten(0, 1).any(0).nonzero()
-        used = int(columns.max()) + 1 if len(columns) else 0  # padding at the end stays here
+        used = int(columns.max()) + 1 if len(columns) else 0  # padding at the end is not sent
         self.fence()
         out = []
         for sink, host in zip(self.sinks, self.host, strict=True):
@@ -182,7 +185,7 @@ class HostStore(RetrievalStore):
         return torch.cat([sinks[:, :, lo : min(hi, self.n_sink)], rows.to(sinks.device).transpose(1, 2)], dim=2)
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
-        """See RetrievalStore; those that are no sinks cross from the host."""
+        """See RetrievalStore; all but sinks cross from the host."""
         index = indices.to(HOST)
         heads = self.sinks[0].shape[1] if indices.shape[1] == 1 else 1
         self.fence()
@@ -196,14 +199,14 @@ class HostStore(RetrievalStore):
         return torch.where((indices < self.n_sink)[..., None], first, rows)
 
     def prefetch(self, indices: torch.Tensor, group: int = 1) -> None:
-        """Fetch early, on a lane of its own; `read` of these very indices takes the result."""
+        """Fetch early, on a lane; a `read` of the same tensor of indices takes the result."""
         self.ahead = indices, self.lanes.fetch(lambda: self.fetch(indices, group), indices)
 
     def _prefetched(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return None
-        fetched = ahead[1].wait()  # even if other indices are read: it reads buffers that are about to change
+        fetched = ahead[1].wait()  # even if it is for other indices: it reads buffers that are about to change
         return fetched if ahead[0] is indices else None
 
     def host_keys(self, count: int) -> tuple[torch.Tensor, Work[None]] | None:
@@ -221,7 +224,7 @@ class HostStore(RetrievalStore):
         return Lent((near_k, near_v), (sink_k, sink_v), (host_k, host_v))
 
     def take_back(self, lent: Lent) -> None:
-        """The newest tokens stand in the last of `columns` columns again."""
+        """The window becomes right-aligned columns again."""
         self._turn_window(into=False)
 
     @property
@@ -229,7 +232,7 @@ class HostStore(RetrievalStore):
         return self.n_sink + self.host[0].capacity
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row on the host; the window needs no more."""
+        """Make room for `tokens` tokens per row on the host. The window does not grow."""
         for buffer in self.host:
             buffer.reserve(tokens - self.n_sink)
 
@@ -241,9 +244,10 @@ class HostStore(RetrievalStore):
             self.moved("fetch", fetched * token)
 
     def _turn_window(self, into: bool) -> None:
+        """Move the window's tokens from right-aligned columns into a ring (into=True), or back."""
         capacity = self.local[0].capacity
         span = min(self.columns, self.n_local, self.length) if into else min(self.n_local, self.length)
-        source = self.columns if into else span
+        source = self.columns if into else span  # the column behind the newest token
         self.columns = span
         for buffer in self.local:
             turned = torch.zeros_like(buffer.data)

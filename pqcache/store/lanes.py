@@ -5,9 +5,9 @@
     job = lanes.build(fit, keys)                # an index, off the critical path
     centroids, codes = job.wait()               # what is queued after this sees it
 
-    Lanes         everything at once, in the caller's thread; without an accelerator nothing more is gained
+    Lanes         runs work immediately, in the caller's thread: enough without an accelerator
     CudaLanes     each copy lane is a CUDA stream, indexes are built on threads
-    ThreadLanes   both on threads of the CPU, which tests slow down: the same races, without a device
+    ThreadLanes   both on CPU threads, which tests delay to provoke the same races without a device
 
 Results never depend on which of them is used.
 """
@@ -28,17 +28,17 @@ THREAD_PREFIX = "pqcache-lane"
 
 
 class Work(Generic[T]):
-    """Something that was started. This one has ended: its result is there."""
+    """Work that was started. The base class is work that has ended."""
 
     def __init__(self, result: T) -> None:
         self.result = result
 
     def wait(self) -> T:
-        """The result; what the caller's stream does next comes after it. Raises what the work raised."""
+        """The result. The caller's stream goes on after the work; the host does not wait for it. Raises what the work raised."""
         return self.result
 
     def finish(self) -> T:
-        """The result; what the host does next comes after it, too."""
+        """The result. The host waits for the work, too."""
         return self.result
 
 
@@ -46,26 +46,26 @@ NOTHING: Work[None] = Work(None)
 
 
 class Lanes:
-    """Everything at once, in the caller's thread: the reference for the others."""
+    """Runs work immediately, in the caller's thread: the reference for the others."""
 
     asynchronous = False
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        """Run `work`, copies of one direction: after all that the caller has queued, in order with others of its lane.
+        """Run `work`, copies in one direction: after everything the caller has queued, and in order with its lane's other work.
 
         sources: tensors that it reads. Their memory is not reused before it ends, and nobody may write to them until then.
         """
         return Work(work())
 
     def fetch(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        """Run `work`, a copy to the device that first waits for indices from the device; the caller does not wait for them.
+        """Run `work`, a copy to the device that first waits for indices from the device. The caller does not wait for them.
 
-        Fetches run in order. The caller leaves alone what `work` changes until it has waited.
+        Fetches run in order. The caller must wait before it uses anything that `work` changes.
         """
         return self.copy(TO_DEVICE, work, *sources)
 
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        """Run `work`, which may take long and may use the host, after all that the caller has queued."""
+        """Run `work`, which may take long and may use the host, after everything the caller has queued."""
         return Work(work())
 
     def close(self) -> None:
@@ -74,13 +74,13 @@ class Lanes:
 
 @contextmanager
 def _modes(inference: bool) -> Iterator[None]:
-    """Gradient and inference mode belong to a thread: a worker sets its caller's (and never records gradients)."""
+    """Set the caller's inference mode on a worker thread, and no gradients: both modes belong to a thread."""
     with torch.inference_mode(inference), torch.no_grad():
         yield
 
 
 class _Job(Work[T]):
-    """Work on a thread; its future gives the Work that is left to wait for."""
+    """Work on a thread. Its future returns a Work, for which the caller then waits."""
 
     def __init__(self, future: Future[Work[T]]) -> None:
         self.future = future
@@ -206,7 +206,7 @@ class CudaLanes(ThreadLanes):
         work: Callable[[], T],
         sources: tuple[torch.Tensor, ...],
     ) -> Work[T]:
-        """Run `work` on a thread of `kind`, on `stream` (None: a new one), after all that the caller has queued."""
+        """Run `work` on a thread of `kind`, on `stream` (None: a new one), after everything the caller has queued."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
 
@@ -229,10 +229,10 @@ class CudaLanes(ThreadLanes):
 
     def close(self) -> None:
         super().close()
-        for stream in self._streams.values():  # copies into memory that a dropped request releases
+        for stream in self._streams.values():  # copies may still write to memory that a dropped request releases
             stream.synchronize()
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """The lanes that help on a device: streams on CUDA, everything at once elsewhere."""
+    """The lanes for a device: streams on CUDA; elsewhere work runs immediately."""
     return CudaLanes(device) if device.type == "cuda" else Lanes()

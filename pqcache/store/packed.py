@@ -66,7 +66,7 @@ class PackedStream:
         self.tails = [a + b for a, b in zip(self.tails, counts, strict=True)]
 
     def pack(self, everything: bool = False) -> None:
-        """Move what the schedule says from the tail into the body; or everything, at the end of a prompt."""
+        """Move tokens from the tail into the body: as many as the schedule says, or everything."""
         assert self.tail is not None
         move = list(self.tails) if everything else [self.schedule(tail) for tail in self.tails]
         if not any(move):
@@ -115,11 +115,11 @@ class PackedStream:
         return torch.where((indices >= body)[..., None], exact, packed)
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
-        """Drop the others: row r keeps indices[r, :, :counts[r]] of indices (n, h_kv, m), ascending in every head.
+        """Keep only indices (n, h_kv, m), ascending in every head: row r keeps its first indices[r, :, :counts[r]].
 
-        What was packed stays packed and what was exact stays exact, up to as many packed tokens (whole units of the codec) as
-        every head of the row keeps: further packed ones become exact copies of what they decode to. Reads counts from the
-        device.
+        Packed tokens stay packed and exact ones stay exact, but all heads of a row must have equally many packed tokens, in whole
+        units of the codec. Packed tokens that a head keeps beyond that number become exact copies of what they decode to. Waits
+        for the device, to read counts.
         """
         assert self.tail is not None
         column = torch.arange(indices.shape[2], device=indices.device)
@@ -175,7 +175,7 @@ class PackedStore(RetrievalStore):
         self.v.append(v, counts)
 
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: object = None) -> None:
-        """Take what is new of a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
+        """Add the new tokens of a whole prompt k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
         held = self.lengths or [0] * len(lengths)
         counts = [total - old for total, old in zip(lengths, held, strict=True)]
         self.append(right_align(k, held, lengths), right_align(v, held, lengths), counts)
@@ -192,13 +192,13 @@ class PackedStore(RetrievalStore):
         """A decode step attended, its token in the tail: q (n, h, 1, d), lse (n, h, 1) fp32 over all that it attended to."""
 
     def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of tokens lo .. hi-1, packed or exact as they come: (n, h_kv, hi - lo, d); nothing else is decoded."""
+        """K and V of tokens lo .. hi-1, packed or exact: (n, h_kv, hi - lo, d). Other tiles are not decoded."""
         return self.k.tile(lo, hi), self.v.tile(lo, hi)
 
     def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Every token once, at most `size` at a time and in any order: K and V (n, h_kv, m, d), and which entries are tokens.
 
-        The latter is (n, 1 or h_kv, m) bool, or None for all. Only one piece is decoded at a time.
+        The mask is (n, 1 or h_kv, m) bool, or None for all. Only one tile is decoded at a time.
         """
         shortest = min(self.lengths)
         for lo in range(0, self.length, size):
@@ -209,9 +209,9 @@ class PackedStore(RetrievalStore):
             yield *self.tile(lo, hi), inside
 
     def read(
-        self, sinks: int, indices: torch.Tensor | None, recent: int, group: int = 1
+        self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V of [first `sinks` | `indices` (n, H, k) | last `recent`] tokens; see ResidentStore.read."""
+        """See RetrievalStore; packed tokens are decoded."""
         length, streams = self.length, (self.k, self.v)
         h_kv = self.k.heads
         heads = 1 if indices is None else indices.shape[1]
@@ -219,14 +219,14 @@ class PackedStore(RetrievalStore):
             parts = []
             for stream in streams:
                 chosen = [] if indices is None else [stream.take(indices)]
-                parts.append(torch.cat([stream.tile(0, sinks), *chosen, stream.tile(length - recent, length)], 2))
+                parts.append(torch.cat([stream.tile(0, sinks), *chosen, stream.tile(length - local, length)], 2))
             return parts[0], parts[1]
         device = self.k.device
         ends, n = _rows(self.lengths, device), len(self.lengths)
         pieces = [torch.arange(sinks, device=device).expand(n, heads, -1)]
         if indices is not None:
             pieces.append(indices)
-        pieces.append((ends - recent + torch.arange(recent, device=device)).expand(n, heads, -1))
+        pieces.append((ends - local + torch.arange(local, device=device)).expand(n, heads, -1))
         every = torch.cat(pieces, 2)
         return self.k.take(every, group), self.v.take(every, group)
 
@@ -235,16 +235,16 @@ class PackedStore(RetrievalStore):
         return self.k.tile(lo, hi)
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
-        """K of positions `indices` (n, H, m), decoded, -1 read as anything: (n, h_kv or h, m, d)."""
+        """K of positions `indices` (n, H, m), decoded: (n, h_kv or h, m, d), undefined for -1."""
         return self.k.take(indices, group)
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
-        """Drop everything but `indices` (n, h_kv, m), ascending: row r keeps its first counts[r] entries."""
+        """Keep only `indices` (n, h_kv, m), ascending: row r keeps its first counts[r] entries."""
         self.v.retain(indices, counts)
         self.k.retain(indices, counts)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything, decoded: for new turns only."""
+        """Everything, decoded; used when a new turn begins."""
         return self.k.view(), self.v.view()
 
     def map_rows(self, index: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ def finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def channel_scale(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """c = sqrt(max |x|) per channel over the tokens: x (n, h_kv, t, d) -> (n, h_kv, 1, d) fp16, 1 for channels of zeros.
 
-    Divided by c before tokenwise quantization, a channel of outliers no longer widens the range of the other channels.
+    Channels are divided by c before tokenwise quantization, so that a channel of outliers does not widen the others' range.
     """
     size = x.float().abs()
     if valid is not None:

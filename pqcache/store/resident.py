@@ -30,7 +30,7 @@ class ResidentStore(RetrievalStore):
         self.lengths = list(lengths)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row; nothing happens before the first token."""
+        """Make room for `tokens` tokens per row. Before the first token there is no buffer, and this does nothing."""
         for buffer in (self.k, self.v):
             if buffer is not None:
                 buffer.reserve(tokens)
@@ -92,12 +92,12 @@ class ResidentStore(RetrievalStore):
         return self.k.data[:, :, lo:hi]
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
-        """K of positions `indices` (n, H, m), -1 read as anything: (n, h_kv or h, m, d)."""
+        """K of positions `indices` (n, H, m): (n, h_kv or h, m, d), undefined for -1."""
         assert self.k is not None
         return take_tokens(self.k.data, indices, group)
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
-        """Drop everything but `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
+        """Keep only `indices` (n, h_kv, m): row r keeps its first counts[r] entries, the rest is padding.
 
         The old buffers are released, not sliced: a slice would keep every dropped token alive.
         """
@@ -132,7 +132,7 @@ class ResidentStore(RetrievalStore):
         self.lengths = [length + 1 for length in self.lengths]
 
     def take_back(self, lent: Lent) -> None:
-        """The buffers are as they would be: nothing to do."""
+        """Nothing to do: the borrower's steps wrote into the buffers as `append` would have."""
 
     def truncate(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of every row."""
