@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from baselines.gear import GEAR, accounted_ratio, low_rank, split_outliers
 from tests.baselines.fed import Fed, drawn, rounded
-from tests.store.test_coded import largest
+from tests.store.test_packed import largest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = {"rank": 0, "new_rank": 0}

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from baselines.kivi import KIVI, accounted_ratio
 from tests.baselines.fed import Fed, drawn, rounded
-from tests.store.test_coded import largest
+from tests.store.test_packed import largest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -20,7 +20,7 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import dequantize, quantize
 from tests.baselines.common import context
 from tests.invariants.drive import Session, pad_left, tokens
-from tests.store.test_coded import Largest
+from tests.store.test_packed import Largest
 
 FIFTH = {"budget": Budget(ratio=0.2)}
 
