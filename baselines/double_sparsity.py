@@ -1,12 +1,15 @@
 """Double Sparsity: rank tokens by a few heavy channels of their keys (Yang et al., arXiv 2408.07092, section 3).
 
-Offline, a calibration text gives each head its heavy channels: those of largest |q| |k|. The label cache keeps these channels of
+Offline, a calibration text gives each head its heavy channels: those of largest |q k|. The label cache keeps these channels of
 every key, in `label_bits` bits. A decode step scores all tokens by the same channels of the query and attends exactly to the
 best ones (Algorithm 1).
 
 Deviations:
-- The heads of a group share heavy channels, by the sum over the group, and one choice of tokens; labels are stored per KV head.
-- A channel's weight is (sum over tokens of |q|) * (sum over tokens of |k|), both after RoPE.
+- A channel's weight is the sum over tokens of |q k|, each token's query with its own key, as in the released calibration. That
+  gives each query head channels of its own. Here the heads of a group share the channels of largest summed weight, and one choice
+  of tokens (reduce=none: a choice each); labels are stored per KV head.
+- channel=q and channel=k take |q| and |k| after RoPE; the released calibration takes them before it.
+- The released evaluation also rounds the query's channels to `label_bits`. Here the query stays exact.
 - Sinks and local window are this project's, as for the other retrieval methods: the paper selects all tokens by score.
 - With store=host selected tokens are fetched when they are needed. Double Sparsity-Offload prefetches them one layer ahead.
 """
@@ -37,17 +40,22 @@ if TYPE_CHECKING:
 CHANNELS = ("qk", "q", "k")
 
 
-def channel_sums(model: PreTrainedModel, ids: torch.Tensor) -> Tensors:
-    """Sums of |q| and |k| after RoPE over token ids (1, t) and over each group's query heads: "q", "k" (layers, h_kv, d)."""
-    q_sums, k_sums = [], []
+def channel_weights(model: PreTrainedModel, ids: torch.Tensor) -> Tensors:
+    """Weights of the channels of every KV head over token ids (1, t), after RoPE: name in CHANNELS -> (layers, h_kv, d) fp32.
+
+    Sums over tokens of |q k|, |q| and |k|; the first two also over the query heads of a group.
+    """
+    weights: dict[str, list[torch.Tensor]] = {name: [] for name in CHANNELS}
 
     def add(call: WatchedCall) -> None:
-        h_kv = call.k.shape[1]
-        q_sums.append(call.q[0].float().abs().sum(1).unflatten(0, (h_kv, -1)).sum(1).cpu())
-        k_sums.append(call.k[0].float().abs().sum(1).cpu())
+        k = call.k[0].float()  # (h_kv, t, d)
+        q = call.q[0].float().unflatten(0, (k.shape[0], -1))  # (h_kv, g, t, d)
+        weights["qk"].append((q * k[:, None]).abs().sum((1, 2)).cpu())
+        weights["q"].append(q.abs().sum((1, 2)).cpu())
+        weights["k"].append(k.abs().sum(1).cpu())
 
     watch_text(model, ids, add)
-    return {"q": torch.stack(q_sums), "k": torch.stack(k_sums)}
+    return {name: torch.stack(layers) for name, layers in weights.items()}
 
 
 class LabelIndex(Index):
@@ -102,7 +110,7 @@ class DoubleSparsity(RetrievalMethod):
 
     # share of a key's channels that its label has (the paper's channel sparsity, 1/16), at least one channel
     channel_ratio: float = 1 / 16
-    # weight by which channels are heavy: qk, q or k
+    # weight by which channels are heavy: qk | q | k
     channel: str = "qk"
     # bits per number of a label, 1 to 8, or 16
     label_bits: int = 4
@@ -124,8 +132,8 @@ class DoubleSparsity(RetrievalMethod):
         modules = attention_modules(model)
         if self.budget.is_everything or (text is None and all(module in self.channels for module in modules)):
             return
-        sums = Calibration(self.name, self.calibration_tokens, (1,)).get(model, text, cache_dir, channel_sums)
-        weight = sums["q"] * sums["k"] if self.channel == "qk" else sums[self.channel]
+        calibration = Calibration(self.name, self.calibration_tokens, (1,))
+        weight = calibration.get(model, text, cache_dir, channel_weights)[self.channel]
         r = max(1, floor_share(weight.shape[2], self.channel_ratio))
         for module, layer in zip(modules, weight, strict=True):
             self.channels[module] = top_tokens(layer[None], [r])[0].to(model.device)

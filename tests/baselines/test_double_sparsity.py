@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from baselines.double_sparsity import DoubleSparsity, channel_sums
+from baselines.double_sparsity import DoubleSparsity
 from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle
 from pqcache.selective import Budget, SelectiveCache, attach
@@ -26,16 +27,36 @@ def prepared(model: PreTrainedModel, **hyper) -> DoubleSparsity:
     return method
 
 
-def test_heavy_channels_are_those_of_largest_product(llama: PreTrainedModel) -> None:
-    """A channel that queries never use is light, however large its keys are."""
+def rotated(model: PreTrainedModel, ids: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (h, t, d) and k (h_kv, t, d) of a layer after RoPE, from the model's own modules."""
+    attention, outputs = model.model.layers[layer].self_attn, {}
+    hooks = [
+        getattr(attention, name).register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
+        for name in ("q_proj", "k_proj")
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    q, k = (outputs[name].unflatten(-1, (-1, 16)).transpose(1, 2) for name in ("q_proj", "k_proj"))
+    cos, sin = model.model.rotary_emb(q, torch.arange(ids.shape[1])[None])
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q[0], k[0]
+
+
+@pytest.mark.parametrize("channel", ["qk", "q", "k"])
+def test_heavy_channels_are_those_of_largest_weight(llama: PreTrainedModel, channel: str) -> None:
+    """Token by token and head by head, from q and k of the plain model; four query heads share two KV heads."""
     ids = torch.tensor([tokens(64, 9)])
-    sums = channel_sums(llama, ids)
-    assert sums["q"].shape == sums["k"].shape == (3, 2, 16)
-    layer = llama.model.layers[1].self_attn
-    for channel, size in (("q", sums["q"]), ("k", sums["k"]), ("qk", sums["q"] * sums["k"])):
-        chosen = prepared(llama, channel=channel, channel_ratio=0.25).channels[layer]
-        expected = [sorted(sorted(range(16), key=lambda c, w=w: -w[c])[:4]) for w in size[1].tolist()]
-        assert chosen.tolist() == expected
+    q, k = rotated(llama, ids, layer=1)
+    method = prepared(llama, channel=channel, channel_ratio=0.25)
+    for kv_head, chosen in enumerate(method.channels[llama.model.layers[1].self_attn].tolist()):
+        weight = [0.0] * 16
+        for head in (2 * kv_head, 2 * kv_head + 1):
+            for query, key in zip(q[head].tolist(), k[kv_head].tolist()):
+                for c in range(16):
+                    weight[c] += abs({"qk": query[c] * key[c], "q": query[c], "k": key[c]}[channel])
+        assert chosen == sorted(sorted(range(16), key=lambda c, w=weight: -w[c])[:4])
 
 
 def test_the_calibration_is_stored(llama: PreTrainedModel, tmp_path: Path) -> None:
