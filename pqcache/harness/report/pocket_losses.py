@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full
+from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.tables import budget_text, number, signed
 
 Key = tuple[str, str]  # method, budget
@@ -114,15 +115,10 @@ def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
                 difference=fmean(ours - theirs for theirs, ours in pairs.values()),
                 lost=len(lost),
                 samples=len(pairs),
-                depth_lost=_mean(depth[task][int(k.partition(":")[0])] for k in lost),
-                depth_kept=_mean(depth[task][int(k.partition(":")[0])] for k in pairs if k not in lost),
+                depth_lost=known_mean(depth[task][int(k.partition(":")[0])] for k in lost),
+                depth_kept=known_mean(depth[task][int(k.partition(":")[0])] for k in pairs if k not in lost),
             )
     return losses_of
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return fmean(known) if known else None
 
 
 def table(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]]) -> str:

@@ -6,7 +6,7 @@ keyed task -> sample -> score (0..100).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -21,6 +21,14 @@ def mean(scores: Scores) -> float | None:
     """The unweighted mean over tasks; None without samples."""
     tasks = [list(samples.values()) for samples in scores.values() if samples]
     return float(np.mean([np.mean(values) for values in tasks])) if tasks else None
+
+
+def known_mean(values: Iterable[float | None], weights: Iterable[float] | None = None) -> float | None:
+    """The (weighted) mean of the values that are not None; None without any."""
+    values = list(values)
+    weights = [1.0] * len(values) if weights is None else weights
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None and w > 0]
+    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
 
 
 def interval(scores: Scores) -> list[float] | None:

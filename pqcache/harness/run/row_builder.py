@@ -9,7 +9,7 @@ from typing import Any, cast
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
-from pqcache.harness.report.score_statistics import Scores
+from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.harness.run.samples import Busy, Sample, locked
 from pqcache.harness.run.timing import percentile, tpot_ms
 
@@ -27,7 +27,7 @@ def build_row(
 ) -> Row:
     """The row of a finished cell, not yet compared to Full. `Row` says what each field is."""
     samples = list(samples)
-    question_tokens = _mean(s["question_tokens"] for s in samples)
+    question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
     row = {
@@ -94,26 +94,26 @@ def _quality(scores: Scores, metrics: Mapping[str, dict[str, float]], published:
 
 def _budget_and_tokens(cell: Cell, samples: Sequence[Sample]) -> dict[str, Any]:
     budget, ignored = cell.identity["budget"], cell.ignores_budget
-    prompt = _mean(s["prompt_tokens"] for s in samples) or 0.0
-    planned = _mean(s["budget_tokens"] for s in samples)
+    prompt = known_mean(s["prompt_tokens"] for s in samples) or 0.0
+    planned = known_mean(s["budget_tokens"] for s in samples)
     steps = [len(s["step_s"]) for s in samples]
     return {
         "budget_ratio": 1.0 if ignored else budget if isinstance(budget, float) else None,
         "budget_tokens": float(budget) if isinstance(budget, int) else planned,
         "budget_applied": 1.0 if ignored else planned / prompt if planned is not None and prompt else None,
         "prompt_tokens": prompt,
-        "generated_tokens": _mean(s["new_tokens"] for s in samples) or 0.0,
-        "attended_tokens": _mean([s["attended_tokens"] for s in samples], steps),
-        "attended_tokens_all_layers": _mean([s["attended_tokens_all_layers"] for s in samples], steps),
+        "generated_tokens": known_mean(s["new_tokens"] for s in samples) or 0.0,
+        "attended_tokens": known_mean([s["attended_tokens"] for s in samples], steps),
+        "attended_tokens_all_layers": known_mean([s["attended_tokens_all_layers"] for s in samples], steps),
     }
 
 
 def _bytes(samples: Sequence[Sample]) -> dict[str, Any]:
     steps = [len(s["step_s"]) for s in samples]
     return {
-        "resident_bytes": _by_key([s["resident_bytes"] for s in samples], _mean),
+        "resident_bytes": _by_key([s["resident_bytes"] for s in samples], known_mean),
         "peak_bytes": _by_key([s["peak_bytes"] for s in samples], max),
-        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], lambda values: _mean(values, steps)),
+        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], lambda values: known_mean(values, steps)),
     }
 
 
@@ -142,14 +142,6 @@ def _origin(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 # -- over samples ------------------------------------------------------------------------------------------------------
-
-
-def _mean(values: Iterable[float | None], weights: Iterable[float] | None = None) -> float | None:
-    """The (weighted) mean of the values that are not None; None without any."""
-    values = list(values)
-    weights = [1.0] * len(values) if weights is None else weights
-    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None and w > 0]
-    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
 
 
 def _joined(values: Iterable[str | None]) -> str | None:
