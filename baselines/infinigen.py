@@ -225,7 +225,7 @@ class InfiniGen(RetrievalMethod):
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")
 
     def setup(self) -> None:
-        if self.protocol == "paper":
+        if self.protocol != "aligned":
             self.alpha = 5.0 if self.alpha is None else self.alpha
             self.cap = 0.2 if self.cap is None else self.cap
         self.bases: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, d, r)

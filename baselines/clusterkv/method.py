@@ -245,7 +245,7 @@ class ClusterKV(RetrievalMethod):
     def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
         aligned = partition_plan(self.budget, s, self.n_sink, 0.0)
         k = aligned.local + aligned.k
-        if self.protocol == "paper":
+        if self.protocol != "aligned":
             k = min(s - aligned.sinks, max(1, self.budget.total(s) - aligned.sinks))
         return ClusterPlan(aligned.sinks, 0, k, s)
 

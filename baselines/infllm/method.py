@@ -77,7 +77,7 @@ class InfLLM(Method):
         self.require_one_of("store", ("resident", "host"))
 
     def setup(self) -> None:
-        paper = self.protocol == "paper"
+        paper = self.protocol != "aligned"
         self.n_init = (128 if paper else 32) if self.n_init is None else self.n_init
         self.reps = (4 if paper else 1) if self.reps is None else self.reps
         if paper:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pqcache.naming import closest
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.dense import DenseLayer
+from pqcache.selective.shape import NotApplicable
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from pqcache.selective.layer import SelectiveLayer
     from pqcache.selective.shape import ModelShape
 
-PROTOCOLS = ("aligned", "paper")
+PROTOCOLS = ("aligned", "paper", "release")
+
+
+PAPER = object()  # a default of protocol=release that is the paper's
 
 
 @dataclass(kw_only=True)
@@ -28,7 +32,8 @@ class Method:
     `make_layer`. Everything else has a default.
 
     budget: what may be spent. dense_layers: how many first layers stay dense; None takes the method's default under
-    `protocol` ("aligned": one rule for all methods; "paper": the method's own publication).
+    `protocol`: "aligned" (one rule for all methods), "paper" (as the method's publication says) or "release" (as its released
+    code runs). Raises NotApplicable under "release" if there is no such code.
     """
 
     name: ClassVar[str]
@@ -37,15 +42,20 @@ class Method:
     revision: ClassVar[int] = 0
     # Removed hyper-parameters -> their only value, which is still hashed, reported and accepted.
     retired: ClassVar[dict[str, Any]] = {}
+    # The code that protocol=release follows, as <repository>: <part>; empty where none is published.
+    released: ClassVar[str] = ""
     aligned_dense_layers: ClassVar[int] = 0
     paper_dense_layers: ClassVar[int] = 0
+    release_dense_layers: ClassVar[int | None] = None  # None: as the paper's
 
     budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
     dense_layers: int | None = None
     protocol: str = "aligned"
 
     def __post_init__(self) -> None:
-        self.require("protocol", self.protocol in PROTOCOLS, " or ".join(PROTOCOLS))
+        self.require("protocol", self.protocol in PROTOCOLS, ", ".join(PROTOCOLS))
+        if self.protocol == "release" and not self.released:
+            raise NotApplicable(f"protocol=release: no code of {self.name} is published; aligned and paper apply")
         if self.dense_layers is None:
             self.dense_layers = self.default_dense_layers(self.protocol)
         self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
@@ -113,9 +123,17 @@ class Method:
     @classmethod
     def default_dense_layers(cls, protocol: str) -> int:
         """How many first layers stay dense by default."""
-        return cls.paper_dense_layers if protocol == "paper" else cls.aligned_dense_layers
+        if protocol == "release" and cls.release_dense_layers is not None:
+            return cls.release_dense_layers
+        return cls.aligned_dense_layers if protocol == "aligned" else cls.paper_dense_layers
 
     # -- shared -----------------------------------------------------------------------------------------------------
+
+    def by_protocol(self, *, aligned: Any, paper: Any, release: Any = PAPER) -> Any:
+        """A default that depends on the protocol. release: the paper's, unless given."""
+        if self.protocol == "aligned":
+            return aligned
+        return paper if self.protocol == "paper" or release is PAPER else release
 
     def require(self, name: str, ok: bool, allowed: str) -> None:
         """Raise one line that names the hyper-parameter, its value and what is allowed."""

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import run
+from pqcache.harness.config import smoke as smoke_config
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import rows as results
@@ -83,3 +84,11 @@ def test_long_prompts_keep_both_ends() -> None:
     assert smoke.middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
     assert smoke.middle([1, 2], 4) == [1, 2]
     assert smoke.middle([1, 2], None) == [1, 2]
+
+
+def test_a_grid_that_names_the_task_s_default_is_still_a_grid() -> None:
+    """The group's file lists the default length; a sweep over that value alone is a grid all the same."""
+    named = plan("-m method=full task=pocket_qa task.length=2048 smoke=true").cells[0]
+    assert named.identity["task"]["length"] == smoke_config.LENGTHS[0]
+    default = plan("method=full task=pocket_qa smoke=true").cells[0]
+    assert default.identity["task"]["length"] == smoke_config.LENGTHS[-1]

@@ -12,6 +12,9 @@ import pytest
 
 import run
 from pqcache import methods as registry
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import Refused
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models
@@ -185,3 +188,28 @@ def test_a_wrong_value_in_an_experiment_refuses_it_whole(
     assert command("experiment=wrong", "budget=0.2", "seed=-1") == 2  # in all of its cells
     assert "in cell" not in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_scale_paper_sets_what_the_experiment_lists(tmp_path: Path) -> None:
+    """`paper_scale:` holds overrides; commas sweep, and what is typed wins."""
+    shutil.copytree(run.CONFIGS, tmp_path / "configs")
+    file = tmp_path / "configs" / "experiment" / "two_sizes.yaml"
+    file.write_text(
+        "# python run.py experiment=two_sizes\n"
+        "defaults:\n  - override /task: pocket_qa\n"
+        "paper_scale: {task.length: '1024,4096', budget: 0.1}\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {task.length: 512}\n",
+        encoding="utf-8",
+    )
+
+    def points(*argv: str) -> set[tuple[int, float]]:
+        cells = make_plan(compose_all(["experiment=two_sizes", *argv], tmp_path / "configs")).cells
+        return {(cell.identity["task"]["length"], cell.identity["budget"]) for cell in cells}
+
+    assert points() == {(512, 0.2)}
+    assert points("scale=paper") == {(1024, 0.1), (4096, 0.1)}
+    assert points("scale=paper", "budget=0.5") == {(1024, 0.5), (4096, 0.5)}
+    with pytest.raises(Refused, match="scale=paper: only an experiment with"):
+        make_plan(compose_all(["scale=paper"], tmp_path / "configs"))
+    with pytest.raises(Refused, match="scale: one at a time"):
+        compose_all(["-m", "experiment=two_sizes", "scale=machine,paper"], tmp_path / "configs")

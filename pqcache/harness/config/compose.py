@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -39,6 +40,7 @@ class Composed:
     group_defaults: dict[str, dict[str, Any]]  # group -> what the chosen model's, method's or task's file sets
     cell: str | None = None
     typed: tuple[str, ...] = ()  # what to type to compose exactly this one
+    named: frozenset[str] = frozenset()  # keys that the command line or the experiment's file sets
 
 
 @dataclass
@@ -75,20 +77,33 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
         sweep = arguments.multirun or str(hydra["mode"]).endswith("MULTIRUN")
         experiment = hydra["runtime"]["choices"].get(EXPERIMENT)
         typed = {o.get_key_element() for o in overrides}
+        params |= _paper_scale(head, errors)
         from_file = parse([f"{k}={yaml_text(v)}" for k, v in params.items() if k not in typed], errors)
         from_file = valid(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
         if not sweep:
             for override in overrides:
                 if override.is_sweep_override():
                     errors.append(f"{override.input_line}: several values need -m (python run.py -m ...)")
-        if any(o.key_or_group == "experiment" and o.is_sweep_override() for o in overrides):
-            raise Refused([*errors, "experiment: one at a time"])
+        for key in ("experiment", "scale"):
+            if any(o.key_or_group == key and o.is_sweep_override() for o in overrides):
+                raise Refused([*errors, f"{key}: one at a time"])
         composed = []
         for choice in _product([*from_file, *overrides], config_dir):
             composed += _cells(choice, head, config_dir, sweep, compose_once)
     best_of = _best_of(head, {c.cell for c in composed}, errors)
     report = head.get("report") or {}
     return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, errors)
+
+
+def _paper_scale(head: dict[str, Any], errors: list[str]) -> dict[str, str]:
+    """An experiment's `paper_scale:`, the overrides that scale=paper stands for. A value with commas is swept."""
+    if head.get("scale") != "paper":
+        return {}
+    value = head.get("paper_scale")
+    if not isinstance(value, dict):
+        errors.append("scale=paper: only an experiment with `paper_scale:` has two sizes")
+        return {}
+    return {str(key): item for key, item in value.items()}
 
 
 # -- composing ---------------------------------------------------------------------------------------------------------
@@ -167,7 +182,17 @@ def _composed(
         loaded = OmegaConf.to_container(OmegaConf.load(config_dir / group / f"{choices[group]}.yaml"))
         defaults[group] = {str(k): v for k, v in loaded.items()} if isinstance(loaded, dict) else {}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
-    return Composed(config, defaults, cell, typed)
+    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    if experiment := choices.get(EXPERIMENT):
+        named |= {f"task.{key}" for key in _task_keys(config_dir, experiment)}
+    return Composed(config, defaults, cell, typed, frozenset(named))
+
+
+@cache
+def _task_keys(config_dir: Path, experiment: str) -> tuple[str, ...]:
+    """The options of the task that an experiment's file sets."""
+    file = yaml.safe_load((config_dir / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")) or {}
+    return tuple(file.get("task") or ())
 
 
 def _composer() -> Composer:

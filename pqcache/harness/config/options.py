@@ -12,7 +12,8 @@ from typing import Literal
 GROUPS = ("model", "method", "task", "experiment")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
-NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill")
+# scale: the values that it sets are hashed themselves.
+NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale")
 
 
 class Refused(Exception):
@@ -43,12 +44,14 @@ class RunOptions:
     dense_layers: int | None = None
     # feed the prompt's last question through the decode path, token by token
     question_as_decode: bool = False
-    # aligned: one rule for all methods | paper: each method's own publication
-    protocol: Literal["aligned", "paper"] = "aligned"
+    # aligned: one rule for all methods | paper: as each method's publication says | release: as its released code runs
+    protocol: Literal["aligned", "paper", "release"] = "aligned"
     # true: recall, attention mass and output error of what is attended | trace: also a file for method=replay
     diagnostics: bool | Literal["trace"] = False
     # any command on tiny models and inputs, to see that it runs
     smoke: bool = False
+    # of an experiment with two sizes: machine (runs on a small machine) | paper (the paper's sizes)
+    scale: Literal["machine", "paper"] = "machine"
     # cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples
     shared_prefill: bool = False
     # prepared method data, machine profiles

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import option_fields
@@ -39,28 +40,26 @@ def reduced(composed: Iterable[Composed]) -> list[Composed]:
     """Make the configurations with smoke=true small. The others stay as they are. Equal ones become one cell later."""
     composed = list(composed)
     small = [c for c in composed if c.config.get("smoke") is True]
-    kept = {key: _grid(small, key)[:GRID_SIZE] for key in GRIDS}
+    kept = {key: list(dict.fromkeys(_named(c, key) for c in small))[:GRID_SIZE] for key in GRIDS}
     result = []
     for one in composed:
         if one.config.get("smoke") is not True:
             result.append(one)
-        elif all(not values or _scalar(one.config, key) in values for key, values in kept.items()):
+        elif all(_named(one, key) in values for key, values in kept.items()):
             config = copy.deepcopy(one.config)
             for key, values in kept.items():
-                if values:
+                if _named(one, key) is not None:
                     _replace(config, key, values)
             _shrink_task(config)
             if config["model"].get("name") == "random":
                 config["model"]["geometry"] = "tiny"
-            result.append(type(one)(config, one.group_defaults, one.cell, one.typed))
+            result.append(replace(one, config=config))
     return result
 
 
-def _grid(small: list[Composed], key: str) -> list[Any]:
-    """The values of a key in the command's configurations; none if all have their group's default."""
-    if "." in key and all(_scalar(c.config, key) == _scalar(c.group_defaults, key) for c in small):
-        return []
-    return list(dict.fromkeys(_scalar(c.config, key) for c in small))
+def _named(one: Composed, key: str) -> Any:
+    """The value of a grid's key; None if the command sets none: a default is no point of a grid."""
+    return None if "." in key and key not in one.named else _scalar(one.config, key)
 
 
 def _scalar(config: dict[str, Any], key: str) -> Any:

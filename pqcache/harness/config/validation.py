@@ -17,7 +17,7 @@ from pqcache.naming import closest, suggestion
 if TYPE_CHECKING:
     from pqcache.selective import Method
 
-NO_OPTIONS = ("cells", "cell", "best_of", "report")  # top-level keys that compose.py reads
+NO_OPTIONS = ("cells", "cell", "best_of", "report", "paper_scale")  # top-level keys that compose.py reads
 
 Options = dict[str, Any]
 
@@ -46,7 +46,7 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     classes: dict[str, type] = {"model": ModelOptions, "method": method_type, "task": task_class(names["task"]).Options}
     run, options = _typed(config, classes, errors)
     rules.check_run(run, errors)
-    if names["method"] == "full" and not errors:  # every layer of Full is dense, under either protocol
+    if names["method"] == "full" and not errors:  # every layer of Full is dense, under any protocol
         run = replace(run, dense_layers=None, protocol="aligned")
     if run.smoke is True and not errors:
         run = replace(run, out=str(Path(run.out) / smoke.FOLDER))

@@ -66,7 +66,7 @@ class Row(TypedDict):
     data: dict[str, Any]  # what the task read: source, revision, sha256 by file; {} where it makes its documents itself
     seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
     n_samples: int
-    protocol: str  # aligned | paper: budget rule, sinks and dense layers of the method
+    protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
     attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
     kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
