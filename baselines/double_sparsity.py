@@ -4,13 +4,15 @@ Offline, a calibration text gives each head its heavy channels: those of largest
 every key, in `label_bits` bits. A decode step scores all tokens by the same channels of the query and attends exactly to the
 best ones (Algorithm 1).
 
+A channel's weight is the sum over tokens of |q k|, each token's query with its own key, as in the released calibration.
+protocol=release, as the released evaluation: every query head has its own channels, labels and choice of tokens, the query's
+channels are rounded as the labels are, and all tokens are selected by score. Under the other protocols the heads of a group
+share channels and choice (reduce=none: a choice each), and sinks and local window are this project's.
+
 Deviations:
-- A channel's weight is the sum over tokens of |q k|, each token's query with its own key, as in the released calibration. That
-  gives each query head channels of its own. Here the heads of a group share the channels of largest summed weight, and one choice
-  of tokens (reduce=none: a choice each); labels are stored per KV head.
+- The current token is always attended, on top of the budget. The released evaluation ranks it with the others.
 - channel=q and channel=k take |q| and |k| after RoPE; the released calibration takes them before it.
-- The released evaluation also rounds the query's channels to `label_bits`. Here the query stays exact.
-- Sinks and local window are this project's, as for the other retrieval methods: the paper selects all tokens by score.
+- The calibration text is this project's, not 256 samples of the Pile.
 - With store=host selected tokens are fetched when they are needed. Double Sparsity-Offload prefetches them one layer ahead.
 """
 
@@ -24,10 +26,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from pqcache.fields import added
 from pqcache.selective.attach import attention_modules
-from pqcache.selective.budget import floor_share
+from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
-from pqcache.selective.group import top_tokens
+from pqcache.selective.group import per_head, top_tokens
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.retrieval import RetrievalMethod
@@ -38,32 +41,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHANNELS = ("qk", "q", "k")
+PER_QUERY_HEAD = " per query head"
 
 
 def channel_weights(model: PreTrainedModel, ids: torch.Tensor) -> Tensors:
     """Weights of the channels of every KV head over token ids (1, t), after RoPE: name in CHANNELS -> (layers, h_kv, d) fp32.
 
-    Sums over tokens of |q k|, |q| and |k|; the first two also over the query heads of a group.
+    Sums over tokens of |q k|, |q| and |k|; the first two also over the query heads of a group. With PER_QUERY_HEAD in its name:
+    not over the heads, (layers, h, d).
     """
-    weights: dict[str, list[torch.Tensor]] = {name: [] for name in CHANNELS}
+    names = [*CHANNELS, *(name + PER_QUERY_HEAD for name in CHANNELS)]
+    weights: dict[str, list[torch.Tensor]] = {name: [] for name in names}
 
     def add(call: WatchedCall) -> None:
         k = call.k[0].float()  # (h_kv, t, d)
         q = call.q[0].float().unflatten(0, (k.shape[0], -1))  # (h_kv, g, t, d)
-        weights["qk"].append((q * k[:, None]).abs().sum((1, 2)).cpu())
-        weights["q"].append(q.abs().sum((1, 2)).cpu())
-        weights["k"].append(k.abs().sum(1).cpu())
+        each = {"qk": (q * k[:, None]).abs().sum(2), "q": q.abs().sum(2)}  # (h_kv, g, d)
+        for name, weight in each.items():
+            weights[name].append(weight.sum(1).cpu())
+            weights[name + PER_QUERY_HEAD].append(weight.flatten(0, 1).cpu())
+        alone = k.abs().sum(1)
+        weights["k"].append(alone.cpu())
+        weights["k" + PER_QUERY_HEAD].append(alone.repeat_interleave(q.shape[1], 0).cpu())
 
     watch_text(model, ids, add)
     return {name: torch.stack(layers) for name, layers in weights.items()}
 
 
+def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x in fp32, its last dimension rounded to 2^bits evenly spaced values from its minimum to its maximum."""
+    x = x.float()
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    step = step.masked_fill(step == 0, 1)
+    return ((x - low) / step).round() * step + low
+
+
 class LabelIndex(Index):
-    """The label cache of one layer: the heavy channels of every key, in few bits."""
+    """The label cache of one layer: the heavy channels of every key, in few bits; H is h_kv, or h with per_query_head."""
 
     def __init__(self, method: DoubleSparsity) -> None:
-        self.method, self.reduce = method, method.reduce
-        self.channels: torch.Tensor | None = None  # (h_kv, r), a constant of the model
+        self.method, self.reduce = method, str(method.reduce)
+        self.channels: torch.Tensor | None = None  # (H, r), a constant of the model
         self.labels: BufferCodec = ExactCodec() if method.label_bits == 16 else TokenCodec(method.label_bits)
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
@@ -78,20 +97,26 @@ class LabelIndex(Index):
         self.labels.append(self.heavy(k), [length - 1 for length in lengths], [1] * len(lengths))
 
     def heavy(self, x: torch.Tensor) -> torch.Tensor:
-        """The heavy channels of x (n, h_kv, m, d), each KV head's own: (n, h_kv, m, r)."""
+        """The heavy channels of x (n, h_kv or H, m, d), each head's own: (n, H, m, r)."""
         assert self.channels is not None
+        x = per_head(x, self.channels.shape[0])
         return x.gather(3, self.channels[None, :, None].expand(*x.shape[:3], -1))
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         return self.products(q, self.labels.tile(lo, hi)) * ctx.scaling
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        if self.method.per_query_head:
+            return self.products(q, self.labels.take(per_head(indices, q.shape[1]))) * ctx.scaling
         return self.products(q, self.labels.take(indices, self.layer.shape.group)) * ctx.scaling
 
     def products(self, q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """q (n, h, 1, d), labels (n, h_kv or h, m, r) -> (n, h, m) fp32."""
         n, h, _, d = q.shape
-        heavy = self.heavy(q.view(n, -1, self.layer.shape.group, d)).view(n, labels.shape[1], -1, labels.shape[3])
+        assert self.channels is not None
+        heavy = self.heavy(q.view(n, self.channels.shape[0], -1, d)).view(n, labels.shape[1], -1, labels.shape[3])
+        if self.method.round_query and self.method.label_bits < 16:
+            heavy = rounded(heavy, self.method.label_bits)
         return (heavy.float() @ labels.float().mT).view(n, h, -1)
 
     def map_rows(self, index: torch.Tensor) -> None:
@@ -106,8 +131,16 @@ class DoubleSparsity(RetrievalMethod):
     """Tokens with the largest q . k over heavy channels. `prepare` runs the model once over a calibration text."""
 
     name: ClassVar[str] = "double_sparsity"
+    released: ClassVar[str] = "andy-yang-1/DoubleSparse: LongBench/modify_llama.py"
     ranks_shortlists: ClassVar[bool] = True
 
+    # first tokens, always attended, on top of a budget ratio; null: 32, under protocol=release 0
+    n_sink: int | None = None  # type: ignore[assignment]
+    # share of the budget that is the local window; null: 0.5, under protocol=release 0
+    recent_ratio: float | None = None  # type: ignore[assignment]
+    # how the scores of a group's query heads become one ranking: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit
+    # | none (every query head has its own); null: sum_softmax, under protocol=release none
+    reduce: str | None = None  # type: ignore[assignment]
     # share of a key's channels that its label has (the paper's channel sparsity, 1/16), at least one channel
     channel_ratio: float = 1 / 16
     # weight by which channels are heavy: qk | q | k
@@ -116,6 +149,29 @@ class DoubleSparsity(RetrievalMethod):
     label_bits: int = 4
     # tokens of the calibration text, at most
     calibration_tokens: int = 2048
+    # channels and labels of every query head instead of every KV head; null: under protocol=release
+    per_query_head: bool | None = added(None, absent=False)
+    # round the query's channels to label_bits, too; null: under protocol=release
+    round_query: bool | None = added(None, absent=False)
+
+    def fill(self) -> None:
+        release = self.protocol == "release"
+        defaults = {
+            "n_sink": 0 if release else 32,
+            "recent_ratio": 0.0 if release else 0.5,
+            "reduce": "none" if release else "sum_softmax",
+            "per_query_head": release,
+            "round_query": release,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        plan = super().plan(s, layer_idx, n_layers)
+        if self.recent_ratio or self.budget.is_everything:
+            return plan
+        return Plan(plan.sinks, 0, plan.k + plan.local) if self.protocol == "release" else plan
 
     def validate(self) -> None:
         super().validate()
@@ -126,14 +182,15 @@ class DoubleSparsity(RetrievalMethod):
 
     def setup(self) -> None:
         super().setup()
-        self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, r)
+        self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (H, r)
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         modules = attention_modules(model)
         if self.budget.is_everything or (text is None and all(module in self.channels for module in modules)):
             return
-        calibration = Calibration(self.name, self.calibration_tokens, (1,))
-        weight = calibration.get(model, text, cache_dir, channel_weights)[self.channel]
+        calibration = Calibration(self.name, self.calibration_tokens, (2,))
+        name = self.channel + (PER_QUERY_HEAD if self.per_query_head else "")
+        weight = calibration.get(model, text, cache_dir, channel_weights)[name]
         r = max(1, floor_share(weight.shape[2], self.channel_ratio))
         for module, layer in zip(modules, weight, strict=True):
             self.channels[module] = top_tokens(layer[None], [r])[0].to(model.device)

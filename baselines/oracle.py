@@ -2,9 +2,11 @@
 
 A reference, not a system: with store=host or block_cache every key crosses at each step to be scored.
 
+The released code counts the current token inside the local window and so attends to one token fewer: protocol=release. Elsewhere
+it comes on top, as for every other method here.
+
 Deviations:
-- The current token is attended on top of the local window, as for every other method here. The published code counts it inside
-  and so attends to one token fewer.
+- A budget of 1.0 attends everything under protocol=release, too. The released code leaves one token out.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.index import SCOPES, Index
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
@@ -47,6 +50,7 @@ class Oracle(RetrievalMethod):
     """Candidates with the largest exact attention weight, summed over a group's query heads, per KV head."""
 
     name: ClassVar[str] = "oracle"
+    released: ClassVar[str] = "HugoZHL/PQCache: vq_method/baseline_compressor.py"
     ranks_shortlists: ClassVar[bool] = True
 
     # tokens that the softmax before ranking covers: all past ones (the published code), or the candidates only
@@ -55,6 +59,14 @@ class Oracle(RetrievalMethod):
     def validate(self) -> None:
         super().validate()
         self.require_one_of("scope", SCOPES)
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        aligned = partition_plan(self.budget, s, self.n_sink, self.recent_ratio)
+        if self.protocol != "release" or self.budget.is_everything:
+            return aligned
+        total = aligned.local + aligned.k
+        k = floor_share(total, 1 - self.recent_ratio)
+        return Plan(aligned.sinks, max(1, total - k - 1), k)  # the window's last token is the current one
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> ExactIndex:
         return ExactIndex(self)

@@ -1,13 +1,14 @@
 """SparQ: retrieve tokens by the query's largest components (Ribar et al., arXiv 2312.04985, section 4, Algorithm 1).
 
 Approximate logits use the r largest components of the query, and the same components of all keys. The query heads of a group
-share components. Tokens are ranked by softmax over all past tokens per query head, summed over the group in fp32.
-reduce=sum_logit sums logits, as the authors' library does.
+share components. Tokens are ranked by softmax over all past tokens per query head, summed over the group in fp32, as the authors'
+formula for one head says. Their library, and its copy in PQCache's released comparison, sum logits: protocol=release.
 
 Deviations:
 - SparQ has no sinks. PQCache's comparison adds 32, which is the default here.
 - With store=host, sinks and window stay on the device; the comparison's code fetches them again at each step.
 - Budgets beyond the prompt are clamped.
+- Scores are fp32 under every protocol.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ComponentIndex(Index):
 
     def __init__(self, method: SparQ) -> None:
         self.method = method
-        self.reduce = method.reduce
+        self.reduce = str(method.reduce)
         self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host unless store=resident
         self.written: list[int] = []  # columns of it, per row
         self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, with reallocate
@@ -152,14 +153,18 @@ class ComponentIndex(Index):
 class SparQ(RetrievalMethod):
     """Tokens with the largest approximate softmax weight.
 
-    Aligned protocol: sinks, window and k are PQCache's. Paper's protocol: window and k are shares of the prompt or of a token
-    budget, as in PQCache's experiments with SparQ; sinks come on top. The authors' own sweeps are
+    Aligned protocol: sinks, window and k are PQCache's. The others: window and k are shares of the prompt or of a token budget,
+    as in PQCache's experiments with SparQ; sinks come on top. The authors' own sweeps are
     protocol=paper n_sink=0 recent_ratio=0.25 budget=128 with r = 8 to 64.
     """
 
     name: ClassVar[str] = "sparq"
+    released: ClassVar[str] = "HugoZHL/PQCache: vq_method/retrieval_based/sparq.py"
     ranks_shortlists: ClassVar[bool] = True
 
+    # how the scores of a group's query heads become one ranking: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit
+    # | none (every query head has its own); null: sum_softmax, under protocol=release sum_logit
+    reduce: str | None = None  # type: ignore[assignment]
     # components of the query that are used, at most the head dimension (PQCache, section 4.2.1, uses 1: 1/128 of K)
     r: int = 1
     # give the softmax mass of the tokens left out to the mean value (section 4, step 3)
@@ -168,6 +173,10 @@ class SparQ(RetrievalMethod):
     @property
     def estimates_rest(self) -> bool:
         return self.reallocate
+
+    def fill(self) -> None:
+        if self.reduce is None:
+            self.reduce = self.by_protocol(aligned="sum_softmax", paper="sum_softmax", release="sum_logit")
 
     def validate(self) -> None:
         super().validate()

@@ -74,6 +74,9 @@ def comments(cls: type) -> dict[str, str]:
     return {f.name: beside[f.name] for f in fields(cls) if f.name in beside}
 
 
+FOR_TOOLS = ("type:", "fmt:", "noqa")  # comments that say nothing of an option
+
+
 def _beside_fields(cls: type) -> dict[str, str]:
     """Annotated name -> the comment lines directly above it, or the comment at the end of its last line."""
     if cls.__module__ == "builtins":
@@ -94,7 +97,9 @@ def _beside_fields(cls: type) -> dict[str, str]:
         while first > 0 and lines[first - 1].strip().startswith("#"):
             first -= 1
             above.insert(0, lines[first].strip().lstrip("#").strip())
-        text = behind.lstrip("#").strip() if behind.startswith("#") else " ".join(above)
-        if text and not text.startswith(("type:", "fmt:", "noqa")):
+        text = behind.lstrip("#").strip() if behind.startswith("#") else ""
+        if not text or text.startswith(FOR_TOOLS):
+            text = " ".join(above)
+        if text and not text.startswith(FOR_TOOLS):
             beside[node.target.id] = text
     return beside

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
+from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 
@@ -21,20 +22,31 @@ CODES_STORES = ("resident", "host")
 class PQCache(RetrievalMethod):
     """PQ codes of keys rank the candidates; see RetrievalMethod for sinks, local window and stores.
 
-    Candidates are ranked by softmax over the candidates per query head, summed over the group. Centroids are fitted to the
-    prompt; the code of a later key is its nearest centroid.
+    Candidates are ranked by softmax over the candidates per query head, summed over the group, as in the released code. The
+    paper ranks by scores before the softmax (section 3.1) and does not say how a group's heads share one choice; for one query
+    head per KV head both are the same. Centroids are fitted to the prompt; the code of a later key is its nearest centroid.
 
-    Deviations from the released code, each for correctness:
-    - K-Means sees every key after the sinks, not stale rows, and a token's codes are its own.
-    - All layers advance together.
-    - Scores are fp32. Codes are uint8, and only new ones are written.
-    - Prompts too short for an index stay dense.
+    protocol=release rounds window and selected tokens down separately (together a token less at most), and its block cache is
+    LFU. The paper has no numbers for sinks and window; protocol=paper takes those of the released scripts, as aligned does.
+
+    Deviations:
+    - Rounds are 5 under every protocol. In the paper and the released code they adapt to the machine (section 3.3):
+      max_iter=adaptive. The released code takes one layer's prefill times from a table of one GPU; here they are measured.
+    - K-Means sees every key after the sinks. The released code clusters stale rows in place of the local window's keys, and a
+      token that leaves the window gets the codes and the place of another one.
+    - All layers advance together. In the released code the first layer's call moves the shared counters.
+    - Scores are fp32, not fp16. Codes are uint8, not int64, and only new ones are sent.
+    - The block cache forgets its blocks with the prompt and holds complete blocks only.
+    - Prompts too short for an index stay dense. The released code then attends to the current token alone.
     - Prompt tokens in the local window are also on the host: a token leaves the window without a copy.
     """
 
     name: ClassVar[str] = "pqcache"
+    released: ClassVar[str] = "HugoZHL/PQCache: vq_method/retrieval_based/pq_search.py"
     ranks_shortlists: ClassVar[bool] = True
 
+    # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached); null: lru, under protocol=release lfu
+    cache_policy: str | None = None  # type: ignore[assignment]
     # sub-spaces per key: 1 | 2 | 4 | 8 | 16, a divisor of the head dimension
     m: int = 2
     # bits per code: 2^b centroids per sub-space
@@ -52,6 +64,10 @@ class PQCache(RetrievalMethod):
     # section 3.4)
     codes_store: str = "resident"
 
+    def fill(self) -> None:
+        if self.cache_policy is None:
+            self.cache_policy = self.by_protocol(aligned="lru", paper="lru", release="lfu")
+
     def validate(self) -> None:
         super().validate()
         self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
@@ -66,6 +82,15 @@ class PQCache(RetrievalMethod):
 
     def setup(self) -> None:
         self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        aligned = partition_plan(self.budget, s, self.n_sink, self.recent_ratio)
+        ratio = self.budget.ratio
+        if self.protocol != "release" or ratio is None or self.budget.is_everything:
+            return aligned
+        rest = s - aligned.sinks
+        local = min(rest, max(1, floor_share(rest, ratio * self.recent_ratio)))
+        return Plan(aligned.sinks, local, min(rest - local, floor_share(rest, ratio * (1 - self.recent_ratio))))
 
     def rounds(self, count: int) -> int:
         """Maximum K-Means rounds for `count` keys per head."""
