@@ -81,8 +81,8 @@ def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyP
 def test_question_tokens(loaded: LoadedModel) -> None:
     """From the last marker on, at most 100 characters, without a marker the last 100."""
 
-    def characters(text: str) -> int:
-        count = loaded.question_tokens(text)
+    def characters(text: str, *markers: list[str]) -> int:
+        count = loaded.question_tokens(text, *markers)
         tail = loaded.tokenizer.decode(loaded.encode(text)[-count:])
         assert text.endswith(tail)
         return len(tail)
@@ -91,8 +91,32 @@ def test_question_tokens(loaded: LoadedModel) -> None:
     assert characters(story + "Question: who walked?") == len("Question: who walked?")
     assert 100 <= characters(story + "Question: " + "who " * 60) < 112  # a token may straddle the start
     assert 100 <= characters(story) < 112
+    both = story + "Now, answer. Question: who walked?"
+    assert characters(both) == len("Question: who walked?")
+    assert characters(both, ["Now,"]) == len("Now, answer. Question: who walked?")
+    assert 100 <= characters(both, []) < 112
     short = "Hi?"
     assert loaded.question_tokens(short) == len(loaded.encode(short)) - 1  # the first token stays in the prompt
+
+
+def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel, tmp_path: Path) -> None:
+    """The general rule's fingerprints stay, so that its samples are found where the data set's own marker agrees."""
+    prompt = "The old man walked over the hill. " * 12 + "Now, answer. Question: who walked?"
+    bare = LoadedModel("m", loaded.model, loaded.tokenizer, False, None, None)
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+
+        def read(question_as_decode: bool, **settings: Any) -> tuple[str, int]:
+            prepared = adapter(bare, log, question_as_decode=question_as_decode)._read(
+                ask(prompt, until=[], **settings)
+            )
+            return prepared.mark, prepared.question
+
+        general, tokens = read(True)
+        assert read(True, question_markers=["Question:"]) == (general, tokens)
+        own, longer = read(True, question_markers=["Now,"])
+        assert longer > tokens and own != general
+        assert read(True, question_markers=[])[0] not in (general, own)
+        assert read(False) == read(False, question_markers=["Now,"]) == (general, 0)
 
 
 # -- answers --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from pqcache.harness.config import environment
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
-from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
@@ -53,6 +53,7 @@ class _Prepared:
     stop_token: str | None  # its last token ends the answer and cannot begin it
     wrapper: str  # see LoadedModel.wrapper
     cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
+    question: int  # tokens at the prompt's end that go through the decode path
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class HarnessLM(LikelihoodLM):
     def prompt(self, request: Instance) -> tuple[list[int], int]:
         """The token ids of a request, and how many of them, at the end, go through the decode path."""
         prepared = self._read(request)
-        return prepared.ids, self._question(prepared)
+        return prepared.ids, prepared.question
 
     def has(self, request: Instance) -> bool:
         """Whether the log holds the sample."""
@@ -170,7 +171,13 @@ class HarnessLM(LikelihoodLM):
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
-        return _Prepared(task, doc_id, text, ids, until, new_tokens, fingerprint(ids, rules), stop_token, wrapper, cut)
+        markers = settings.get("question_markers", MARKERS)
+        question = self._question(text, markers)
+        # Samples made before data sets had their own markers were split by the general rule.
+        if question and question_start(text, markers) != question_start(text) and question != self._question(text):
+            rules["question_tokens"] = question
+        mark = fingerprint(ids, rules)
+        return _Prepared(task, doc_id, text, ids, until, new_tokens, mark, stop_token, wrapper, cut, question)
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
         bos = self.loaded.tokenizer.bos_token_id
@@ -210,9 +217,9 @@ class HarnessLM(LikelihoodLM):
             facts=self.facts,
         )
 
-    def _question(self, prepared: _Prepared) -> int:
-        """Tokens of the prompt that go through the decode path."""
-        question = self.loaded.question_tokens(prepared.text) if self.question_as_decode else 0
+    def _question(self, text: str, markers: Sequence[str] = MARKERS) -> int:
+        """Tokens of a wrapped prompt that go through the decode path."""
+        question = self.loaded.question_tokens(text, markers) if self.question_as_decode else 0
         # Decode steps take most of a smoke run's time.
         return min(question, NEW_TOKENS) if self.smoke else question
 
@@ -284,7 +291,6 @@ class HarnessLM(LikelihoodLM):
             stop_ids.add(tokenizer(prepared.stop_token, add_special_tokens=False)["input_ids"][-1])
             not_first = stop_ids
         self.begin(task, doc_id, ids)
-        question = self._question(prepared)
         result = generate(
             self.loaded.model,
             self.method,
@@ -292,7 +298,7 @@ class HarnessLM(LikelihoodLM):
             max_new_tokens=prepared.new_tokens,
             eos_token_ids=tuple(sorted(stop_ids)),
             stop=stopper(tokenizer, until),
-            question_tokens=question,
+            question_tokens=prepared.question,
             not_first=tuple(sorted(not_first)),
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
@@ -303,7 +309,7 @@ class HarnessLM(LikelihoodLM):
             answer = answer[:-1]
         response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
         score = self.scorer(task, doc, response) if self.scorer is not None else None
-        return self.finish(task, doc_id, prepared.mark, response, score, question, result)
+        return self.finish(task, doc_id, prepared.mark, response, score, prepared.question, result)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:

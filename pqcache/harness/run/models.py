@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")  # where a prompt's last question starts
+# Where a prompt's last question starts, for tasks that do not say it themselves.
+MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")
 INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
 JOIN = 64  # tokens that joining two halves of a prompt may add
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
@@ -98,14 +100,14 @@ class LoadedModel:
 
         return torch.tensor([self.encode(filler_text(Random(0), 16_000))])
 
-    def question_tokens(self, text: str) -> int:
+    def question_tokens(self, text: str, markers: Sequence[str] = MARKERS) -> int:
         """How many tokens of a wrapped prompt hold its last question.
 
-        The question starts at the last marker (MARKERS), but at most 100 characters before the end; without a marker it
+        The question starts at the last of the markers, but at most 100 characters before the end; without a marker it
         is the last 100 characters. A token that straddles the start belongs to the question. The first token of the
         prompt never does.
         """
-        start = max(len(text) - QUESTION_CHARACTERS, *(text.rfind(marker) for marker in MARKERS))
+        start = question_start(text, markers)
         total = len(self.encode(text))
         if getattr(self.tokenizer, "is_fast", False):
             offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -129,6 +131,11 @@ class LoadedModel:
             turn_end = self.tokenizer.get_vocab().get("<|eot_id|>")
             ids |= {turn_end} if turn_end is not None else set()
         return ids
+
+
+def question_start(text: str, markers: Sequence[str] = MARKERS) -> int:
+    """The character of a wrapped prompt at which its last question starts; see LoadedModel.question_tokens."""
+    return max([0, len(text) - QUESTION_CHARACTERS, *(text.rfind(marker) for marker in markers)])
 
 
 def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pqcache.harness.run.models import question_start
 from pqcache.harness.tasks import TASKS, sources, task_of
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
@@ -133,6 +134,29 @@ def test_definitions_say_what_the_official_code_does(dataset: str, tokenizer: An
     assert settings["wrapper"] == ("none" if few_shot_or_code else "inst")
     assert settings.get("stop_token") == ("\n" if dataset == "samsum" else None)
     assert (settings["cut_middle"], settings["longest_answer"]) == (0, 512)
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_the_question_starts_where_clusterkvs_code_starts_it(dataset: str, tokenizer: Any) -> None:
+    """The marker of each data set is in its template; a short question starts there, a long one 100 characters before the end."""
+    markers = settings_of(dataset, tokenizer)["question_markers"]
+    expected = {
+        **dict.fromkeys(["qasper", "hotpotqa", "2wikimqa", "musique"], ["Question:"]),
+        **dict.fromkeys(["multifieldqa_en", "gov_report", "qmsum"], ["Now,"]),
+        "triviaqa": ["Answer the question"],
+        "narrativeqa": ["Do not provide"],
+        "passage_retrieval_en": ["The following is an abstract."],
+    }
+    assert markers == expected.get(dataset, [])
+    assert all(marker in fill(dataset, ROW) for marker in markers)
+    prompt = fill(dataset, {**ROW, "context": "Far, far away. " * 20, "input": "Who?"})
+    tail = len(prompt) - question_start(prompt, markers)
+    assert tail == {
+        "qasper": len("Question: Who?\n\nAnswer:"),
+        **dict.fromkeys(["hotpotqa", "2wikimqa", "musique"], len("Question: Who?\nAnswer:")),
+        "gov_report": len("Now, write a one-page summary of the report.\n\nSummary:"),
+        "narrativeqa": len("Do not provide any explanation.\n\nQuestion: Who?\n\nAnswer:"),
+    }.get(dataset, 100)
 
 
 def test_options_change_how_prompts_are_cut_and_wrapped(tokenizer: Any) -> None:

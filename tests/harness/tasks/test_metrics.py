@@ -58,4 +58,5 @@ def test_code_similarity_takes_the_first_line_that_is_code() -> None:
     assert metrics.code_similarity("\n\n# a comment\nreturn x\nreturn y", "return x") == 1.0
     assert metrics.code_similarity("# only a comment", "return x") == 0.0
     assert metrics.code_similarity("abcd", "abxd") == 0.75
-    assert metrics.code_similarity("", "x") == 0.0
+    assert metrics.code_similarity("", "x") == metrics.code_similarity("x", "") == 0.0
+    assert metrics.code_similarity("# only a comment", "") == 1.0  # as fuzzywuzzy: two equal lines, empty or not

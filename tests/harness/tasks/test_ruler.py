@@ -11,6 +11,7 @@ import pytest
 
 from pqcache.harness.tasks import task_of
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, constructed_row, make_rows, prompt_of
+from pqcache.harness.tasks.ruler.files import from_generator
 from pqcache.harness.tasks.ruler.task import found_share, process_results
 from tests.harness.tasks.building import build, count_tokens, write_rows
 
@@ -41,6 +42,12 @@ def test_ruler_rows_have_their_answers_and_fit(tokenizer: Any) -> None:
                 assert set(sorted(counts, key=counts.__getitem__)[-len(row["answer"]) :]) == set(row["answer"])
 
 
+def test_the_example_of_common_words_has_no_space_before_its_solution() -> None:
+    row = constructed_row("cwe", Random(0), 3, 4096)
+    assert row["context"].count("Below is a numbered list") == 2
+    assert len(re.findall(r"in the list are:1\. \w+ 2\. ", row["context"])) == 1
+
+
 def test_ruler_scores() -> None:
     assert found_share(" 123\x00 and 456.", ["123", "456", "789", "1000"], False) == 0.5
     assert found_share("The Blue Lamp", ["blue lamp", "lamp of blue", "a lamp"], True) == 1.0  # lm-eval: 1/3
@@ -60,3 +67,82 @@ def test_ruler_rows_of_a_file(tmp_path: Path, tokenizer: Any) -> None:
     assert task.config.generation_kwargs["max_gen_toks"] == 32
     with pytest.raises(ValueError, match=r"^task\.families="):
         task_of("ruler", {"source": str(tmp_path)}).prepare(limit=1)
+
+
+# -- files of RULER's own generator ----------------------------------------------------------------------------------------
+
+
+def generated(family: str, number: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(a constructed row, the same row as the generator writes it)"""
+    row = constructed_row(family, Random(f"{family}{number}"), 3, 4096)
+    written = {
+        "index": number,
+        "input": prompt_of(row),
+        "outputs": row["answer"],
+        "length": 4090,
+        "answer_prefix": row["answer_prefix"],
+    }
+    return row, {**written, **changes}
+
+
+@pytest.mark.parametrize("name", ["{}/validation.jsonl", "4096/data/{}/validation.jsonl", "4096/{}.jsonl", "{}.jsonl"])
+def test_ruler_rows_of_its_generator(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    made = {family: [generated(family, i) for i in range(2)] for family in ("niah_single_1", "vt", "cwe", "qa_2")}
+    for family, rows in made.items():
+        write_rows(tmp_path / name.format(family), [written for _, written in rows])
+    spec, tasks = build("ruler", {"source": str(tmp_path), "families": list(made)}, tokenizer, limit=None)
+    assert sorted(spec.data["sha256"]) == sorted(name.format(family) for family in made)
+    for family, rows in made.items():
+        task, docs = tasks[f"ruler_{family}"]
+        assert [doc["prompt"] for doc in docs] == [prompt_of(row) for row, _ in rows]
+        assert [doc["answer_prefix"] for doc in docs] == [row["answer_prefix"] for row, _ in rows]
+        assert [doc["references"] for doc in docs] == [row["answer"] for row, _ in rows]
+        assert "wrapper" not in task.config.generation_kwargs
+    with pytest.raises(ValueError, match=r"^task\.families=\['fwe'\]: .* has cwe, niah_single_1, qa_2, vt$"):
+        task_of("ruler", {"source": str(tmp_path), "families": ["fwe", "vt"]}).prepare(limit=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_older_generators_leave_the_answers_beginning_in_the_input(family: str) -> None:
+    row, written = generated(family)
+    written["input"] += written.pop("answer_prefix")
+    read = from_generator(family, written, "row 1")
+    assert (prompt_of(read), read["answer_prefix"]) == (prompt_of(row), row["answer_prefix"])
+    assert read["wrapped"] is False
+
+
+def test_prompts_that_hold_the_models_turns_are_not_wrapped_again(tmp_path: Path, tokenizer: Any) -> None:
+    row, written = generated("vt", input="[INST] " + prompt_of(generated("vt")[0]) + " [/INST]")
+    write_rows(tmp_path / "vt" / "validation.jsonl", [written])
+    _, tasks = build("ruler", {"source": str(tmp_path), "families": ["vt"]}, tokenizer)
+    task, (doc,) = tasks["ruler_vt"]
+    assert task.config.generation_kwargs["wrapper"] == "none"
+    assert doc["prompt"] == f"[INST] {prompt_of(row)} [/INST]"
+
+
+def test_one_flat_file_of_the_generators_fields(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [generated(family)[1] for family in ("vt", "qa_1")]
+    write_rows(tmp_path / "4096.jsonl", [{**row, "task": task} for row, task in zip(rows, ("vt", "qa_1"), strict=True)])
+    _, tasks = build("ruler", {"source": str(tmp_path), "families": ["vt", "qa_1"]}, tokenizer)
+    assert {name: docs[0]["prompt"] for name, (_, docs) in tasks.items()} == {
+        "ruler_vt": rows[0]["input"],
+        "ruler_qa_1": rows[1]["input"],
+    }
+    write_rows(tmp_path / "rows.jsonl", rows[:1])
+    flat = {"source": str(tmp_path / "rows.jsonl")}
+    _, tasks = build("ruler", {**flat, "families": ["vt"]}, tokenizer)
+    assert tasks["ruler_vt"][1][0]["prompt"] == rows[0]["input"]
+    with pytest.raises(ValueError, match=r"^task\.source=.*row 1 names none of RULER's tasks"):
+        task_of("ruler", {**flat, "families": ["vt", "qa_1"]}).prepare(limit=1)
+
+
+def test_wrong_files_of_the_generator_are_refused(tmp_path: Path) -> None:
+    def refused(match: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            task_of("ruler", {"source": str(tmp_path), "families": ["vt"], **options}).prepare(limit=1)
+
+    refused(r"^task\.source=.*holds no 4096\.jsonl, and no <task>/validation\.jsonl")
+    write_rows(tmp_path / "vt" / "validation.jsonl", [generated("vt")[1]])
+    refused(r"^task\.length=2048: .* has rows of 4090 tokens$", length=2048)
+    write_rows(tmp_path / "vt" / "validation.jsonl", [generated("vt", outputs="ABC")[1]])
+    refused(r"^task\.source: .*row 1: no row of RULER's generator")

@@ -52,6 +52,15 @@ DATASETS_E = tuple(name for name in DATASETS if name not in ("narrativeqa", "mus
 FIRST_LINE = ("trec", "triviaqa", "samsum")  # only the first line of these answers counts
 UNWRAPPED = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")  # chat models do better without a chat here
 STOP_TOKEN = {"samsum": "\n"}
+# Where the question of a prompt starts under question_as_decode, as in ClusterKV's code; Quest's has no marker for 2wikimqa,
+# musique and qmsum. Of the data sets that are not named the last characters are the question.
+QUESTION_MARKER = {
+    **dict.fromkeys(("qasper", "hotpotqa", "2wikimqa", "musique"), "Question:"),
+    **dict.fromkeys(("multifieldqa_en", "gov_report", "qmsum"), "Now,"),
+    "triviaqa": "Answer the question",
+    "narrativeqa": "Do not provide",
+    "passage_retrieval_en": "The following is an abstract.",
+}
 BUCKETS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}  # words
 LONGEST_ANSWER = max(official.new_tokens for official in DATASETS.values())
 

@@ -37,6 +37,7 @@ from pqcache.harness.tasks.longbench.data_sets import (
     DATASETS_E,
     FIELDS,
     LONGEST_ANSWER,
+    QUESTION_MARKER,
     STOP_TOKEN,
     UNWRAPPED,
     bucket_of,
@@ -261,7 +262,7 @@ def document(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def definition(task: str, dataset: str, docs: list[dict], options: LongBenchOptions, cut: int) -> dict[str, Any]:
-    """lm-eval's configuration; `generation_kwargs` also tells the adapter how to cut and wrap a prompt.
+    """lm-eval's configuration; `generation_kwargs` also tells the adapter how to cut, wrap and split a prompt.
 
     cut: longest prompt in tokens before wrapping; 0: the room that the model has.
     """
@@ -278,6 +279,7 @@ def definition(task: str, dataset: str, docs: list[dict], options: LongBenchOpti
         cut_middle=cut,
         # the longest of all data sets, so that all prompts are cut to one length
         longest_answer=LONGEST_ANSWER,
+        question_markers=[QUESTION_MARKER[dataset]] if dataset in QUESTION_MARKER else [],
         **stop,
     )
 

@@ -151,7 +151,8 @@ def cwe(rng: Random, units: int, length: int) -> dict[str, Any]:
         parts.append((texts["cwe"].format(context=" ".join(f"{i + 1}. {w}" for i, w in enumerate(listed))), words[:10]))
     (example_context, common), (context, answer) = parts
     solution = " ".join(f"{i + 1}. {word}" for i, word in enumerate(common))
-    example = f"{example_context}{texts['cwe_question']}{texts['cwe_prefix']} {solution}\n"
+    # no space before the solution: RULER as first published; its versions since May 2025 have one
+    example = f"{example_context}{texts['cwe_question']}{texts['cwe_prefix']}{solution}\n"
     return {
         "context": example + context,
         "question": texts["cwe_question"],

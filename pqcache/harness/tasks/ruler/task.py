@@ -9,8 +9,8 @@ right answers to questions with several references. The beginning of the answer 
 stands after the chat template, at the start of the model's turn.
 
 source=hub reads simonjegou/ruler. Its rows have 4096, 8192 or 16384 tokens of Llama-3.1's tokenizer; other models see more
-or fewer. Constructed rows are counted in the model's own tokens. They use RULER's templates with this package's essays,
-words and questions.
+or fewer. A folder may also hold what RULER's own generator writes (`<task>/validation.jsonl`; see files.py). Constructed rows
+are counted in the model's own tokens. They use RULER's templates with this package's essays, words and questions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, NEW_TOKENS, make_rows, prompt_of
-from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts
+from pqcache.harness.tasks.ruler.files import read
+from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, check_source, constructed_facts
 from pqcache.naming import suggestion
 
 ANY_REFERENCE = ("qa_1", "qa_2")
 ON_HUB = (4096, 8192, 16384)
 DEFAULT_SAMPLES = 20  # constructed rows per task, without a limit
-FIELDS = ("context", "question", "answer_prefix", "answer", "task")
 
 
 @dataclass(kw_only=True)
 class RulerOptions:
-    # hub, constructed, or a file or folder with <length>.jsonl or <length>.parquet
+    # hub, constructed, or a file or folder: <length>.jsonl or .parquet, or <task>/validation.jsonl by RULER's generator
     source: str = HUB
     # tokens of prompt and answer
     length: int = 4096
@@ -67,19 +67,8 @@ class Ruler(Task[RulerOptions]):
         return Longest(f"task.length={length}", length - self.max_new_tokens, self.max_new_tokens)
 
     def read(self) -> tuple[dict[str, list[dict]], dict[str, Any]]:
-        """(published rows by family, the facts of their source)"""
-        source, length = self.options.source, self.options.length
-        data = DataSet(
-            "simonjegou/ruler",
-            config=str(length),
-            fields=FIELDS,
-            files=tuple(f"{length}{ending}" for ending in (".jsonl", ".jsonl.gz", ".parquet")),
-        )
-        rows, facts = data.read(source)
-        present = {row["task"] for row in rows}
-        missing = [family for family in self.families() if family not in present]
-        require(not missing, "families", missing, f"{source} has {', '.join(sorted(present))}")
-        return {family: [row for row in rows if row["task"] == family] for family in self.families()}, facts
+        """(rows by family, the facts of their source)"""
+        return read(self.options.source, self.options.length, self.families())
 
     def prepare(self, *, limit: int | None) -> None:
         if self.options.source != CONSTRUCTED:
@@ -98,7 +87,8 @@ class Ruler(Task[RulerOptions]):
         configs = []
         for family, family_rows in rows.items():
             docs = [document(family, row, self.options.length) for row in family_rows[: request.limit]]
-            configs.append(definition(family, docs))
+            wrapped = any(row.get("wrapped") for row in family_rows)
+            configs.append(definition(family, docs, wrapped=wrapped))
         return TaskSpec(lm_eval_tasks=configs, metric={config["task"]: "found" for config in configs}, data=facts)
 
 
@@ -114,11 +104,12 @@ def document(family: str, row: dict[str, Any], length: int) -> dict[str, Any]:
     }
 
 
-def definition(family: str, docs: list[dict]) -> dict[str, Any]:
-    """lm-eval's configuration of one of the tasks."""
+def definition(family: str, docs: list[dict], *, wrapped: bool) -> dict[str, Any]:
+    """lm-eval's configuration of one of the tasks. wrapped: the prompts hold the model's turns already."""
+    bare = {"wrapper": "none"} if wrapped else {}
     new_tokens = NEW_TOKENS[family]
     return generation_task(
-        f"ruler_{family}", docs, process_results, ["found"], max_new_tokens=new_tokens, begin_answer=True
+        f"ruler_{family}", docs, process_results, ["found"], max_new_tokens=new_tokens, begin_answer=True, **bare
     )
 
 

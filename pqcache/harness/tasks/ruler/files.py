@@ -1,0 +1,122 @@
+"""RULER's rows from the hub or from local files, of either of two layouts.
+
+    rows, facts = read("/data/ruler/data", 4096, ["vt", "qa_1"])     # task -> its rows, the facts of their source
+
+- simonjegou/ruler, or `<length>.jsonl` or `.parquet` with its fields: context, question, answer_prefix, answer, task.
+- What RULER's generator writes, with the fields `input` and `outputs`: `<task>/validation.jsonl`, in the folder itself, in
+  `<length>/data` or in `<length>`; or flat files `<task>.jsonl`; or one file of all tasks, whose rows have a field `task`.
+
+The generator's older versions leave the beginning of the answer in `input`; it is found by its first ten characters, as newer
+versions find it. A prompt that does not begin with RULER's own words holds a model's turns: it is not wrapped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.harness.tasks.base import require
+from pqcache.harness.tasks.ruler.constructed import FAMILIES, NIAH
+from pqcache.harness.tasks.sources import HUB, DataSet, Rows, published_texts
+
+FIELDS = ("context", "question", "answer_prefix", "answer", "task")
+GENERATED = ("input", "outputs")
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+
+RowsByFamily = dict[str, Rows]
+
+
+def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamily, dict[str, Any]]:
+    """(task -> its rows with FIELDS, the facts of their source). Rows that hold a model's turns have `wrapped`: True.
+
+    source: hub, a file or a folder. length: tokens of prompt and answer. Every error is a one-line ValueError.
+    """
+    if source == HUB:
+        rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS).read(HUB)
+        return _chosen(_sorted(rows), families, source), facts
+    path = Path(source).expanduser()
+    whole = [path] if path.is_file() else [one for end in ENDINGS if (one := path / f"{length}{end}").is_file()]
+    if whole:
+        by_family, facts = _read_file(whole[0], families)
+    else:
+        by_family, facts = _read_folder(path, length, families)
+    longest = max((int(row.get("length", 0)) for family in families for row in by_family.get(family, [])), default=0)
+    require(longest <= length, "length", length, f"{source} has rows of {longest} tokens")
+    return _chosen(by_family, families, source), facts
+
+
+def _chosen(rows: RowsByFamily, families: Sequence[str], source: str) -> RowsByFamily:
+    missing = [family for family in families if family not in rows]
+    require(not missing, "families", missing, f"{source} has {', '.join(sorted(rows)) or 'none of the tasks'}")
+    return {family: rows[family] for family in families}
+
+
+def _sorted(rows: Rows) -> RowsByFamily:
+    by_family: RowsByFamily = {}
+    for row in rows:
+        by_family.setdefault(row["task"], []).append(row)
+    return by_family
+
+
+def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, dict[str, Any]]:
+    """One file of either layout. Without a field `task` its name says the task, or there is only one to run."""
+    rows, facts = DataSet(str(path)).read(str(path))
+    if "input" not in rows[0]:
+        rows, facts = DataSet(str(path), fields=FIELDS).read(str(path))
+        return _sorted(rows), facts
+    names = [name for name in (path.name.partition(".")[0], path.parent.name) if name in FAMILIES]
+    alone = (names or [*families])[0] if names or len(families) == 1 else None
+    by_family: RowsByFamily = {}
+    for number, row in enumerate(rows, 1):
+        family = row.get("task", alone)
+        require(
+            family in FAMILIES, "source", path, f"row {number} names none of RULER's tasks (task.families=[<one>] does)"
+        )
+        by_family.setdefault(str(family), []).append(from_generator(str(family), row, f"{path}, row {number}"))
+    return by_family, facts
+
+
+def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[RowsByFamily, dict[str, Any]]:
+    """A file per task, as RULER's generator writes them."""
+    by_family: RowsByFamily = {}
+    digests: dict[str, str] = {}
+    for family in FAMILIES:
+        names = (f"{family}/validation.jsonl", *(f"{family}{ending}" for ending in ENDINGS))
+        parts = (".", f"{length}/data", str(length))
+        paths = [path for part in parts for name in names if (path := folder / part / name).is_file()]
+        if not paths:
+            continue
+        if family not in families:
+            by_family[family] = []  # known to be there, for the error's list
+            continue
+        rows, facts = DataSet(str(paths[0]), fields=GENERATED).read(str(paths[0]))
+        by_family[family] = [from_generator(family, row, f"{paths[0]}, row {i}") for i, row in enumerate(rows, 1)]
+        digests[str(paths[0].relative_to(folder))] = next(iter(facts["sha256"].values()))
+    wanted = f"holds no {length}.jsonl, and no <task>/validation.jsonl as RULER's generator writes them"
+    require(bool(by_family), "source", folder, wanted)
+    return by_family, {"source": str(folder), "revision": None, "sha256": digests}
+
+
+def from_generator(family: str, row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of RULER's generator (`input`, `outputs`, newer ones `answer_prefix`) with FIELDS."""
+    text, answers = row.get("input"), row.get("outputs")
+    if not (isinstance(text, str) and isinstance(answers, list) and answers):
+        raise ValueError(f"task.source: {where}: no row of RULER's generator (input is a text, outputs a list)")
+    kind = "niah" if family in NIAH else "qa" if family.startswith("qa") else family
+    texts = published_texts("ruler")
+    prefix = row.get("answer_prefix")
+    if prefix is None:
+        at = text.rfind(texts[f"{kind}_prefix"][:10])
+        text, prefix = (text[:at], text[at:]) if at >= 0 else (text, "")
+    # niah's first word is A for one needle
+    first = ("Some special magic", "A special magic") if kind == "niah" else texts[kind][:20]
+    return {
+        "context": text,
+        "question": "",
+        "answer_prefix": prefix,
+        "answer": answers,
+        "task": family,
+        "length": row.get("length", 0),
+        "wrapped": not text.lstrip().startswith(first),
+    }
