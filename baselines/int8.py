@@ -1,4 +1,7 @@
-"""Int8: every token kept in 8 bits, a baseline without selection."""
+"""Int8: every token kept in 8 bits, a baseline without selection.
+
+A baseline of this project: no code is published, so protocol=release does not apply.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,9 @@ what ZipCache's tables print for KIVI:
 The closest rule tried gives 2.56, 3.48 and 4.37: one pair per channel over all keys, 34 bits per value group and `residual`
 exact tokens on both sides.
 
+protocol=release is the same: the release does what the paper's Algorithm 1 says, at the sizes of its LongBench runs (group 32,
+residual 128), which are the defaults here.
+
 Deviations:
 - A group of equal numbers is stored exactly, where the release divides by its range of zero.
 - A new turn's tokens follow the same rules behind what is packed, which stays as it is.
@@ -96,6 +99,7 @@ class KIVI(QuantizationMethod):
     """Every token in `bits` bits, apart from the newest. Ignores the budget. The authors advise bits=4 for GQA models."""
 
     name: ClassVar[str] = "kivi"
+    released: ClassVar[str] = "jy-yuan/KIVI: models/llama_kivi.py"
 
     # bits per number, 1 to 8; 16: the no-op
     bits: int = 2

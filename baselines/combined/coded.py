@@ -5,6 +5,8 @@
 A retrieval policy reads the tokens it selects from a packed store; what an evictor keeps is packed. The store sees the
 prompt's queries, so bit widths that depend on attention work as they do alone.
 
+protocol=release runs both parts as their released code does, and applies where both have one.
+
 Deviations from the parts alone:
 - A retrieval policy's sinks and local window are packed like everything else; its index is built from the exact keys.
 - Of generated tokens, probes see the attention over what was selected.
@@ -161,6 +163,7 @@ class Coded(ComposedMethod):
     """One method's choice of tokens, at `budget`, in another method's bits."""
 
     name: ClassVar[str] = "coded"
+    released: ClassVar[str] = "that of its parts"
 
     # retrieval or eviction method that chooses the tokens
     policy: str = "pqcache"
@@ -191,10 +194,12 @@ class Coded(ComposedMethod):
         else:
             self.require("policy_options", not self.chooser.is_dynamic, "an evictor that prunes once (mode: static)")
         cls = self.part_class("codec", codes)
-        budget = {} if cls.ignores_budget else {"budget": Budget(ratio=float(self.codec_budget))}
-        self.coder = self.make_part("codec_options", cls, budget)
+        common = {"protocol": self.protocol}
+        if not cls.ignores_budget:
+            common["budget"] = Budget(ratio=float(self.codec_budget))
+        self.coder = self.make_part("codec_options", cls, common)
         if self.codec_budget == 1:
-            self.coder = cls.noop(**self.codec_options)
+            self.coder = cls.noop(**self.codec_options, protocol=self.protocol)
 
     def parts(self) -> tuple[Method, ...]:
         return self.chooser, self.coder

@@ -4,14 +4,20 @@ Section 4.1 and Algorithm 1: channel-separable tokenwise quantization; 4.2, Eq. 
 Algorithms 2 and 3: prefill and streaming decoding. After the prompt everything is packed. Of every `gap` generated tokens the
 last 5 % and 5 % of the others are probes.
 
+protocol=release is what the released code does instead: sums are divided by all queries (norm=full), random probes are drawn
+with replacement and anew in every layer, and generated tokens are ranked by the attention of the last of them alone.
+
 Deviations:
-- The zero point is the group's minimum in fp16, not an integer.
-- As in the paper, not the released code: the code divides by all queries (norm=full), draws probes with replacement and anew
-  in every layer, and ranks generated tokens by one query.
-- One c per channel serves both widths, as in the code. Algorithm 2 has one each.
-- All parameters are per row. The code shares channel parameters over the batch.
-- A token's bit width is final.
-- Rows of a batch, chunks and layers have the same probes as a prompt of that length alone.
+- The zero point is the group's minimum in fp16, not an integer, as in the released code.
+- One c per channel serves both widths, as in the released code. Algorithm 2 has one each.
+- All parameters are per row. The released code shares channel parameters over the batch, so that neighbours change a result.
+- A token's bit width is final. Old codes change only where new tokens widen a range; the released code codes everything again
+  from its own decoded values at every packing, which adds errors.
+- Saliency is fp32. The released code rounds attention and its sums to the model's type.
+- The j-th tokens of a width by position share a value step across heads. In the released code it is the j-th least salient
+  regular tokens, the order in which its top-k returns them.
+- Rows of a batch, chunks and layers have the same probes as a prompt of that length alone; under protocol=release each layer
+  draws its own.
 - With fewer special tokens than probes, all of them are probes. In later turns, whose token ids are unknown, probes=special
   means random and recent ones. A new turn is packed like a prompt, its queries being the probes.
 """
@@ -32,6 +38,7 @@ class ZipCache(SalientMethod):
     """A token's saliency is the mean attention that it receives from the probes that can see it."""
 
     name: ClassVar[str] = "zipcache"
+    released: ClassVar[str] = "ThisisBillhe/ZipCache: zipcache/models/modeling_llama.py"
 
     # which queries are probes: random_recent (the paper's choice), random, recent, special (tokens and punctuation), all
     probes: str = "random_recent"
@@ -39,8 +46,9 @@ class ZipCache(SalientMethod):
     recent_share: float = 0.05
     # share of the tokens that are random probes
     random_share: float = 0.05
-    # a token's sum is divided by the number of probes, or by the number of queries (full), that see it
-    norm: str = "probes"
+    # a token's sum is divided by the number of probes, or by the number of queries (full), that see it; null: probes
+    # (Equation 8), in the release protocol full
+    norm: str | None = None
     # token ids for probes=special; empty: the tokenizer's special tokens and punctuation
     special_ids: list = field(default_factory=list)
 
@@ -53,7 +61,8 @@ class ZipCache(SalientMethod):
             0 <= self.random_share <= 1 - self.recent_share,
             "a number >= 0, with recent_share at most 1",
         )
-        self.require_one_of("norm", ("probes", "full"))
+        if self.norm is not None:
+            self.require_one_of("norm", ("probes", "full"))
         self.require(
             "special_ids",
             not self.special_ids
@@ -63,6 +72,8 @@ class ZipCache(SalientMethod):
 
     def setup(self) -> None:
         super().setup()
+        if self.norm is None:
+            self.norm = self.by_protocol(aligned="probes", paper="probes", release="full")
         self.tokenizer_ids: tuple[int, ...] | None = None  # special tokens by `know_tokenizer`
 
     def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -76,4 +87,5 @@ class ZipCache(SalientMethod):
         return ProbeRule(self.probes, self.recent_share, self.random_share, self.seed, ids or ())
 
     def saliency_norm(self) -> str:
+        assert self.norm is not None
         return self.norm

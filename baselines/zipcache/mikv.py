@@ -1,6 +1,7 @@
 """MiKV: tokens that an evictor would drop are kept in fewer bits (Yang et al., arXiv 2402.18096), as ZipCache compares to it.
 
-The saliency is the attention a token has received in all (H2O's), from every query of the prompt and of decoding.
+The saliency is the attention a token has received in all (H2O's), from every query of the prompt and of decoding. No code of
+the authors is published, and ZipCache's release has none of this method: protocol=release does not apply.
 
 Deviations:
 - Both widths and the granularity are those of ZipCache's comparison: 4 and 2 bits, keys by channel, values channel-separable by

@@ -26,12 +26,15 @@ class ProbeRule:
     random: float = 0.05
     seed: int = 0
     special_ids: tuple[int, ...] = ()
+    # as the released code: random probes are drawn with replacement, so a query may count twice, and anew for every `layer`
+    repeats: bool = False
+    layer: int = 0
 
     def positions(self, s: int, start: int = 0, token_ids: torch.Tensor | None = None) -> tuple[int, ...]:
         """Probes among s consecutive tokens, the first of them the row's token `start`: ascending, in 0 .. s-1.
 
-        They depend on s and start alone, so layers, neighbours and chunks do not change them. Special tokens also need
-        token_ids (s,); without these the probes are random and recent.
+        They depend on s and start alone (and on `layer` if drawn with replacement), so neighbours and chunks do not change them.
+        Special tokens also need token_ids (s,); without these the probes are random and recent.
         """
         if self.strategy == "special" and token_ids is not None:
             special = torch.tensor(self.special_ids, device=token_ids.device)
@@ -40,7 +43,8 @@ class ProbeRule:
                 count = max(1, floor_share(s, self.recent + self.random))
                 order = torch.randperm(len(positions), generator=seeded(self.seed, start)).tolist()[:count]
                 return tuple(sorted(positions[i] for i in order))
-        return _positions(self.strategy, self.recent, self.random, self.seed, s, start)
+        layer = self.layer if self.repeats else None
+        return _positions(self.strategy, self.recent, self.random, self.seed, s, start, layer)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -54,13 +58,16 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(sorted({*marks, *tokenizer.all_special_ids}))
 
 
-def seeded(seed: int, start: int) -> torch.Generator:
+def seeded(seed: int, start: int, layer: int = 0) -> torch.Generator:
     """The generator that draws the probes of the tokens from the row's token `start` on."""
-    return torch.Generator().manual_seed(seed * 2_000_003 + start)
+    return torch.Generator().manual_seed((layer * 4_000_037 + seed) * 2_000_003 + start)
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(strategy: str, recent: float, random: float, seed: int, s: int, start: int) -> tuple[int, ...]:
+def _positions(
+    strategy: str, recent: float, random: float, seed: int, s: int, start: int, layer: int | None
+) -> tuple[int, ...]:
+    """layer: where random probes are drawn with replacement, of this layer; None: without, the same in all layers."""
     if strategy == "all":
         return tuple(range(s))
     if strategy == "recent":
@@ -71,7 +78,10 @@ def _positions(strategy: str, recent: float, random: float, seed: int, s: int, s
     count = min(first, floor_share(s, random))
     if first == s:
         count = max(1, count)
-    drawn = torch.randperm(first, generator=seeded(seed, start)).tolist()[:count] if count else []
+    if layer is not None and count:
+        drawn = torch.randint(first, (count,), generator=seeded(seed, start, layer)).tolist()
+    else:
+        drawn = torch.randperm(first, generator=seeded(seed, start)).tolist()[:count] if count else []
     return (*sorted(drawn), *range(first, s))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from baselines.zipcache.accounting import mean_bits, published_ratio
@@ -100,6 +100,10 @@ class SalientMethod(QuantizationMethod):
         """Which queries are probes."""
         raise NotImplementedError
 
+    def layer_rule(self, layer_idx: int) -> ProbeRule:
+        """`rule` in one layer."""
+        return replace(self.rule(), repeats=self.protocol == "release", layer=layer_idx)
+
     def saliency_norm(self) -> str:
         """What sums of attention are divided by, see SalientStore."""
         return "probes"
@@ -133,11 +137,12 @@ class SalientMethod(QuantizationMethod):
             stream(by_v, False),
             widths,
             ratio=self.salient_share,
-            rule=self.rule(),
+            rule=self.layer_rule(layer_idx),
             norm=self.saliency_norm(),
             scope=self.scope,
             gap=self.gap,
             balance=self.is_balanced(),
+            last_step=self.protocol == "release",
         )
 
     @classmethod

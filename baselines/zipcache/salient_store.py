@@ -22,15 +22,16 @@ class SalientStore(PackedStore):
     norm: divisor of a token's sum: "probes", the number of probes that could see it; "full", of queries; "none", 1.
     scope: "head", every KV head has its own ranking; "layer", one ranking by the sum over heads.
     gap: exact tokens that are packed at a time during decoding.
+    last_step: of generated tokens only the last before a packing is a probe, as in the released code.
     """
 
     def __init__(
         self, k: PackedStream, v: PackedStream, widths: Widths, *, ratio: float, rule: ProbeRule, norm: str, scope: str,
-        gap: int, balance: bool = False,
+        gap: int, balance: bool = False, last_step: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(k, v)
         self.widths, self.ratio, self.rule, self.norm, self.scope, self.gap = widths, ratio, rule, norm, scope, gap
-        self.balance = balance
+        self.balance, self.last_step = balance, last_step
         # (n, h_kv, capacity), of the exact tokens, row r's first being token k.body[r]
         self.sums: torch.Tensor | None = None  # fp32 or wider: attention of the probes
         self.seen_by: torch.Tensor | None = None  # int32: probes (or queries) that could see the token
@@ -61,7 +62,7 @@ class SalientStore(PackedStore):
                 where = torch.tensor(probes, device=q.device)
                 new = torch.zeros((h_kv, stop), dtype=sums.dtype, device=q.device)
                 queries = q[row].index_select(1, where - stop + q.shape[2])
-                if ctx.probs is not None and len(probes) == stop:  # attn=standard has computed them
+                if ctx.probs is not None and probes == list(range(stop)):  # attn=standard has computed them
                     new += ctx.probs[row].sum(1, dtype=new.dtype).unflatten(0, (h_kv, -1)).sum(1)
                 else:
                     add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in probes], ctx.scaling)
@@ -94,11 +95,11 @@ class SalientStore(PackedStore):
         n, h_kv, width, _ = self.k.tail.shape
         sums, seen_by = self._reserve(max(self.k.tails), q, h_kv)
         is_probe = [
-            (tail - 1) % self.gap in self.rule.positions(self.gap, body)
+            (tail - 1) % self.gap in ((self.gap - 1,) if self.last_step else self.rule.positions(self.gap, body))
             for body, tail in zip(self.k.body, self.k.tails, strict=True)
         ]
         for row, (probe, tail) in enumerate(zip(is_probe, self.k.tails, strict=True)):
-            if probe or self.norm == "full":
+            if probe or (self.norm == "full" and not self.last_step):
                 seen_by[row, :, :tail] += 1
         if not any(is_probe):
             return

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from baselines.gear import GEAR, accounted_ratio, low_rank, split_outliers
+from baselines.gear import GEAR
+from baselines.gear.blocks import low_rank, split_outliers
+from baselines.gear.method import accounted_ratio
 from tests.baselines.fed import Fed, drawn, rounded
 from tests.store.test_packed import largest
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.gear import GEAR
-from baselines.gear import accounted_ratio as gear_ratio
+from baselines.gear.method import accounted_ratio as gear_ratio
 from baselines.int8 import Int8
 from baselines.kivi import KIVI, accounted_ratio
 from baselines.zipcache import MiKV, ZipCache

@@ -1,56 +1,32 @@
-"""GEAR: codes, and their error as a few outliers and a low-rank matrix (Kang et al., arXiv 2403.05527, section 3).
-
-Tokens are packed in blocks. A block has codes, fp16 parameters, outliers in the model's type with their positions, and two
-low-rank factors in fp16. Positions have 16 bits, or 32 where a block or the channels exceed 32767.
-
-Compression against 16 bits at 4 bits and 4096 channels (`accounted_ratio`):
-
-    tokens of the block     120    840   3072
-    16-bit positions       2.75   3.05   3.09
-    32-bit positions       2.61   2.88   2.91
-
-ZipCache's tables print a constant 3.00, which is none of them. Small blocks compress less: at 64 tokens a channel has no
-outliers (floor of 0.64), but it has parameters.
-
-Deviations:
-- 2^bits - 1 steps per range, and outliers of keys counted from the block's tokens. The release has bits^2 - 1 steps, and a
-  count derived from the channels (9.5 % of 840 tokens at 4096).
-- Removed outliers are replaced by the mean of the others, which never widens their range. The mean of all can.
-- Directions are made orthonormal in each round, not in the last alone: the same space, without overflow. Each factor takes the
-  square root of a direction's size, to fit fp16.
-- Packed blocks are never compressed again. A new turn's tokens, after those buffered, are a block like the prompt's.
-"""
+"""GEAR's blocks of tokens: codes, outliers and a low-rank part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedConfig
 
 from pqcache.selective.budget import floor_share
 from pqcache.selective.group import top_tokens
-from pqcache.selective.quantization import QuantizationMethod
-from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import STEP, Buffer, take_tokens
-from pqcache.store.codec import Codec, ExactCodec
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.codec import Codec, right_align
+from pqcache.store.packed import PackedStream
 from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
 
-BACKBONES = ("kcvt", "kivi")
 FEW = 8  # growth step of buffers whose entries cover many tokens each
 SMALL = 256  # tokens of a block that is decoded with its neighbours; longer ones are decoded in part
 TILE = 1024  # tokens decoded at a time by `take`
 
 
-def split_outliers(x: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_outliers(
+    x: torch.Tensor, side: int, mean_of_all: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The `side` largest and `side` smallest entries of each vector x (n, c, m), ties to the lower position.
 
     Returns their values and positions (n, c, 2 side), positions ascending, and x with the mean of the other entries in their
-    place, so that the quantizer's range is that of the others.
+    place, so that the quantizer's range is that of the others. mean_of_all: the mean of all entries instead.
     """
     n, c, m = x.shape
     if side == 0:
@@ -60,7 +36,7 @@ def split_outliers(x: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tens
     positions = torch.cat([high, low], -1).sort(-1).values
     values = x.gather(-1, positions)
     rest = x.scatter(-1, positions, 0)
-    mean = rest.sum(-1, keepdim=True) / max(1, m - 2 * side)
+    mean = x.mean(-1, keepdim=True) if mean_of_all else rest.sum(-1, keepdim=True) / max(1, m - 2 * side)
     return values, positions, rest.scatter_(-1, positions, mean.expand_as(positions))
 
 
@@ -83,6 +59,11 @@ def low_rank(error: torch.Tensor, rank: int, rounds: int, seed: int) -> tuple[to
     return (q * size).half(), b.half()
 
 
+def released_outliers(channels: int, share: float) -> int:
+    """Outliers per side in the released code, of a token's channels and of a channel's tokens alike."""
+    return floor_share(channels, share) // 2
+
+
 @dataclass(frozen=True)
 class Run:
     """Consecutive blocks of one row that have the same sizes."""
@@ -103,15 +84,19 @@ class Run:
 class BlockCodec(Codec):
     """Blocks of tokens as codes, outliers and a low-rank part; each `append` makes one block per row.
 
-    group: numbers of a vector per (step, low); None: all. outliers: share of each vector. rank: of the blocks to come.
+    group: numbers of a vector per (step, low); None: all. outliers: share of each vector. rank: of the blocks to come. released:
+    outliers are counted and replaced as in the released code.
+
     Subclasses define which numbers make a vector, and where its parameters and outliers are stored.
     """
 
     per_token = False  # whether parameters and outliers have one entry per token; if not, some entries per block
 
-    def __init__(self, bits: int, group: int | None, outliers: float, rank: int, rounds: int, seed: int) -> None:
+    def __init__(
+        self, bits: int, group: int | None, outliers: float, rank: int, rounds: int, seed: int, released: bool = False
+    ) -> None:
         self.bits, self.group, self.outliers = bits, group, outliers
-        self.rank, self.rounds, self.seed = rank, rounds, seed
+        self.rank, self.rounds, self.seed, self.released = rank, rounds, seed, released
         # codes (n, h_kv, tokens, bytes), a (n, h_kv, numbers), b (n, h_kv, ranks, d); parameters and outliers: see subclasses
         self.parts: dict[str, Buffer] = {}
         self.runs: list[list[Run]] = []  # per row
@@ -137,6 +122,12 @@ class BlockCodec(Codec):
         """
         raise NotImplementedError
 
+    def outliers_per_side(self, entries: int) -> int:
+        """Largest (and as many smallest) numbers of a vector of `entries` that are stored exactly."""
+        if not self.released:
+            return floor_share(entries, self.outliers / 2)
+        return min(released_outliers(self.shape[1] * self.shape[2], self.outliers), entries // 2)
+
     # -- coding -----------------------------------------------------------------------------------------------------
 
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
@@ -152,7 +143,8 @@ class BlockCodec(Codec):
         """One block, x (1, h_kv, l, d), as tokens `start`, start + 1, ... of a row."""
         exact = x.float()
         vectors = self.vectors(exact)
-        values, positions, rest = split_outliers(vectors[0], floor_share(vectors.shape[3], self.outliers / 2))
+        side = self.outliers_per_side(vectors.shape[3])
+        values, positions, rest = split_outliers(vectors[0], side, mean_of_all=self.released)
         packed = quantize(rest.unflatten(2, (-1, self.group or rest.shape[2])), self.bits)
         near = dequantize(packed, torch.float32).flatten(2).scatter(2, positions, values)
         a, b = low_rank((exact - self.tokens(near[None]))[0], self.rank, self.rounds, self.seed)
@@ -237,6 +229,11 @@ class BlockCodec(Codec):
 
     def clear(self) -> None:
         self.parts, self.runs = {}, []
+
+    def forget(self, row: int) -> None:
+        """Drop the blocks of one row."""
+        if self.runs:
+            self.runs[row] = []
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.runs:
@@ -329,84 +326,21 @@ class BlockStream(PackedStream):
         super().pack()
 
 
-def accounted_ratio(
-    tokens: int,
-    bits: int = 4,
-    rank: int = 4,
-    outliers: float = 0.02,
-    d: int = 128,
-    channels: int = 4096,
-    index: int = 16,
-) -> float:
-    """16-bit K + V over everything GEAR-KCVT stores for one block of `tokens` tokens; no buffered tokens or capacity.
+class WholeStream(BlockStream):
+    """As the released code: a row whose tokens are a multiple of `residual` becomes one block of the later blocks' rank."""
 
-    channels: h_kv d. index: bits of an outlier's position.
-    """
-    parameters = (32 / tokens + 32 / channels) / 2
-    return 16 / (bits + parameters + outliers * (16 + index) + 16 * rank * (tokens + d) / (tokens * d))
-
-
-@dataclass(kw_only=True)
-class GEAR(QuantizationMethod):
-    """Every token as codes + outliers + a low-rank part, in blocks. Ignores the budget."""
-
-    name: ClassVar[str] = "gear"
-    packs_prompt: ClassVar[bool] = True
-
-    # bits per code, 1 to 8; 16: the no-op
-    bits: int = 4
-    # kcvt: keys per channel over a block, values per token over all KV heads (the paper's choice at 4 bits);
-    # kivi: groups of `group` tokens or channels (at 2 bits)
-    backbone: str = "kcvt"
-    # tokens or channels per step and minimum, with backbone=kivi
-    group: int = 64
-    # share of each channel or token that is stored exactly, with positions: half are the largest numbers, half the smallest
-    outliers: float = 0.02
-    # rank of the low-rank part per KV head, in the prompt's block
-    rank: int = 4
-    # rank in later blocks
-    new_rank: int = 2
-    # rounds of power iteration
-    rounds: int = 3
-    # generated tokens per block, exact until a block is full (the KCVT runs also use 20)
-    residual: int = 64
-    # seed of the iteration's start, the same for all rows, heads and blocks
-    seed: int = 0
-
-    def validate(self) -> None:
-        self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
-        self.require_one_of("backbone", BACKBONES)
-        self.require("group", self.group >= 1, "an int >= 1")
-        self.require("outliers", 0 <= self.outliers <= 1, "a share in [0, 1]")
-        for name in ("rank", "new_rank"):
-            self.require(name, getattr(self, name) >= 0, "an int >= 0")
-        self.require("rounds", self.rounds >= 1, "an int >= 1")
-        self.require("residual", self.residual >= 1, "an int >= 1")
-        if self.backbone == "kivi":
-            self.require("residual", self.residual % self.group == 0, f"a multiple of group={self.group}")
-
-    def check_model(self, config: PreTrainedConfig) -> None:
-        shape = ModelShape.of(config)
-        channels = shape.h_kv * shape.d
-        fits = self.bits == 16 or self.backbone == "kcvt" or channels % self.group == 0
-        self.require("group", fits, f"a divisor of {channels}, the channels of all KV heads")
-
-    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
-        """For the backbone it is published for, with the model's own channels."""
-        if self.bits == 16 or self.backbone != "kcvt":
-            return None
-        return accounted_ratio(tokens, self.bits, self.rank, self.outliers, shape.d, shape.h_kv * shape.d)
-
-    def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
-        if self.bits == 16:
-            return PackedStore(*(PackedStream(ExactCodec(), pack_all_but(self.residual)) for _ in "kv"))
-        group = self.group if self.backbone == "kivi" else None
-        streams = []
-        for codec in (KeyCodec, ValueCodec):
-            blocks = codec(self.bits, group, self.outliers, self.rank, self.rounds, self.seed)
-            streams.append(BlockStream(blocks, group or 1, self.residual, (self.rank, self.new_rank)))
-        return PackedStore(*streams)
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return cls(**{**hyper, "bits": 16})
+    def pack(self, everything: bool = False) -> None:
+        assert self.tail is not None
+        size, self.blocks.rank = self.sizes[1], self.ranks[1]
+        due = [tail > 0 and (body + tail) % size == 0 for body, tail in zip(self.body, self.tails, strict=True)]
+        if not any(due):
+            return
+        whole, counts = self.view(), [length * flag for length, flag in zip(self.lengths, due, strict=True)]
+        for row, flag in enumerate(due):
+            if flag:
+                self.blocks.forget(row)
+        starts = [0] * len(due)
+        self.blocks.append(right_align(whole, starts, counts), starts, counts)
+        self.body = [count or body for count, body in zip(counts, self.body, strict=True)]
+        left = [0 if flag else tail for flag, tail in zip(due, self.tails, strict=True)]
+        self.tails, self.tail = left, self.tail[:, :, self.tail.shape[2] - max(left) :].clone()

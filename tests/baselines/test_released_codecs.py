@@ -1,0 +1,190 @@
+"""protocol=release of the quantization methods, against what their released code does, written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.combined.coded import Coded
+from baselines.gear import GEAR
+from baselines.gear.blocks import split_outliers
+from baselines.int8 import Int8
+from baselines.kivi import KIVI
+from baselines.snapkv import SnapKV
+from baselines.zipcache import MiKV, ZipCache
+from baselines.zipcache.probes import ProbeRule
+from baselines.zipcache.salient_store import SalientStore
+from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
+from tests.baselines.fed import Fed, drawn, rounded
+from tests.baselines.test_zipcache import shares
+from tests.invariants.drive import Session, tokens
+
+pytestmark = pytest.mark.rest
+
+FIFTH = {"budget": Budget(ratio=0.2)}
+
+
+def test_who_has_a_released_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls, hyper in ((MiKV, FIFTH), (Int8, {})):
+        with pytest.raises(NotApplicable, match=f"no code of {cls.name} is published"):
+            cls(protocol="release", **hyper)
+    for cls, hyper in ((ZipCache, FIFTH), (KIVI, {}), (GEAR, {})):
+        assert cls(protocol="release", **hyper).released
+    monkeypatch.setattr(SnapKV, "released", "a repository")
+    for protocol in ("paper", "release"):
+        coded = Coded(**FIFTH, policy="snapkv", codec="kivi", protocol=protocol)
+        assert coded.chooser.protocol == coded.coder.protocol == protocol
+    with pytest.raises(NotApplicable, match="no code of int8 is published"):
+        Coded(**FIFTH, policy="snapkv", codec="int8", protocol="release")
+
+
+def test_kivi_is_the_same_under_every_protocol() -> None:
+    k, v = drawn(0, 1, 2, 300, 32), drawn(1, 1, 2, 300, 32)
+    stores = [Fed(KIVI(protocol=p), k, v).row(0) for p in ("aligned", "paper", "release")]
+    for other in stores[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(stores[0], other, strict=True))
+    assert (KIVI(protocol="release").group, KIVI(protocol="release").residual) == (32, 128)  # of the LongBench runs
+
+
+# -- GEAR ---------------------------------------------------------------------------------------------------------------
+
+
+def block(x: torch.Tensor, keys: bool, side: int, bits: int = 4) -> torch.Tensor:
+    """One block x (h, l, d) without a low-rank part: outliers apart, the mean of all numbers in their places."""
+    vectors = x.transpose(1, 2).flatten(0, 1) if keys else x.transpose(0, 1).flatten(1)
+    back = []
+    for vector in vectors:
+        out = [*vector.topk(side).indices.tolist(), *vector.topk(side, largest=False).indices.tolist()]
+        filled = vector.clone()
+        filled[out] = vector.mean()
+        near = rounded(filled, bits)
+        near[out] = vector[out]
+        back.append(near)
+    whole = torch.stack(back)
+    if keys:
+        return whole.view(x.shape[0], x.shape[2], -1).transpose(1, 2)
+    return whole.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+
+def test_gear_codes_the_whole_cache_again_at_every_multiple_of_its_buffer() -> None:
+    """20 prompt tokens stay exact; at 24 all are one block, at 32 all are coded again from what they decode to."""
+    method = GEAR(protocol="release", residual=8, outliers=0.3, rank=0, new_rank=0)
+    k, v = drawn(0, 1, 2, 33, 8), drawn(1, 1, 2, 33, 8)
+    side = 2  # int(0.3 * 16 channels) // 2, of a channel's tokens, too
+    fed = Fed(method, k[:, :, :20], v[:, :, :20])
+    assert torch.equal(fed.row(0)[0], k[0, :, :20])
+    fed.steps(k[:, :, 20:23], v[:, :, 20:23])
+    assert fed.store.k.body == [0] and fed.store.k.tails == [23]
+    fed.step(k[:, :, 23:24], v[:, :, 23:24])
+    assert fed.store.k.body == fed.store.v.body == [24] and fed.store.k.tails == [0]
+    once = [block(x[0, :, :24], keys, side) for x, keys in ((k, True), (v, False))]
+    for got, want in zip(fed.row(0), once, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    fed.steps(k[:, :, 24:], v[:, :, 24:])
+    assert fed.store.k.body == [32] and fed.store.k.tails == fed.store.v.tails == [1]
+    for got, first, x, keys in zip(fed.row(0), once, (k, v), (True, False), strict=True):
+        want = block(torch.cat([first, x[0, :, 24:32]], 1), keys, side)
+        torch.testing.assert_close(got[:, :32], want, rtol=0, atol=1e-5)
+        assert torch.equal(got[:, 32:], x[0, :, 32:])
+
+
+def test_rows_of_gear_are_coded_when_each_is_due() -> None:
+    method = GEAR(protocol="release", residual=8, rank=2, new_rank=2)
+    k, v = drawn(2, 2, 2, 24, 16), drawn(3, 2, 2, 24, 16)
+    lengths = [15, 12]
+    both = Fed(method, k, v, lengths)
+    alone = [Fed(method, k[r : r + 1, :, :s], v[r : r + 1, :, :s]) for r, s in enumerate(lengths)]
+    for t in range(9):
+        x = drawn(4 + t, 2, 2, 1, 16)
+        both.step(x, x)
+        for r, fed in enumerate(alone):
+            fed.step(x[r : r + 1], x[r : r + 1])
+    assert both.store.k.body == [24, 16] and both.store.k.tails == [0, 5]
+    for r, fed in enumerate(alone):
+        for got, want in zip(both.row(r), fed.row(0), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_gears_outliers_are_counted_from_the_channels() -> None:
+    """At 4096 channels 40 a side: 80 of a channel's 840 tokens (9.5 %), and every token of a block of 64."""
+    x = drawn(0, 1, 32, 64, 128)
+    method = GEAR(protocol="release", rank=0, new_rank=0)
+    keys, values = Fed(method, x, x).row(0)
+    assert torch.equal(keys, x[0])  # 64 tokens, 40 of them largest and 40 smallest
+    assert not torch.equal(values, x[0])
+    mean = torch.tensor([[[0.0, 1.0, 2.0, 9.0]]])
+    assert split_outliers(mean, 1)[2].tolist() == [[[1.5, 1.0, 2.0, 1.5]]]
+    assert split_outliers(mean, 1, mean_of_all=True)[2].tolist() == [[[3.0, 1.0, 2.0, 3.0]]]
+
+
+# -- ZipCache -----------------------------------------------------------------------------------------------------------
+
+
+def test_random_probes_are_drawn_with_replacement_in_every_layer() -> None:
+    rules = [ProbeRule(repeats=True, layer=layer) for layer in range(8)]
+    drawn_of = [rule.positions(840) for rule in rules]
+    for positions in drawn_of:
+        assert len(positions) == 84 and positions[-42:] == tuple(range(798, 840))
+        assert all(0 <= p < 798 for p in positions[:42])
+    assert len(set(drawn_of)) == 8
+    assert any(
+        len(set(positions)) < 84 for positions in drawn_of
+    )  # some repeat: the chance of none in 8 layers is 0.0002
+    assert ProbeRule(layer=3).positions(840) == ProbeRule().positions(840)
+
+
+@torch.no_grad()
+def test_zipcache_ranks_as_its_release(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt by the probes' sums over all queries that see a token; generated tokens by the last one's attention alone."""
+    s, method = 140, ZipCache(**FIFTH, gap=20, protocol="release")
+    assert method.norm == "full" and ZipCache(**FIFTH, protocol="paper").norm == "probes"
+    seen: dict[SalientStore, tuple[torch.Tensor, torch.Tensor]] = {}
+    observe = SalientStore.observe
+
+    def spy(self: SalientStore, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
+        seen[self] = (q[0], keys[0])
+        observe(self, q, keys, stored, ctx)
+
+    monkeypatch.setattr(SalientStore, "observe", spy)
+    cache = SelectiveCache(llama, method)
+    layer, queries = cache.layers[1], []
+    cache.observers.append(lambda at, q, selected: queries.append(q.clone()) if at is layer else None)
+    with attach(llama):
+        session = Session(llama, cache, [tokens(s, 1)])
+        store = layer.store
+        q, k = seen[store]
+        probes = torch.tensor(method.layer_rule(1).positions(s))  # a repeated probe counts twice
+        assert probes.tolist() != list(method.layer_rule(0).positions(s))
+        sums = shares(q, k, q.shape[2] ** -0.5)[:, probes].sum(1).unflatten(0, (2, 2)).sum(1)
+        check_regular(store, 0, (sums / (s - torch.arange(s))))
+        for token in tokens(19, 2):
+            session.step([token])
+        held = store.k.view()[0].clone()
+        assert store.k.tails == [19] and not store.sums[..., :19].any()  # no probe yet
+        packed: list[torch.Tensor] = []
+        announce = store.widths.announce
+        monkeypatch.setattr(
+            store.widths, "announce", lambda coming, salient: (packed.extend(coming), announce(coming, salient))[1]
+        )
+        tail = store.k.append
+        new: list[torch.Tensor] = []
+        monkeypatch.setattr(store.k, "append", lambda x, counts: (new.append(x.clone()), tail(x, counts))[1])
+        session.step([5])
+    keys = torch.cat([held, new[0][0]], 1)
+    logits = torch.einsum("hd,hmd->hm", queries[-1][0, :, 0], keys.repeat_interleave(2, 0)) * q.shape[2] ** -0.5
+    want = logits.softmax(-1).unflatten(0, (2, 2)).sum(1)[:, s:]
+    for head in range(2):
+        best = want[head].sort(descending=True, stable=True).indices[:12]  # int(0.4 * 20) = 8 are regular
+        assert set(packed[0][head].nonzero().flatten().tolist()) == set(best.tolist())
+
+
+def check_regular(store: SalientStore, first: int, want: torch.Tensor) -> None:
+    """Salient among tokens first, first + 1, ... are the best of `want` (h_kv, tokens)."""
+    count = want.shape[1]
+    salient = store.widths.bits()[0, :, first : first + count]
+    for head in range(want.shape[0]):
+        best = want[head].sort(descending=True, stable=True).indices[: count - int(0.4 * count + 1e-9)]
+        assert set(salient[head].nonzero().flatten().tolist()) == set(best.tolist())
