@@ -16,6 +16,8 @@ from pqcache.harness.report import papers, published
 from pqcache.harness.report.entries import table_entries
 
 REPEATED = papers.experiments()
+KNOWN = {"paper", "item", "title", "guesses", "notes", "columns", "figure"}
+KNOWN |= {"layout", "names", "labels", "datasets", "best", "lower"}
 
 
 def head(repo: Path, name: str) -> str:
@@ -95,5 +97,7 @@ def test_smoke_keeps_every_line(name: str, tmp_path: Path) -> None:
 def test_report_keys_are_known(repo: Path) -> None:
     for name in REPEATED:
         report = yaml.safe_load((repo / "configs" / "experiment" / f"{name}.yaml").read_text())["report"]
-        assert report.keys() <= {"title", "columns", "figure"}
+        assert report.keys() <= KNOWN
         assert report["title"]
+        for key in ("guesses", "notes"):
+            assert all(isinstance(line, str) and line.endswith(".") for line in report.get(key) or []), (name, key)

@@ -22,6 +22,7 @@ from typing import Any
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import axes as drawing
+from pqcache.harness.report import latency_figures
 from pqcache.harness.report.bar_figure import draw_bars
 from pqcache.harness.report.diagnostic_figures import draw_ranks
 from pqcache.harness.report.entries import Entry
@@ -38,11 +39,23 @@ def draw(plan: RunPlan, entries: Sequence[Entry], rows: Mapping[str, Row], path:
     """
     options = dict(plan.report.get("figure") or {})
     kind = options.pop("kind", None)
-    if kind is None or not rows:
+    if not rows:
         return None
+    if kind is None:
+        return _latency(plan, rows, path)
     if kind not in KINDS:
         raise ValueError(f"report.figure.kind={kind}: known: {', '.join(KINDS)}")
     return KINDS[kind](FigureRequest(plan, entries, rows, path, kind, options))
+
+
+def _latency(plan: RunPlan, rows: Mapping[str, Row], path: Path) -> Path | None:
+    """The efficiency figures, which are drawn by the experiment's name; None for other experiments."""
+    named = [
+        (latency_figures.label_of(cell.names, rows[cell.name]), rows[cell.name])
+        for cell in plan.cells
+        if cell.name in rows
+    ]
+    return latency_figures.draw(plan.experiment or "", named, path)
 
 
 def _scatter(request: FigureRequest) -> Path:

@@ -7,8 +7,13 @@ An experiment file says with `report:` how its cells are shown:
 
     report:
       title: PQCache, table 2
+      paper: pqcache                              # pqcache | kvcrush | clusterkv | zipcache
+      item: Table 2                               # as printed
+      guesses: [...]                              # what the paper does not say and this file chose, a sentence each
+      notes: [...]                                # where this differs from what was printed, a sentence each
       columns: {score: score}                     # a column's name -> its number in a row, see entries.measured
       figure: {kind: lines, x: budget, y: score}  # see paper_figures.draw; none for a table
+      layout, names, labels, datasets, best, lower  # see table_layout
 
 `score` is the mean over the data sets, each of which has a column of its own. Numbers of a paper are those of
 results/published, table by experiment, model, method (or the cell's name) and budget. Difference to Full: of the same
@@ -32,16 +37,17 @@ from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import paper_figures
-from pqcache.harness.report.entries import AVERAGE, Entry, rows_of, status, table_entries
+from pqcache.harness.report.entries import Entry, rows_of, status, table_entries
+from pqcache.harness.report.footnotes import footnotes
+from pqcache.harness.report.latex import fragment
 from pqcache.harness.report.rows import Row
-from pqcache.harness.report.tables import number, signed, span
+from pqcache.harness.report.table_layout import Field, blocks
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FOLDER = "tables"  # under out=
-EMPTY = "-"
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------
@@ -95,44 +101,6 @@ def frame(table: Iterable[Entry]) -> pd.DataFrame:
     return pd.DataFrame([asdict(e) for e in table], columns=[f.name for f in fields(Entry)])
 
 
-def grid(table: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """(column names, lines) of one model's table. A cell has the measured number, and in brackets the paper's."""
-    columns = list(dict.fromkeys((e.dataset, e.metric) for e in table))
-    columns.sort(key=lambda c: c[0] == AVERAGE)  # stable: the average comes last
-    datasets, metrics = {d for d, _ in columns}, {m for _, m in columns}
-    names = [m if len(datasets) == 1 else d if len(metrics) == 1 else f"{d} {m}" for d, m in columns]
-    headline = next((c for c in columns if c[0] == AVERAGE), columns[0])  # the column of the differences
-    settings = any(e.setting for e in table)
-    head = ["method", "budget", *(["setting"] if settings else []), *names]
-    head += ["to Full", "95 %", "p", "printed to Full"]
-    lines: dict[tuple, dict[tuple[str, str], Entry]] = {}
-    for e in table:
-        lines.setdefault((e.line, e.budget, e.setting), {})[e.dataset, e.metric] = e
-    body = []
-    for (line, budget, setting), cells in lines.items():
-        texts = [_cell(cells.get(column)) for column in columns]
-        last = cells.get(headline) or next(iter(cells.values()))
-        ends = None if last.to_full_low is None or last.to_full_high is None else [last.to_full_low, last.to_full_high]
-        shown = [
-            "" if last.to_full is None else signed(last.to_full, 2),
-            span(ends, lambda x: signed(x, 2)),
-            "" if last.p is None else "<0.001" if last.p < 0.001 else f"{last.p:.3f}",
-            "" if last.published_to_full is None else signed(last.published_to_full, 2),
-        ]
-        body.append([line, "" if budget is None else f"{budget:g}", *([setting] if settings else []), *texts, *shown])
-    used = [i for i, name in enumerate(head) if i < len(head) - 4 or any(line[i] for line in body)]
-    return [head[i] for i in used], [[line[i] for i in used] for line in body]
-
-
-def _cell(entry: Entry | None) -> str:
-    if entry is None:
-        return ""
-    printed = "" if entry.published is None else f" ({entry.published:g})"
-    if entry.measured is None:
-        return (EMPTY if entry.status in ("ok", "missing") else entry.status) + printed
-    return number(entry.measured, 2) + printed
-
-
 def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """What a table shows, in one or two sentences."""
     counts = sorted({e.samples for e in table if e.samples is not None})
@@ -142,48 +110,41 @@ def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> s
         else f"{'-'.join(map(str, dict.fromkeys([counts[0], counts[-1]])))} samples"
     )
     machines = " / ".join(dict.fromkeys(row["device"] for row in rows.values()))
-    text = f"{plan.report.get('title') or plan.experiment}: {sizes}{f' on {machines}' if machines else ''}."
+    text = f"{title_of(plan)}: {sizes}{f' on {machines}' if machines else ''}."
     if any(e.published is not None for e in table):
-        text += " In brackets: as printed. Compare differences to Full; the papers' Full rows differ among themselves."
+        text += " In brackets: as printed. Bold: the best, Full and Oracle excluded. Compare differences to Full;"
+        text += " the papers' Full rows differ among themselves."
     if any(row["smoke"] for row in rows.values()):
         text = "SMOKE RUN, no results. " + text
     return text
 
 
 def markdown(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
-    """The table of an experiment, one block per model."""
+    """The table of an experiment: caption, a block per model or as `report.layout` says, footnotes."""
     parts = [caption(plan, table, rows)]
-    for model, block in _by_model(table).items():
-        head, body = grid(block)
-        lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(line)} |" for line in body)]
-        parts.append(f"**{model}**\n\n" + "\n".join(lines))
+    for block in blocks(table, plan.report, plan.best_of):
+        lines = [f"| {' | '.join(block.head)} |", f"|{'---|' * len(block.head)}"]
+        lines += [f"| {' | '.join(map(_marked, line))} |" for line in block.body]
+        parts.append((f"**{block.title}**\n\n" if block.title else "") + "\n".join(lines))
+    for note in footnotes(plan, rows):
+        parts.append(f"*{note.title}:*\n\n" + "\n".join(f"- {line}" for line in note.lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _marked(field: Field) -> str:
+    """A cell in Markdown."""
+    return "".join(f"**{part.text}**" if part.bold else part.text for part in field)
 
 
 def latex(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
-    """The table of an experiment as LaTeX (booktabs), one tabular per model."""
-    parts = [f"% {caption(plan, table, rows)}", "% needs \\usepackage{booktabs}"]
-    for model, block in _by_model(table).items():
-        head, body = grid(block)
-        left = 3 if "setting" in head else 2
-        lines = [f"% {model}", f"\\begin{{tabular}}{{{'l' * left}{'r' * (len(head) - left)}}}", "\\toprule"]
-        lines += [" & ".join(map(_tex, head)) + r" \\", "\\midrule"]
-        lines += [" & ".join(map(_tex, line)) + r" \\" for line in body]
-        parts.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
-    return "\n\n".join(parts) + "\n"
+    """The same as LaTeX (booktabs), split where it is wider or longer than a page."""
+    tables = blocks(table, plan.report, plan.best_of)
+    return fragment(title_of(plan), caption(plan, table, rows), tables, footnotes(plan, rows))
 
 
-def _tex(text: str) -> str:
-    for mark in "&%$#_{}":
-        text = text.replace(mark, f"\\{mark}")
-    return f"${text}$" if text[:1] in ("+", "-") and text[1:2].isdigit() else text.replace("[", "{[}")
-
-
-def _by_model(table: Iterable[Entry]) -> dict[str, list[Entry]]:
-    blocks: dict[str, list[Entry]] = {}
-    for entry in table:
-        blocks.setdefault(entry.model, []).append(entry)
-    return blocks
+def title_of(plan: RunPlan) -> str:
+    """The paper's item and what it shows."""
+    return str(plan.report.get("title") or plan.experiment)
 
 
 def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
