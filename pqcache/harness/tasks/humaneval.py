@@ -3,9 +3,9 @@
     python run.py task=humaneval task.execute=true model=hf model.path=<base model> limit=null
 
 Prompt, stop strings and lengths are those of lm-eval's task: the raw prompt without chat template, greedy, pass@1. The
-scorer is our own. Prompt, completion, the row's tests and a call of `check` run as one program in a sandbox
-(pqcache/harness/tasks/sandbox/). A program that ends before its tests ran has failed. The programs run on this machine,
-so `task.execute=true` must be set.
+scorer is our own: prompt and completion are executed in one sandbox (pqcache/harness/tasks/sandbox/), the row's tests in
+another, which calls the completed function through a pipe. What the function returns must be plain data. The programs run
+on this machine, so `task.execute=true` must be set; a machine that cannot isolate them refuses the task.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, generation_task, require
-from pqcache.harness.tasks.sandbox.parent import protections, run_program
+from pqcache.harness.tasks.sandbox.parent import MissingSandbox, judged, protections
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
@@ -57,6 +57,10 @@ class HumanEval(DataSetTask[HumanEvalOptions]):
             " task.execute=true allows it"
         )
         require(self.options.execute, "execute", str(self.options.execute).lower(), allowed)
+        try:
+            protections()
+        except MissingSandbox as missing:
+            require(False, "execute", "true", f"this machine cannot isolate programs: {missing}")
 
     def data_set(self) -> DataSet:
         return DATA
@@ -107,15 +111,13 @@ def constructed_row(rng: Random, number: int) -> dict[str, str]:
     }
 
 
-def program(doc: dict, completion: str) -> str:
-    """The program that is run: the completed function, the row's tests, and the call that starts them."""
-    return f"{doc['prompt']}{completion}\n{doc['test']}\ncheck({doc['entry_point']})\n"
-
-
 @lru_cache(maxsize=4096)
-def passes(text: str, timeout: float) -> bool:
-    return run_program(text, timeout) is None
+def why_not(program: str, entry_point: str, tests: str, helpers: str, timeout: float) -> str | None:
+    """None if the completed function passes its tests, else the reason."""
+    return judged(program, entry_point, tests, helpers, timeout)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:
-    return {"pass@1": float(passes(program(doc, results[0]), doc["timeout"]))}
+    """pass@1 of one completion. The prompt defines the functions that tests use beside the completed one."""
+    reason = why_not(doc["prompt"] + results[0], doc["entry_point"], doc["test"], doc["prompt"], doc["timeout"])
+    return {"pass@1": float(reason is None)}

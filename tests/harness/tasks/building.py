@@ -7,10 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lm_eval.api.model import LM
 
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import TaskRequest, TaskSpec, task_of
+from pqcache.harness.tasks.sandbox.parent import MissingSandbox, protections
+
+
+def isolated() -> bool:
+    """Whether this machine can run programs in the sandbox."""
+    try:
+        return bool(protections())
+    except MissingSandbox:
+        return False
+
+
+needs_isolation = pytest.mark.skipif(not isolated(), reason="this machine cannot isolate a process")
 
 
 def count_tokens(tokenizer: Any, text: str) -> int:

@@ -10,22 +10,35 @@ from typing import Any
 import pytest
 
 from pqcache.harness.tasks import humaneval
-from tests.harness.tasks.building import build
+from tests.harness.tasks.building import build, needs_isolation
+
+pytestmark = needs_isolation
+
+FILE = Path("humaneval") / "HumanEval.jsonl.gz"
 
 
 @pytest.mark.shared
 def test_official_solutions_pass(shared_data: Path, tokenizer: Any) -> None:
-    file = shared_data / "humaneval" / "HumanEval.jsonl.gz"
-    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
-    spec, tasks = build("humaneval", {"source": str(file), "execute": True}, tokenizer, limit=None)
+    rows = [json.loads(line) for line in gzip.decompress((shared_data / FILE).read_bytes()).splitlines()]
+    spec, tasks = build("humaneval", {"source": str(shared_data / FILE), "execute": True}, tokenizer, limit=None)
     task, docs = tasks["humaneval"]
     assert len(docs) == 164
     assert [doc["prompt"] for doc in docs] == [row["prompt"] for row in rows]
     assert task.config.generation_kwargs["until"] == ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
-    for doc in docs[::12]:
+    for doc in [docs[32], docs[38], *docs[::23]]:  # 32 and 38: tests that call functions of the prompt
         assert humaneval.process_results(doc, [doc["answer"]]) == {"pass@1": 1.0}, doc["task_id"]
         assert humaneval.process_results(doc, ["    return None\n"]) == {"pass@1": 0.0}
-    assert "audit" in spec.data["sandbox"]
+    assert spec.data["sandbox"] in ("bubblewrap", "unshare")
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_every_official_solution_passes(shared_data: Path, tokenizer: Any) -> None:
+    options = {"source": str(shared_data / FILE), "execute": True, "timeout": 20.0}
+    _, tasks = build("humaneval", options, tokenizer, limit=None)
+    _, docs = tasks["humaneval"]
+    failed = [doc["task_id"] for doc in docs if humaneval.process_results(doc, [doc["answer"]]) != {"pass@1": 1.0}]
+    assert (len(docs), failed) == (164, [])
 
 
 def test_constructed_functions_pass_and_early_exits_do_not(tokenizer: Any) -> None:

@@ -1,81 +1,181 @@
-"""What a program that a model wrote can and cannot do."""
+"""What a program that a model wrote can and cannot do, and who judges it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import itertools
+import os
+import shutil
+from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path
 
 import pytest
 
-from pqcache.harness.tasks.sandbox.parent import CHILD, protections, run_program
+import run
+from pqcache.harness.tasks.sandbox import parent, wire
+from pqcache.harness.tasks.sandbox.parent import MissingSandbox, judged, protections
+from tests.harness.tasks.building import needs_isolation
+from tests.harness.tasks.hostile import FILES, FORGERIES, KERNEL, PROCESSES
 
-REFUSED = {
-    "a wrong answer": ("assert 1 == 2", "AssertionError"),
-    "no program": ("def f(:", "SyntaxError"),
-    "leaving early": ("import sys; sys.exit(0)", "SystemExit"),
-    "leaving at once": ("import os; os._exit(0)", "exit code 0"),
-    "memory": ("x = 'a' * (3 << 30)", "MemoryError"),
-    "a process": ("import os; os.fork()", "not allowed"),
-    "a command": ("import subprocess; subprocess.run(['/bin/true'])", "not allowed"),
-    "a thread": ("import threading; threading.Thread(target=print).start()", ""),
-    "the network": ("import socket; socket.create_connection(('1.1.1.1', 53))", "not allowed"),
-    "its parent": ("import os; os.kill(os.getppid(), 9)", "not allowed"),
-    "machine code": ("import ctypes; ctypes.CDLL(None).fork()", "not allowed"),
-    "reading input": ("input()", "EOFError"),
-    "a large file": ("open('a', 'w').write('x' * (4 << 20))", ""),
-}
+WAYS = ["unshare", pytest.param("bubblewrap", marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap"))]
+FAST = ("pidfd to the parent", "fork", "write outside", "read /etc/shadow", "the network", "shared memory")
+WANTS_A_NUMBER = "def check(candidate):\n    assert candidate(1) == 918273645\n"
+HOSTILE = PROCESSES | FILES | KERNEL
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused(what: str) -> None:
-    program, expected = REFUSED[what]
-    reason = run_program(program)
-    assert reason is not None
-    assert expected in reason
+def effect(body: str, outside: Path, how: str | None = None) -> str | None:
+    """None if the program got what it wanted, or changed something outside."""
+    folder = outside / "outside"
+    folder.mkdir(exist_ok=True)
+    (folder / "file").write_text("secret")
+    tests = f"def check(candidate):\n    assert candidate({str(folder)!r}, {os.getpid()}) is True\n"
+    reason = judged(f"def f(outside, harness):\n    {body}\n", "f", tests, "", timeout=1.0, how=how)
+    assert [p.name for p in folder.iterdir()] == ["file"]
+    assert (folder / "file").read_text() == "secret"
+    return reason
 
 
-def test_allowed() -> None:
-    program = "import collections, functools, hashlib, heapq, itertools, math, re, typing\nprint('x' * 100_000)\n"
-    assert run_program(program + "open('a', 'w').write('x'); assert open('a').read() == 'x'\n") is None
-    assert "audit" in protections()
+@needs_isolation
+@pytest.mark.parametrize("name", FAST)
+def test_hostile_programs_have_no_effect(name: str, tmp_path: Path) -> None:
+    assert effect(HOSTILE[name], tmp_path) is not None
 
 
-def test_an_endless_program_ends() -> None:
-    assert run_program("while True: pass", timeout=0.5) == "not done after 0.5 seconds"
+@needs_isolation
+@pytest.mark.rest
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_hostile_program_has_an_effect(name: str, how: str, tmp_path: Path) -> None:
+    assert effect(HOSTILE[name], tmp_path, how) is not None
+    assert not Path("/tmp/from_the_sandbox").exists()
+    assert not Path("/dev/shm/from_the_sandbox").exists()
 
 
-@pytest.mark.parametrize(
-    "program", ["open({path!r}, 'w')", "import os; os.rename('a', {path!r})", "import os; os.mkdir({path!r})"]
-)
-def test_nothing_is_written_outside(program: str, tmp_path: Path) -> None:
-    path = tmp_path / "outside"
-    assert run_program("open('a', 'w').close()\n" + program.format(path=str(path))) is not None
-    assert not path.exists()
+@needs_isolation
+@pytest.mark.rest
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_program_is_judged_by_itself(name: str) -> None:
+    assert judged(FORGERIES[name], "f", WANTS_A_NUMBER, "", timeout=2.0) is not None
 
 
-@pytest.mark.skipif("seccomp" not in protections() or "landlock" not in protections(), reason="no such kernel")
-def test_the_kernel_holds_without_the_interpreters_help(tmp_path: Path) -> None:
-    """The audit hooks left out: what is refused now is refused by the kernel."""
-    inside, outside = tmp_path / "in", tmp_path / "out"
-    inside.mkdir()
-    outside.mkdir()
-    program = f"""
-import ctypes, os, socket, sys
-sys.path.insert(0, {str(CHILD.parent)!r})
-import child
-libc = ctypes.CDLL(None, use_errno=True)
-libc.prctl(38, 1, 0, 0, 0)
-assert child.landlock(libc, {str(inside)!r}) and child.seccomp(libc)
-open({str(inside / "a")!r}, "w").close()
-for act in (os.fork, socket.socket, lambda: os.execv("/bin/true", ["true"]), lambda: os.kill(os.getppid(), 0),
-            lambda: open({str(outside / "a")!r}, "w"), lambda: os.mkdir({str(outside / "b")!r})):
+@needs_isolation
+def test_a_right_answer_passes_and_a_wrong_one_does_not() -> None:
+    assert judged("def f(x):\n    return 918273644 + x\n", "f", WANTS_A_NUMBER, "") is None
+    assert judged("def f(x):\n    return 918273645 + x\n", "f", WANTS_A_NUMBER, "") == "AssertionError:"
+    assert judged(FORGERIES["equal to everything"], "f", WANTS_A_NUMBER, "") is not None
+    assert (
+        judged("def f(x):\n    while True: pass\n", "f", WANTS_A_NUMBER, "", timeout=0.5)
+        == "not done after 0.5 seconds"
+    )
+
+
+@needs_isolation
+def test_programs_have_the_library_a_folder_and_the_tests_helpers() -> None:
+    program = (
+        "import bisect, collections, datetime, decimal, functools, hashlib, heapq, itertools, json, math, random, re\n"
+        "import string, typing\n"
+        "def f(x):\n"
+        "    print('x' * 100_000)\n"
+        "    open('a', 'w').write('x')\n"
+        "    return x, open('a').read(), hashlib.sha256(b'').hexdigest()[:4]\n"
+    )
+    tests = "def check(candidate):\n    assert candidate(twice(2)) == (4, 'x', 'e3b0') and f is candidate\n"
+    assert (
+        judged(program, "f", tests, "def twice(x):\n    return 2 * x\ndef f(x):\n    '''To be completed.'''\n") is None
+    )
+
+
+@needs_isolation
+def test_no_process_is_left() -> None:
+    def children() -> set[str]:
+        return {p for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()}
+
+    before = children()
+    judged("def f(x):\n    while True: pass\n", "f", WANTS_A_NUMBER, "", timeout=0.3)
+    assert children() <= before
+
+
+def _parent(process: str) -> int | None:
     try:
-        act()
-    except PermissionError:
-        continue
-    sys.exit(1)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert list(outside.iterdir()) == []
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def test_a_machine_that_cannot_isolate_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def no_namespaces(*_: object) -> tuple[str, bool]:
+        return "OSError: [Errno 1] a user namespace: Operation not permitted", False
+
+    protections.cache_clear()
+    monkeypatch.setattr(parent, "_run", no_namespaces)
+    try:
+        with pytest.raises(MissingSandbox, match="a user namespace: Operation not permitted"):
+            judged("def f(x): pass", "f", WANTS_A_NUMBER, "")
+        assert run.main(["task=humaneval", "task.execute=true", "method=full"]) == 2
+    finally:
+        protections.cache_clear()
+    assert "this machine cannot isolate programs: " in capsys.readouterr().err
+
+
+def test_missing_isolation_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends with what is missing, and is never ready."""
+    shutil.copytree(parent.HERE, tmp_path / "sandbox")
+    file = tmp_path / "sandbox" / "isolate.py"
+    file.write_text(file.read_text().replace('"user": 0x10000000', '"user": 0x00000001'))
+    monkeypatch.setattr(parent, "HERE", tmp_path / "sandbox")
+    parent._shown.cache_clear()
+    try:
+        reason, started = parent._run("", "f", "", "", 1.0, "unshare")
+    finally:
+        parent._shown.cache_clear()
+    assert not started
+    assert reason is not None
+    assert "a user namespace: Invalid argument" in reason
+
+
+class Equal(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+VALUES = [
+    None, True, 0, -(10**30), 10**5000, 0.1, float("inf"), 1 + 2j, "", "é\ud800\n", b"\x00\xff", [], [1, [2]], (1,), (), {1, 2},
+    frozenset({3}), {}, {(1, 2): [3], None: "x"}, {1: {2: {3: 4}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_plain_data_keeps_its_type(value: object) -> None:
+    back = wire.load(wire.dump(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_nothing_but_plain_data_crosses() -> None:
+    point = namedtuple("point", "x y")
+    arriving = {tuple: point(1, 2), int: Equal(3)}
+    for kind, value in arriving.items():
+        assert type(wire.load(wire.dump(value))) is kind
+    assert wire.load(wire.dump(Counter("aab"))) == {"a": 2, "b": 1}
+    assert wire.load(wire.dump(OrderedDict(a=1))) == {"a": 1}
+    assert list(wire.load(wire.dump(x for x in range(3)))) == [0, 1, 2]  # type: ignore[call-overload]
+    assert repr(wire.load(wire.dump(float("nan")))) == "nan"
+    for refused in (object(), len, Equal, [object()]):
+        with pytest.raises(TypeError, match="no plain data"):
+            wire.dump(refused)
+    for too_long in (itertools.count(), "x" * wire.LINE):
+        with pytest.raises(ValueError, match="more than"):
+            wire.dump(too_long)
+    for line in (
+        b"",
+        b"{}",
+        b"[1]",
+        b'{"int": 3}',
+        b'{"eval": "1"}',
+        b'{"int": "1", "list": []}',
+        b"\xff",
+        b"[" * 10**5,
+    ):
+        with pytest.raises(ValueError, match="not plain data"):
+            wire.load(line)
