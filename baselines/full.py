@@ -17,5 +17,9 @@ class Full(Method):
     name: ClassVar[str] = "full"
     ignores_budget: ClassVar[bool] = True
 
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float:
+        """The full cache is what the others are compared with."""
+        return 1.0
+
     def make_layer(self, layer_idx: int, shape: ModelShape) -> DenseLayer:
         return DenseLayer(layer_idx, shape)

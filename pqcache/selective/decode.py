@@ -228,6 +228,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
     totals = [plan.total for plan in plans if plan is not None]
     resident = cache.resident_bytes()
     ledger.note_resident(resident)
+    ratio = method.published_ratio(planned, shape)
     return GenerationResult(
         token_ids=tokens,
         prompt_tokens=s,
@@ -244,6 +245,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         bytes_per_step=ledger.bytes_per_step(),
         extra={
             **ledger.reported(),
+            **({} if ratio is None else {"published_ratio": ratio}),
             "attended_union": ledger.attended(all_layers=False, union=True),
             "content_bytes": cache.content_bytes(),
         },

@@ -55,6 +55,12 @@ class EvictionMethod(Method):
         """Tokens kept of a prompt (or prompt + turns) of `s` tokens."""
         raise NotImplementedError
 
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
+        """Prompt tokens over tokens kept (mean of the layers that drop some), as papers count eviction."""
+        layers = range(self.dense_layers or 0, shape.n_layers)
+        kept = [self.plan(tokens, i, shape.n_layers).total for i in layers]
+        return tokens * len(kept) / sum(kept) if kept and sum(kept) else None
+
     def capacity(self, plan: Plan) -> int:
         """Tokens a dynamic method holds between steps: a token budget in full, or its share of the prompt."""
         return self.budget.tokens if self.budget.tokens is not None else plan.total

@@ -107,6 +107,10 @@ class Method:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
         return None
 
+    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
+        """A prompt's compression against 16 bits as the method's paper counts it, beside measured bytes. None: not published."""
+        return None
+
     def unused(self) -> tuple[str, ...]:
         """Hyper-parameters without effect under the others. They are shown only where they are not at their default."""
         return ()

@@ -58,9 +58,6 @@ class QuantizationLayer(StagedLayer):
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.store.load(k, v, lengths)
         self.store.pack(everything=self.method.packs_prompt)
-        ratio = self.method.published_ratio(round(fmean(lengths)), self.shape)
-        if ratio is not None:
-            ctx.cache.ledger.facts["published_ratio"] = ratio
 
     def unpack(self) -> ResidentStore:
         return exact_copy(self.store)
@@ -96,10 +93,6 @@ class QuantizationMethod(Method):
     def schedule(self) -> Schedule:
         """When exact tokens are packed: at once, by default."""
         return pack_all_but(0)
-
-    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
-        """A prompt's compression against 16 bits as the paper counts it, reported beside measured bytes. None: not published."""
-        return None
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         """K and V streams; override where they differ in schedule or codec."""

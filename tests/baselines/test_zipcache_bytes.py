@@ -6,16 +6,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines.full import Full
 from baselines.gear import GEAR
 from baselines.gear.method import accounted_ratio as gear_ratio
+from baselines.h2o import H2O
 from baselines.int8 import Int8
 from baselines.kivi import KIVI, accounted_ratio
+from baselines.oracle import Oracle
+from baselines.pyramidkv import PyramidKV
 from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.accounting import mean_bits, published_ratio
-from pqcache.selective import Budget
+from pqcache.selective import Budget, generate
 from pqcache.selective.ledger import unique_bytes
+from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
-from tests.baselines.drive import run
 
 FIFTH = {"budget": Budget(ratio=0.2)}
 
@@ -73,9 +77,23 @@ def test_the_published_ratio_stands_beside_measured_bytes(llama: PreTrainedModel
         (KIVI(group=8, residual=32), round(accounted_ratio(120, 2, 8, 32), 2)),
         (GEAR(), round(gear_ratio(120, d=16, channels=32), 2)),
     ):
-        assert round(run(llama, method, 120).ledger.reported()["published_ratio"], 2) == ratio
-    for method in (ZipCache(), KIVI(bits=16), GEAR(bits=16), Int8()):
-        assert "published_ratio" not in run(llama, method, 120).ledger.reported()
+        assert round(generated(llama, method)["published_ratio"], 2) == ratio
+    for method in (ZipCache(), KIVI(bits=16), GEAR(bits=16), Int8(), Oracle()):
+        assert "published_ratio" not in generated(llama, method)
+
+
+def test_kept_shares_are_ratios(llama: PreTrainedModel) -> None:
+    """As ZipCache's tables print them: the full cache 1, H2O with 20 % heavy and 20 % recent tokens 2.50."""
+    assert generated(llama, Full())["published_ratio"] == 1.0
+    assert generated(llama, H2O(budget=Budget(ratio=0.4), protocol="paper"))["published_ratio"] == 2.5
+    kept = PyramidKV(budget=Budget(tokens=64), w=8)
+    tokens = [kept.plan(120, i, 2).total for i in range(2)]
+    assert generated(llama, kept)["published_ratio"] == 240 / sum(tokens)
+
+
+def generated(model: PreTrainedModel, method: Method) -> dict:
+    """What a request of 120 prompt tokens reports."""
+    return generate(model, method, torch.arange(5, 125)[None], max_new_tokens=1).extra
 
 
 def test_stored_as_published_for_one_big_row() -> None:
