@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 
 import run
 from pqcache.fields import option_fields
 from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report.rows import read_row
+from pqcache.harness.run import adapter as adapter_module
 from pqcache.harness.run import likelihood as scoring
-from pqcache.harness.run import models
+from pqcache.harness.run import models, sharing
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.likelihood import LogLikelihood
 from pqcache.harness.run.models import LoadedModel
@@ -24,15 +26,19 @@ from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.tasks import any_lm_eval
 from pqcache.methods import method_class
 from pqcache.selective import Budget, likelihood
+from tests.harness.tasks.building import Answer
 
 STORY = "The old man walked over the hill and found a lamp near the river. " * 12
 CHOICES = [" A red box stood there.", " nothing at all", " B"]
 
 
+def model_options(tiny: Path) -> dict[str, Any]:
+    return {**{name: default for name, (_, default) in option_fields(ModelOptions).items()}, "path": str(tiny)}
+
+
 @pytest.fixture(scope="module")
 def loaded(tiny: Path) -> LoadedModel:
-    options = {name: default for name, (_, default) in option_fields(ModelOptions).items()}
-    return models.load("hf", dict(options, path=str(tiny)))
+    return models.load("hf", model_options(tiny))
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +207,28 @@ metric_list:
 metadata:
   version: 1.0
 """
+FEW_SHOT = """\
+task: my_few_shot
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+    train: {train}
+test_split: test
+fewshot_split: train
+num_fewshot: 2
+output_type: generate_until
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{story}}}}"
+generation_kwargs:
+  until: ["Question:"]
+  max_gen_toks: 3
+metric_list:
+  - metric: exact_match
+metadata:
+  version: 1.0
+"""
+NO_SHOT = FEW_SHOT.replace("my_few_shot", "my_no_shot").replace("num_fewshot: 2", "num_fewshot: 0")
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +248,10 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "choice.yaml").write_text(CHOICE.format(data=data))
     (folder / "text.yaml").write_text(TEXT.format(data=data))
+    train = folder / "train.jsonl"
+    train.write_text("".join(json.dumps({"story": f"answer {i}", "question": f"number {i}"}) + "\n" for i in range(40)))
+    (folder / "few.yaml").write_text(FEW_SHOT.format(data=data, train=train))
+    (folder / "none.yaml").write_text(NO_SHOT.format(data=data, train=train))
     return folder
 
 
@@ -275,9 +307,44 @@ def test_perplexity_by_name(tiny: Path, tmp_path: Path, definitions: Path, small
     assert row["score"] == pytest.approx(100 / metrics["byte_perplexity"], rel=0.05)  # a mean of two documents
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_every_cell_sees_lm_evals_own_examples(
+    tiny: Path, tmp_path: Path, definitions: Path, small_index: None, shared: str, monkeypatch: Any
+) -> None:
+    """Drawn once a command, each cell would go on where the one before it stopped, and a second run would match neither."""
+    seen: dict[str, list[list[int]]] = {}
+    generate = adapter_module.generate
+
+    def watched(model: Any, method: Any, ids: torch.Tensor, **options: Any) -> Any:
+        seen.setdefault(method.name, []).append(ids[0].tolist())
+        return generate(model, method, ids, **options)
+
+    monkeypatch.setattr(adapter_module, "generate", watched)
+    monkeypatch.setattr(sharing, "OWN_PREFILLS", 1)
+    typed = [f"task.include={definitions}", f"shared_prefill={shared}", "limit=3"]
+    sweep = ["task.name=my_few_shot", "-m", "method=full,oracle", "budget=0.9", *typed]
+    assert call(tiny, tmp_path, *sweep, "model.chat=false") == 0
+
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(definitions), include_defaults=False)
+    results = simple_evaluate(Answer(""), tasks=["my_few_shot"], limit=3, task_manager=manager, bootstrap_iters=0)
+    prompts = [sample["arguments"][0][0] for sample in results["samples"]["my_few_shot"]]
+    assert all(prompt.count("Question: ") == 3 for prompt in prompts)
+    base = LoadedModel("base", None, models.load("hf", model_options(tiny)).tokenizer, False, None, None)  # type: ignore[arg-type]
+    # with a shared prefill the first document comes last
+    assert sorted(seen["full"]) == sorted(seen["oracle"]) == sorted(base.encode(prompt) for prompt in prompts)
+
+    monkeypatch.setattr(adapter_module, "generate", lambda *_, **__: pytest.fail("computed again"))
+    alone = ["task.name=my_few_shot", "method=oracle", "budget=0.9", *typed]
+    assert call(tiny, tmp_path, *alone, "model.chat=false") == 0
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
+        (["task.name=my_no_shot", "task.num_fewshot=1"], "task.num_fewshot=1: the task's definition fixes it at 0"),
         (["task.name=my_choise"], "task.name=my_choise: lm-eval has no such task; did you mean my_choice?"),
         ([], "task.name: task=lm_eval needs the name"),
         (["task.name=my_choice", "task.metric=bleu"], "task.metric=bleu: my_choice has acc, acc_norm"),

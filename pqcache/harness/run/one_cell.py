@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks.manager import TaskDict
 
@@ -98,7 +99,7 @@ def _run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     if cell.run.diagnostics:
         recorder = Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
     lm, spec, tasks = make_adapter(session, cell, log, recorder)
-    evaluated = run_evaluation(lm, tasks, cell.run.limit)
+    evaluated = run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"])
     session.show_prompt(lm.first_prompt)
     answers = _scored_answers(evaluated["samples"], spec)
     scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
@@ -159,8 +160,13 @@ def make_adapter(
     return lm, spec, tasks
 
 
-def run_evaluation(lm: Any, tasks: TaskDict, limit: int | None) -> Any:
-    """lm-eval's results. Its own progress bars are muted; the adapter shows ours."""
+def run_evaluation(lm: Any, tasks: TaskDict, limit: int | None, seed: int) -> Any:
+    """lm-eval's results. Its own progress bars are muted; the adapter shows ours.
+
+    Few-shot examples that lm-eval draws are the same for every cell with this seed; those of seed 0 are lm-eval's own.
+    """
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
     with contextlib.redirect_stderr(io.StringIO()):
         evaluated = evaluate(lm, tasks, limit=limit, bootstrap_iters=0)
     assert evaluated is not None

@@ -75,7 +75,6 @@ class Session:
             for lm_eval_task in loaded_tasks["tasks"].values():
                 if lm_eval_task.get_config("num_fewshot") is None:
                     lm_eval_task.set_config(key="num_fewshot", value=0)
-                lm_eval_task.set_fewshot_seed(seed=seed)
             self._tasks[key] = spec, loaded_tasks
         return self._tasks[key]
 

@@ -58,7 +58,7 @@ def run_group(group: list[Cell], session: Session) -> None:
         if tasks is None or len(members) < 2:
             return
         shared = SharedLM(members, own=math.ceil(OWN_PREFILLS / len(tasks["tasks"])))
-        run_evaluation(shared, tasks, group[0].run.limit)
+        run_evaluation(shared, tasks, group[0].run.limit, group[0].identity["seed"])
 
 
 @dataclass

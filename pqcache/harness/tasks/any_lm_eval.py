@@ -120,6 +120,10 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
             if getattr(task, "MULTIMODAL", False):
                 raise ValueError(f"task.name={name}: needs images or sound; only text is supported")
             if self.options.num_fewshot is not None:
+                # lm-eval goes on without examples then
+                allowed = "the task's definition fixes it at 0"
+                fixed = task.get_config("num_fewshot") == 0 < self.options.num_fewshot
+                require(not fixed, "num_fewshot", self.options.num_fewshot, allowed)
                 task.set_config(key="num_fewshot", value=self.options.num_fewshot)
         return loaded
 
