@@ -2,9 +2,14 @@
 
 Heavy hitters are the keys with the largest accumulated attention.
 
+protocol=release is the class of the authors' code that really drops tokens:
+- Every query head chooses, as in the paper's models; K and V are repeated for it (repeat_kv).
+- Of a budget ratio, heavy hitters and window are rounded down apart.
+
 Deviations:
-- One choice per KV head, by the mean of its group's sums, in fp32. The paper has one KV head per query head.
-- Rows of a batch are chosen apart.
+- One choice per KV head, by the mean of its group's sums, unless repeat_kv. The paper has one KV head per query head.
+- Sums are in fp32. The release adds in 16 bits, where large sums stop growing.
+- Rows of a batch are chosen apart. The release adds their sums and refuses batches.
 - A new token attends beside a full budget, then one makes room. The release's mask simulation counts it inside, and hides a
   token that leaves the local window for one step.
 - A new turn adds to the sums.
@@ -18,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.fields import added
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
@@ -89,6 +95,7 @@ class H2O(EvictionMethod):
     """Sinks, heavy hitters and the local window."""
 
     name: ClassVar[str] = "h2o"
+    released: ClassVar[str] = "FMInference/H2O: h2o_hf, utils_real_drop"
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     # dynamic: each generated token evicts the lightest one outside sinks and local window; static: prune once, after the prompt
@@ -97,8 +104,10 @@ class H2O(EvictionMethod):
     recent_ratio: float = 0.5
     # tokens of the local window; null: by recent_ratio
     recent: int | None = None
-    # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 0
+    # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
     n_sink: int | None = None
+    # K and V once per query head, each of which keeps tokens of its own; null: only in the protocol release
+    repeat_kv: bool | None = added(None, absent=False)
 
     def validate(self) -> None:
         self.require_one_of("mode", MODES)
@@ -108,7 +117,16 @@ class H2O(EvictionMethod):
 
     def setup(self) -> None:
         if self.n_sink is None:
-            self.n_sink = 32 if self.protocol == "aligned" else 0
+            self.n_sink = self.by_protocol(aligned=32, paper=0)
+        if self.repeat_kv is None:
+            self.repeat_kv = self.by_protocol(aligned=False, paper=False, release=True)
+
+    @property
+    def repeats_kv(self) -> bool:
+        return bool(self.repeat_kv)
+
+    def window(self, total: int) -> int:
+        return max(1, floor_share(total, self.recent_ratio))
 
     def check_budget(self) -> None:
         assert self.n_sink is not None
@@ -130,7 +148,10 @@ class H2O(EvictionMethod):
             total = max(0, self.budget.tokens - sinks + floor_share(1, self.compensation(s)))
         else:
             assert self.budget.ratio is not None
-            total = floor_share(1, rest * self.budget.ratio + self.compensation(s))
+            share = rest * self.budget.ratio + self.compensation(s)
+            total = floor_share(1, share)
+            if self.protocol == "release" and self.recent is None:
+                total = floor_share(1, share * self.recent_ratio) + floor_share(1, share * (1 - self.recent_ratio))
         total = min(rest, total)
         local = floor_share(total, self.recent_ratio) if self.recent is None else min(self.recent, total)
         local = min(rest, max(1, local))

@@ -4,21 +4,29 @@ A token's signature has one bit per query head: whether it is among the better h
 that are not kept are sorted by the Hamming distance of their signature to one anchor and cut into as many buckets of
 equal size as there are representatives to keep; one token of each bucket stays.
 
+protocol=paper takes bits and representatives as the paper's text has them. There is no research code; protocol=release follows
+the change that was proposed to vLLM (pull request 47967): pages of 16 tokens, the first 32 and the newest 128 beside them,
+attention of the last 16 queries, one bit per KV head at the median, evenly spaced representatives, new turns added.
+
 Deviations:
 - Buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1 distances.
 - pick=random is the paper's, pick=even that of the released ports.
-- With page=1 the anchor "mean" equals "zeros": each head has exactly half its bits set.
-- With fewer candidates than a page, the newest stay, within the budget.
+- With page=1 the anchor "mean" equals "zeros" while no head has more than half its bits set.
+- Pages begin after the sinks. A last page that is not full shortens the window. Where the window is no longer than what would go,
+  it is kept whole beside the odd tokens, and the candidates' share pays for them.
 - In a new turn, H2O's sums of earlier tokens are the mean over the group.
+- The vLLM change bars the pages that KV head 0 finds important for all heads; another head may then keep a page twice. Here every
+  head's own important pages are barred, under protocol=release too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 
+from pqcache.fields import added
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.eviction import EvictionMethod, join_rows
 from pqcache.selective.method import Method
@@ -30,6 +38,8 @@ from pqcache.store.quantizer import pack_codes, popcount
 ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
 PICKS = ("even", "random")
 GROUPINGS = ("hamming", "kmeans")
+SIGNATURES = ("query", "kv")
+RELEASE = {"n_sink": 32, "recent": 128, "w": 16}  # of the base, in the change proposed to vLLM
 
 
 def hamming(packed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -86,51 +96,87 @@ def ranks_by_scores(cls: type[Any]) -> bool:
 class KVCrush(ComposedMethod, EvictionMethod):
     """Keeps what `base` keeps with a smaller budget, and representatives of the rest; prunes once, after the prompt.
 
-    An observation window counts as part of the base's share. A window that is a share of the budget (H2O) is kept beside both.
+    The base's window is part of its share. A window that is a share of the budget (H2O) is one of that smaller budget.
     """
 
     name: ClassVar[str] = "kvcrush"
+    # 1: a page that is not full shortens the window; rep_ratio is of the whole budget; inv_mean is strict
+    revision: ClassVar[int] = 1
+    released: ClassVar[str] = "vLLM pull request 47967: kvcrush.py"
     ranks_by_scores: ClassVar[bool] = False
 
     # eviction method that ranks the tokens
     base: str = "snapkv"
     # hyper-parameters of the base; it prunes once here
     base_options: dict = field(default_factory=dict)
-    # share of the budget for representatives, sinks apart
+    # share of the budget for representatives
     rep_ratio: float = 0.25
     # number of representatives; null: by rep_ratio
     reps: int | None = None
     # signature to which distances are measured: random, mean, alternate, zeros, ones, inv_mean
     anchor: str = "alternate"
-    # share of candidates whose bit is 0; "budget": all that the base would not keep (section III-A)
-    bit_quantile: float | str = 0.5
-    # tokens that are kept or dropped together; scores are summed, signatures joined, budgets counted in whole pages
-    page: int = 1
-    # representatives: even (evenly spaced candidates, first and last included) or random (one of each bucket)
-    pick: str = "even"
+    # share of candidates whose bit is 0; "budget": all that the base would not keep (section III-A); null: 0.5, in the protocol
+    # paper budget
+    bit_quantile: float | str | None = None
+    # tokens that are kept or dropped together; scores are summed, signatures joined, budgets counted in whole pages; null: 1, in
+    # the protocol release 16
+    page: int | None = None
+    # representatives: even (evenly spaced candidates, first and last included) or random (one of each bucket); null: even, in the
+    # protocol paper random
+    pick: str | None = None
     # hamming, or kmeans (section IV's comparator): the keys nearest to centroids; anchor, bits and pick then play no part
     grouping: str = "hamming"
     # seed of the random anchor and pick, the same for all rows of a batch
     seed: int = 0
+    # whose bits make a signature: query (one per query head) or kv (one per KV head, of its group's mean); null: query, in the
+    # protocol release kv
+    signature: str | None = added(None, absent="query")
+    # K and V once per query head, each of which keeps tokens of its own, as the code in which table III was run
+    repeat_kv: bool = added(False, absent=False)
 
     def validate(self) -> None:
         self.part_class("base", ranks_by_scores)
         self.require("rep_ratio", 0 <= self.rep_ratio <= 1, "a number in [0, 1]")
         self.require("reps", self.reps is None or self.reps >= 0, "an int >= 0, or null for rep_ratio")
         self.require_one_of("anchor", ANCHORS)
-        in_range = not isinstance(self.bit_quantile, str) and 0 <= self.bit_quantile <= 1
-        self.require("bit_quantile", in_range or self.bit_quantile == "budget", "a number in [0, 1] or budget")
-        self.require("page", self.page >= 1, "an int >= 1")
-        self.require_one_of("pick", PICKS)
+        quantile = self.bit_quantile
+        in_range = isinstance(quantile, int | float) and 0 <= quantile <= 1
+        self.require("bit_quantile", quantile in (None, "budget") or in_range, "a number in [0, 1] or budget")
+        self.require("page", self.page is None or self.page >= 1, "an int >= 1")
+        if self.pick is not None:
+            self.require_one_of("pick", PICKS)
+        if self.signature is not None:
+            self.require_one_of("signature", SIGNATURES)
         self.require_one_of("grouping", GROUPINGS)
-        self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
 
     def setup(self) -> None:
+        if self.bit_quantile is None:
+            self.bit_quantile = self.by_protocol(aligned=0.5, paper="budget", release=0.5)
+        if self.page is None:
+            self.page = self.by_protocol(aligned=1, paper=1, release=16)
+        if self.pick is None:
+            self.pick = self.by_protocol(aligned="even", paper="random", release="even")
+        if self.signature is None:
+            self.signature = self.by_protocol(aligned="query", paper="query", release="kv")
+        self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
         cls = self.part_class("base", ranks_by_scores)
         self.base_options = {**cls.static_options, **self.base_options}
         common = {"budget": self.budget, "protocol": self.protocol, "dense_layers": self.dense_layers}
-        self.evictor = self.make_part("base_options", cls, common)
+        known = {f.name for f in fields(cls)}
+        if "repeat_kv" in known:
+            common["repeat_kv"] = self.repeat_kv
+        defaults = RELEASE if self.protocol == "release" else {}
+        defaults = {name: value for name, value in defaults.items() if name in known}
+        self.evictor = self.make_part("base_options", cls, common, **defaults)
         self.require("base_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
+
+    @property
+    def repeats_kv(self) -> bool:
+        return self.repeat_kv
+
+    @property
+    def prunes_turns(self) -> bool:
+        return self.protocol != "release"
 
     def parts(self) -> tuple[Method, ...]:
         return (self.evictor,)
@@ -138,16 +184,23 @@ class KVCrush(ComposedMethod, EvictionMethod):
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         plan = self.evictor.plan(s, layer_idx, n_layers)
         assert plan is not None
-        return plan
+        if self.evictor.fixed_local or plan.total >= s:
+            return plan
+        rest = plan.k + plan.local
+        local = min(rest, self.evictor.window(max(0, rest - self.reps_wanted(plan))))
+        return replace(plan, local=local, k=rest - local)
 
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
         return self.evictor.make_scorer(layer_idx, shape)
 
     def representatives(self, plan: Plan) -> int:
         """Number of representatives among the plan's k tokens."""
-        if self.reps is not None:
-            return min(plan.k, self.reps)
-        return min(plan.k, floor_share(plan.k + (plan.local if self.evictor.fixed_local else 0), self.rep_ratio))
+        return min(plan.k, self.reps_wanted(plan))
+
+    def reps_wanted(self, plan: Plan) -> int:
+        """Number of representatives that a layer's plan asks for, if there is room. Sinks are part of a token budget alone."""
+        whole = plan.total if self.budget.tokens is not None else plan.total - plan.sinks
+        return self.reps if self.reps is not None else floor_share(whole, self.rep_ratio)
 
     def choose_entries(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         kept = [important | representatives for important, representatives in self.divide(prompt)]
@@ -167,18 +220,33 @@ class KVCrush(ComposedMethod, EvictionMethod):
             if filled <= plan.total:
                 kept.fill_(True)
                 continue
-            sinks, end = plan.sinks, filled - plan.local
-            odd = min((end - sinks) % self.page, plan.k)  # tokens kept beside the window, so that pages are whole
-            kept[:, :sinks] = kept[:, end - odd :] = True
-            if prompt.scores is not None and plan.k > odd:
-                scores = prompt.scores[row, :, :filled]
-                heads = self.evictor.smooth(scores, end)[:, sinks : end - odd]
-                ranking = self.evictor.ranking(scores, h_kv, end)[:, sinks : end - odd]
-                keys = prompt.k[row, :, sinks : end - odd]
-                kept[:, sinks : end - odd], representatives[:, sinks : end - odd] = self.choose_candidates(
-                    ranking, heads, keys, plan, plan.k - odd, prompt.ctx.layer_idx
+            recent = self.recent(filled, plan)
+            sinks, end, room = plan.sinks, filled - recent, plan.k - max(0, recent - plan.local)
+            kept[:, :sinks] = kept[:, end:] = True
+            if prompt.scores is not None and room > 0:
+                scores, smooth_to = prompt.scores[row, :, :filled], max(end, filled - plan.local)
+                ranking = self.evictor.ranking(scores, h_kv, smooth_to)[:, sinks:end]
+                heads = ranking
+                if self.signature == "query":
+                    heads = self.evictor.smooth(scores, smooth_to)[:, sinks:end]
+                keys = prompt.k[row, :, sinks:end]
+                kept[:, sinks:end], representatives[:, sinks:end] = self.choose_candidates(
+                    ranking, heads, keys, plan, room, prompt.ctx.layer_idx
                 )
         return rows
+
+    def recent(self, filled: int, plan: Plan) -> int:
+        """Newest entries that stay by position, so that those between the sinks and them are whole pages.
+
+        The last page's tokens are few: the window is shortened to a page's end. It is lengthened by them instead if the plan has
+        room for tokens but not for a page, or if the window would be used up.
+        """
+        assert self.page is not None
+        odd = (filled - plan.local - plan.sinks) % self.page
+        short = self.page - odd if odd else 0
+        if odd <= plan.k % self.page or plan.local <= short:
+            return plan.local + min(odd, plan.k)
+        return plan.local - short
 
     def choose_candidates(
         self, ranking: torch.Tensor, heads: torch.Tensor, keys: torch.Tensor, plan: Plan, k: int, layer_idx: int
@@ -187,6 +255,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
         ranking (h_kv, m) and heads (h, m): one row's scores of the candidates, per KV head and per query head; keys (h_kv, m, d).
         """
+        assert self.page is not None
         h_kv, m = ranking.shape
         ranking = ranking.unflatten(-1, (-1, self.page)).sum(-1)  # (h_kv, pages)
         pages, room = ranking.shape[1], k // self.page
@@ -202,7 +271,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
         elif reps:
             ones = room * self.page - reps * self.page if self.bit_quantile == "budget" else 0
             if not isinstance(self.bit_quantile, str):
-                ones = floor_share(m, 1 - self.bit_quantile)
+                ones = floor_share(m, 1 - (self.bit_quantile or 0))
             distance = self.distance(top_mask(heads, ones), layer_idx)
             order = distance.expand(h_kv, -1).masked_fill(important, torch.iinfo(torch.int32).max)
             order = order.sort(dim=-1, stable=True).indices  # near before far, early before late, important ones last
@@ -212,7 +281,8 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
     def distance(self, bits: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Of each page's signature to the anchor, from the tokens' bits (h, m): (pages,) int32."""
-        signature = bits.T.reshape(-1, self.page * bits.shape[0])  # token after token, one bit per query head
+        assert self.page is not None
+        signature = bits.T.reshape(-1, self.page * bits.shape[0])  # token after token, one bit per head
         packed, anchor = (pack_codes(bits.byte(), 1) for bits in (signature, self.anchor_bits(signature, layer_idx)))
         return hamming(packed, anchor)
 
@@ -225,8 +295,8 @@ class KVCrush(ComposedMethod, EvictionMethod):
             return torch.arange(size, device=device) % 2 == 1
         if self.anchor == "random":
             return torch.randint(0, 2, (size,), generator=self.generator(layer_idx)).bool().to(device)
-        mean = 2 * signature.sum(0) > signature.shape[0]
-        return ~mean if self.anchor == "inv_mean" else mean
+        twice = 2 * signature.sum(0)
+        return twice < signature.shape[0] if self.anchor == "inv_mean" else twice > signature.shape[0]
 
     def spread(self, n: int, reps: int, layer_idx: int) -> torch.Tensor:
         """Which `reps` of n sorted candidates represent them: (min(n, reps),) long."""

@@ -3,8 +3,10 @@
 Layer l keeps k_l = k_0 - l * step tokens beside its window (equations 3 to 5). A prompt of fewer than 2 C tokens, C the mean
 number of selected tokens per layer, is SnapKV's, as in the released code.
 
+protocol=release is the authors' code, which repeats K and V and adds new turns as SnapKV's does.
+
 Deviations: as SnapKV's.
-- The progression steps by m - 1, where the paper prints m. The released code does so too.
+- The progression steps by m - 1, in whole tokens, where the paper prints m. The released code does so too.
 - Dense first layers are not part of the pyramid.
 """
 
@@ -46,6 +48,7 @@ class PyramidKV(SnapKV):
     """SnapKV's scores, with a budget that falls from layer to layer."""
 
     name: ClassVar[str] = "pyramidkv"
+    released: ClassVar[str] = "Zefan-Cai/KVCache-Factory: pyramidkv_utils.py"
 
     published: str = "pyramidkv"
     # the last layer's share of the mean is 1/beta

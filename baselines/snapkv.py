@@ -2,11 +2,17 @@
 
 The last w tokens stay, and the tokens with the largest pooled attention from them. Prunes once, after the prompt.
 
+protocol=release is the authors' code:
+- K and V are repeated: every query head chooses and keeps tokens of its own (repeat_kv), h / h_kv times as many bytes.
+- Average pooling pads with zeros, which lowers the scores of the first and last keys.
+- A new turn is added to what is held, and nothing is pruned again.
+
 Deviations:
-- One choice per KV head (group mean, then pooling). The release repeats K and V and keeps h / h_kv times as much.
-- Average pooling divides by the tokens there are: zero padding would lower the scores of the first ones.
+- One choice per KV head (group mean, then pooling), unless repeat_kv.
+- Average pooling divides by the tokens there are, except under protocol=release.
+- Attention is summed in fp32, in all protocols. The release rounds it to 16 bits first.
 - A budget smaller than the window keeps the newest tokens only.
-- A new turn prunes again, with its own last queries.
+- A new turn prunes again, with its own last queries, except under protocol=release.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from pqcache.fields import added
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.eviction import EvictionMethod
@@ -55,6 +62,7 @@ class SnapKV(EvictionMethod):
     """Sinks, an observation window of w tokens, and the tokens that it attends to most."""
 
     name: ClassVar[str] = "snapkv"
+    released: ClassVar[str] = "FasterDecoding/SnapKV: snapkv_utils.py"
 
     # published set for w, kernel and pooling: snapkv (32, 7, max), pyramidkv (8, 7, max) or listing (64, 5, avg)
     published: str = "snapkv"
@@ -64,11 +72,16 @@ class SnapKV(EvictionMethod):
     kernel: int | None = None
     # max or avg; null: by published
     pooling: str | None = None
-    # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 0
+    # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
     n_sink: int | None = None
+    # newest tokens, always kept; null: the observation window
+    recent: int | None = added(None, absent=None)
+    # K and V once per query head, each of which keeps tokens of its own; null: only in the protocol release
+    repeat_kv: bool | None = added(None, absent=False)
 
     def validate(self) -> None:
         self.require_one_of("published", tuple(PUBLISHED))
+        self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for the window")
         self.require("w", self.w is None or self.w >= 1, "an int >= 1")
         odd = self.kernel is None or (self.kernel >= 1 and self.kernel % 2 == 1)
         self.require("kernel", odd, "an odd int >= 1")
@@ -82,20 +95,31 @@ class SnapKV(EvictionMethod):
         self.kernel = kernel if self.kernel is None else self.kernel
         self.pooling = pooling if self.pooling is None else self.pooling
         if self.n_sink is None:
-            self.n_sink = 32 if self.protocol == "aligned" else 0
+            self.n_sink = self.by_protocol(aligned=32, paper=0)
+        if self.repeat_kv is None:
+            self.repeat_kv = self.by_protocol(aligned=False, paper=False, release=True)
+
+    @property
+    def repeats_kv(self) -> bool:
+        return bool(self.repeat_kv)
+
+    @property
+    def prunes_turns(self) -> bool:
+        return self.protocol != "release"
 
     def check_budget(self) -> None:
         assert self.n_sink is not None and self.w is not None
-        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + self.w:
+        newest = self.recent or self.w
+        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + newest:
             raise NotApplicable(
                 f"budget={self.budget.tokens}: {self.name} needs more tokens than its {self.n_sink} sinks"
-                f" and its window of {self.w}"
+                f" and its window of {newest}"
             )
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         assert self.n_sink is not None and self.w is not None
         whole = partition_plan(self.budget, s, self.n_sink, recent_ratio=1.0)
-        local = min(self.w, whole.local)
+        local = min(self.recent or self.w, whole.local)
         return Plan(sinks=whole.sinks, local=local, k=whole.local - local)
 
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
@@ -112,5 +136,5 @@ class SnapKV(EvictionMethod):
         if self.pooling == "max":
             pooled = F.max_pool1d(before, self.kernel, 1, half)
         else:
-            pooled = F.avg_pool1d(before, self.kernel, 1, half, count_include_pad=False)
+            pooled = F.avg_pool1d(before, self.kernel, 1, half, count_include_pad=self.protocol == "release")
         return torch.cat([pooled[0], scores[:, hi:]], -1)

@@ -1,7 +1,13 @@
 """StreamingLLM: attention sinks and a local window, nothing in between (Xiao et al., arXiv 2309.17453, section 3.2).
 
+protocol=release is the authors' code: 4 sinks, keys rotated by their rank in the cache, and room for a new turn is made before
+it is attended.
+
 Deviations:
-- The default mode is static, so that generated tokens stay as they do under the retrieval methods.
+- The default mode is static, so that generated tokens stay as they do under the retrieval methods; not under protocol=release.
+- A prompt longer than the cache is attended whole, as under all methods. The release's evaluation feeds it token by token.
+- Room is made for the tokens of a new turn alone. The release's chat also makes room for the longest answer.
+- A budget of no more tokens than there are sinks keeps the first ones and the newest. The release has no such budgets.
 """
 
 from __future__ import annotations
@@ -30,22 +36,31 @@ class StreamingLLM(EvictionMethod):
     """Keeps the first n_sink tokens and the most recent ones."""
 
     name: ClassVar[str] = "streaming"
+    revision: ClassVar[int] = 1  # 1: sinks within the budget; see `revisions`
+    released: ClassVar[str] = "mit-han-lab/streaming-llm: kv_cache.py, enable_streaming_llm.py"
     ranks_by_scores: ClassVar[bool] = False  # by position alone
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
-    # first tokens, always kept; null: 32 on top of a budget ratio, in the paper's protocol 4 inside the budget
+    # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 4 inside the budget
     n_sink: int | None = None
     # static: prune once, after the prompt; dynamic: each generated token evicts the oldest one after the sinks; rolling:
-    # dynamic, and keys are rotated by their rank in the cache, as published
-    mode: str = "static"
+    # dynamic, and keys are rotated by their rank in the cache, as published; null: static, in the protocol release rolling
+    mode: str | None = None
 
     def validate(self) -> None:
         self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
-        self.require_one_of("mode", MODES)
+        if self.mode is not None:
+            self.require_one_of("mode", MODES)
 
     def setup(self) -> None:
         if self.n_sink is None:
-            self.n_sink = 32 if self.protocol == "aligned" else 4
+            self.n_sink = self.by_protocol(aligned=32, paper=4)
+        if self.mode is None:
+            self.mode = self.by_protocol(aligned="static", paper="static", release="rolling")
+
+    def revisions(self) -> dict[str, int]:
+        """The aligned protocol, where sinks come on top of the budget, computes what it always did."""
+        return {} if self.protocol == "aligned" else super().revisions()
 
     def check_budget(self) -> None:
         assert self.n_sink is not None
@@ -63,17 +78,24 @@ class StreamingLLM(EvictionMethod):
         if self.protocol == "aligned":
             return partition_plan(self.budget, s, self.n_sink, recent_ratio=1.0)
         total = self.budget.total(s)
-        sinks = min(self.n_sink, s)
+        sinks = min(s, self.sinks_within(total if self.budget.tokens is None else self.budget.tokens))
         return Plan(sinks=sinks, local=min(s - sinks, max(1, total - sinks)), k=0)
+
+    def sinks_within(self, total: int) -> int:
+        """Sinks of a cache of `total` tokens, the newest among them."""
+        assert self.n_sink is not None
+        return self.n_sink if self.protocol == "aligned" else min(self.n_sink, max(0, total - 1))
 
     def capacity(self, plan: Plan) -> int:
         return sys.maxsize if self.budget.is_everything else super().capacity(plan)
 
     def victim(self, layer: EvictionLayer) -> torch.Tensor:
         """Each row's oldest token after the sinks."""
-        assert layer.positions is not None and self.n_sink is not None
+        assert layer.positions is not None
         position = layer.positions.view(layer.store.length)
-        candidates = position.masked_fill(position < self.n_sink, _NEVER)
+        sinks = [self.sinks_within(self.capacity(plan)) for plan in layer.plans]
+        first = torch.tensor(sinks, device=position.device)[:, None, None]
+        candidates = position.masked_fill(position < first, _NEVER)
         valid = row_mask(layer.store.lengths, position.shape[2], position.device)
         return (candidates if valid is None else candidates.masked_fill(~valid, _NEVER)).argmin(-1)
 
@@ -87,11 +109,15 @@ class RollingLayer(EvictionLayer):
     def clear(self) -> None:
         super().clear()
         self.by_rank = False  # whether staged keys are rotated by rank (a later turn), not by the model's positions
+        self.coming: list[int] | None = None  # tokens of the turn per row, if what is held makes room for them first
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
         if not ctx.step.first and self.positions is not None:
+            if self.staged is None and self.method.protocol == "release":
+                self.coming = [final - past for final, past in zip(ctx.step.final, ctx.step.past, strict=True)]
+                self.staged, self.coming = self.unpack(), None
             held = self.staged.lengths if self.staged is not None else self.store.lengths
             at = torch.tensor(held, device=q.device)[:, None] + torch.arange(q.shape[2], device=q.device)
             q, k = self._rotated_to(q, at, ctx), self._rotated_to(k, at, ctx)
@@ -100,11 +126,28 @@ class RollingLayer(EvictionLayer):
 
     def unpack(self) -> ResidentStore:
         store = super().unpack()
+        if self.coming is not None:
+            self.make_room(store, self.coming)
         if self.positions is not None:
             assert store.k is not None and self.module is not None and self.rotary is not None
             rank = torch.arange(store.k.capacity, device=store.k.data.device)[None]
             store.k.data = rope.rotate(self.module, store.k.data, *rope.tables(self.rotary, store.k.data, rank))
         return store
+
+    def make_room(self, store: ResidentStore, coming: list[int]) -> None:
+        """Drop the oldest tokens after the sinks, so that row r's held and coming[r] new tokens fit; sinks stay."""
+        slots, counts = [], []
+        for length, plan, new in zip(store.lengths, self.plans, coming, strict=True):
+            newest = max(0, min(length - plan.sinks, self.method.capacity(plan) - plan.sinks - new))
+            slots.append(torch.tensor([*range(plan.sinks), *range(length - newest, length)]))
+            counts.append(len(slots[-1]))
+        assert self.positions is not None and store.k is not None
+        heads = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)[:, None].to(store.k.data.device)
+        heads = heads.expand(-1, store.k.data.shape[1], -1)
+        positions = self._positions(store.lengths).gather(-1, heads)
+        store.retain(heads, counts)
+        self._note(positions, counts)
+        self.kept = counts
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.module, self.rotary = ctx.module, ctx.rotary

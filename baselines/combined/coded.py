@@ -193,6 +193,7 @@ class Coded(ComposedMethod):
             )
         else:
             self.require("policy_options", not self.chooser.is_dynamic, "an evictor that prunes once (mode: static)")
+            self.require("policy_options", not self.chooser.repeats_kv, "one choice per KV head (repeat_kv: false)")
         cls = self.part_class("codec", codes)
         common = {"protocol": self.protocol}
         if not cls.ignores_budget:

@@ -128,6 +128,7 @@ class EvictRetrieve(ComposedMethod):
         cls, share = self.part_class("evict", evicts), Budget(ratio=float(self.keep))
         self.evictor = self.make_part("evict_options", cls, {**common, "budget": share}, **cls.static_options)
         self.require("evict_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
+        self.require("evict_options", not self.evictor.repeats_kv, "one choice per KV head (repeat_kv: false)")
         cls = self.part_class("retrieve", retrieves)
         self.retriever = self.make_part("retrieve_options", cls, {**common, "budget": self.budget})
 

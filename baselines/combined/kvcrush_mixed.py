@@ -128,6 +128,7 @@ class KVCrushMixed(KVCrush):
     """
 
     name: ClassVar[str] = "kvcrush_mixed"
+    released: ClassVar[str] = ""
     composable: ClassVar[bool] = False  # its layer stores representatives apart
 
     # bits of the representatives' codes, for K and V

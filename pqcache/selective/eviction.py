@@ -35,6 +35,20 @@ class EvictionMethod(Method):
         return True
 
     @property
+    def repeats_kv(self) -> bool:
+        """Whether K and V are stored once per query head, so that every query head keeps tokens of its own."""
+        return False
+
+    @property
+    def prunes_turns(self) -> bool:
+        """Whether the end of a later turn prunes again; else its tokens are added to what is held."""
+        return True
+
+    def window(self, total: int) -> int:
+        """Tokens of the local window where `total` tokens beside the sinks are kept. Asked where `fixed_local` is false."""
+        raise NotImplementedError
+
+    @property
     def is_dynamic(self) -> bool:
         """Whether decode steps evict, too."""
         return False

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pqcache.selective.attention import attend_one, partial, row_mask
 from pqcache.selective.budget import Plan
+from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
@@ -44,11 +48,15 @@ class Evictor:
         Returns what `EvictionMethod.choose_entries` returns. Those are the entries from here on; scorer and positions follow.
         """
         n, h_kv = k.shape[:2]
+        is_turn = self.positions is not None
         positions = self._extended_positions(n, h_kv, lengths, ctx)
         self.seen = ctx.step.total
         self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
         scores = self.scorer.head_scores(k, lengths, ctx)
-        slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
+        if is_turn and not self.method.prunes_turns:
+            slots, counts = torch.arange(max(lengths), device=k.device).expand(n, h_kv, -1), list(lengths)
+        else:
+            slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
         self._note(positions.gather(-1, slots), counts)
         self.scorer.retain(slots, counts)
         return slots, counts
@@ -139,17 +147,40 @@ class Evictor:
         return tiers
 
 
+class Repeated:
+    """An attention module whose K and V come once per query head: transformers' kernels repeat them no more."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
 class EvictionLayer(Evictor, StagedLayer):
-    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token."""
+    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token.
+
+    Where the method repeats K and V, what is kept has h heads: the prompt is staged as it comes, and repeated when it is settled.
+    """
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
         self.method = method
-        StagedLayer.__init__(self, layer_idx, shape)
+        StagedLayer.__init__(self, layer_idx, replace(shape, h_kv=shape.h) if method.repeats_kv else shape)
 
     def clear(self) -> None:
         super().clear()
         self.store = ResidentStore()
         self.forget()
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        if self.method.repeats_kv and self.positions is not None:  # a later turn: what is held has h heads
+            k, v, ctx = per_head(k, self.shape.h), per_head(v, self.shape.h), copy.copy(ctx)
+            ctx.module = Repeated(ctx.module)  # type: ignore[assignment]
+        return super().prefill(q, k, v, mask, ctx)
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.scorer.observe(q, keys, stored, ctx)
@@ -161,6 +192,8 @@ class EvictionLayer(Evictor, StagedLayer):
         return self.store
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        if self.method.repeats_kv:
+            k, v = per_head(k, self.shape.h), per_head(v, self.shape.h)
         slots, counts = self.choose(k, lengths, ctx)
         self.take_over(k, v, lengths, slots, counts)
 
@@ -188,6 +221,8 @@ class EvictionLayer(Evictor, StagedLayer):
 
     def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
         """Store the new token, k and v (n, h_kv, 1, d), with its position."""
+        if self.method.repeats_kv:
+            k, v = per_head(k, self.shape.h), per_head(v, self.shape.h)
         self.place(self.store.lengths, k)
         self.store.append(k, v)
 

@@ -41,14 +41,19 @@ def choose(
 ) -> list[list[int]]:
     """What `keep` chooses for one row with scores (h, s): slots per KV head, checked to be unique and ascending."""
     s = scores.shape[1]
-    positions = torch.arange(s, dtype=torch.int32).expand(1, h_kv, s)
-    k = torch.zeros(1, h_kv, s, 4) if k is None else k
-    prompt = Prompt(k, scores[None], positions, [s], [plan], SimpleNamespace(layer_idx=layer_idx))  # type: ignore[arg-type]
-    slots, counts = method.choose_entries(prompt)
+    slots, counts = method.choose_entries(prompt_of(scores, plan, h_kv, layer_idx, k))
     out = slots[0, :, : counts[0]].tolist()
     for head in out:
         assert head == sorted(set(head)) and head[0] >= 0 and head[-1] < s
     return out
+
+
+def prompt_of(scores: torch.Tensor, plan: Plan, h_kv: int = 2, layer_idx: int = 0, k: Any = None) -> Prompt:
+    """A prompt of one row with scores (h, s); k defaults to zeros."""
+    s = scores.shape[1]
+    positions = torch.arange(s, dtype=torch.int32).expand(1, h_kv, s)
+    k = torch.zeros(1, h_kv, s, 4) if k is None else k
+    return Prompt(k, scores[None], positions, [s], [plan], SimpleNamespace(layer_idx=layer_idx))  # type: ignore[arg-type]
 
 
 def random_scores(h: int, s: int, seed: int) -> torch.Tensor:

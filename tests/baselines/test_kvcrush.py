@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from baselines.kvcrush import ANCHORS, KVCrush, hamming, kmeans_representatives, top_mask
 from pqcache.selective import Budget, NotApplicable, Plan
 from pqcache.store.quantizer import pack_codes
-from tests.baselines.drive import choose, held, random_scores, run
+from tests.baselines.drive import choose, held, prompt_of, random_scores, run
 
 H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
 H2, H3 = [8, 7, 6, 5, 4, 3, 2, 1], [1, 1, 9, 9, 1, 1, 9, 9]
@@ -69,7 +69,8 @@ def test_bits_and_distances(m: int, h: int, anchor: str, page: int, seed: int) -
         zeros = crush(anchor="zeros").distance(bits, 0)
         assert torch.equal(zeros, bits.sum(0).int())
         assert torch.equal(crush(anchor="mean").distance(bits, 0), zeros)
-        assert torch.equal(crush(anchor="inv_mean").distance(bits, 0), crush(anchor="ones").distance(bits, 0))
+        inverse = "ones" if m % 2 else "zeros"  # a mean of exactly one half is 0 under either anchor
+        assert torch.equal(crush(anchor="inv_mean").distance(bits, 0), crush(anchor=inverse).distance(bits, 0))
 
 
 def test_the_random_anchor_is_the_seeds_and_the_layers() -> None:
@@ -159,13 +160,54 @@ def test_pages_stay_whole(data: st.DataObject) -> None:
     k = data.draw(st.integers(1, s - sinks - local - 1))
     method = crush(page=page, rep_ratio=data.draw(st.sampled_from([0.0, 0.25, 1.0])))
     plan = Plan(sinks, local, k)
-    odd = min((s - sinks - local) % page, k)
+    recent = method.recent(s, plan)
+    odd = (s - sinks - local) % page
+    assert recent <= local or recent - local == min(odd, k)
     for slots in choose(method, random_scores(4, s, data.draw(st.integers(0, 99))), plan):
-        assert set(slots) >= {*range(sinks), *range(s - local - odd, s)}
-        paged = [slot - sinks for slot in slots if sinks <= slot < s - local - odd]
+        assert set(slots) >= {*range(sinks), *range(s - recent, s)}
+        paged = [slot - sinks for slot in slots if sinks <= slot < s - recent]
         for at in {slot // page for slot in paged}:
             assert set(range(at * page, (at + 1) * page)) <= set(paged)
         assert plan.total - page < len(slots) <= plan.total
+
+
+@pytest.mark.parametrize("reps", [128, 384])
+def test_the_shares_of_table_ii_at_every_prompt_length(reps: int) -> None:
+    """672 = 32 + 512 + 128, pages of 32, 64 lengths: the middle is always 512; a page that is not full shortens the window."""
+    options = {"n_sink": 32, "recent": 128}
+    table = {"budget": Budget(tokens=672), "protocol": "paper", "page": 32, "reps": reps}
+    method = KVCrush(base="h2o", base_options=options, **table)
+    totals = []
+    for s in range(700, 764):
+        plan = method.plan(s, 0, 32)
+        assert (plan.sinks, plan.k, plan.local) == (32, 512, 128)
+        prompt = prompt_of(random_scores(4, s, s), plan, h_kv=2)
+        ((kept, representatives),) = method.divide(prompt)
+        last = (s - 32) % 32
+        recent = 96 + last if last else 128
+        for head in range(2):
+            assert kept[head, :32].all() and kept[head, s - recent :].all()
+            middle = slice(32, s - recent)
+            important, others = int(kept[head, middle].sum()), int(representatives[head, middle].sum())
+            assert (important, others) == (512 - reps, reps)
+        totals.append(32 + 512 + recent)
+        assert int((kept | representatives)[0].sum()) == totals[-1]
+    assert (min(totals), max(totals), totals.count(672)) == (641, 672, 2)
+
+
+def test_a_page_that_no_token_can_fill_shortens_nothing() -> None:
+    """With room for tokens but not for a page, the odd tokens stay beside the window."""
+    method, plan = crush(page=8, rep_ratio=0), Plan(0, 16, 19)
+    assert method.recent(48 + 16 + 3, plan) == 16 + 3
+    assert method.recent(48 + 16 + 4, plan) == 16 - 4
+    assert method.recent(48 + 16, plan) == 16
+    assert method.recent(48 + 3 + 4, Plan(0, 3, 16)) == 3 + 4  # shortening would leave no window
+
+
+def test_inv_mean_of_one_half_is_zero() -> None:
+    signature = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 1]]).bool()
+    assert crush(anchor="mean").anchor_bits(signature, 0).tolist() == [True, False, False, False]
+    assert crush(anchor="inv_mean").anchor_bits(signature, 0).tolist() == [False, True, False, False]
 
 
 def test_paged_h2o_is_pages_by_summed_scores() -> None:
@@ -229,7 +271,20 @@ def test_published_splits() -> None:
     assert gsm8k.plan(900, 0, 32) == Plan(sinks=32, local=128, k=512)
     assert gsm8k.representatives(gsm8k.plan(900, 0, 32)) == 384
     half = KVCrush(budget=Budget(ratio=0.2), base="h2o")
-    assert half.representatives(half.plan(8192, 0, 32)) == 816 // 4
+    assert half.plan(8192, 0, 32) == Plan(sinks=32, local=(1632 - 408) // 2, k=1632 - 612)
+    assert half.representatives(half.plan(8192, 0, 32)) == 1632 // 4
+
+
+@pytest.mark.parametrize(("base", "sinks"), [("h2o", 32), ("h2o", 0), ("snapkv", 32), ("snapkv", 0)])
+def test_a_quarter_of_2048_tokens_is_512_over_any_base(base: str, sinks: int) -> None:
+    """H2O has the other 1536 for sinks, heavy hitters and a window of half of them."""
+    method = KVCrush(base=base, budget=Budget(tokens=2048), base_options={"n_sink": sinks})
+    plan = method.plan(8192, 0, 32)
+    assert (plan.total, plan.sinks, method.representatives(plan)) == (2048, sinks, 512)
+    if base == "h2o":
+        assert plan.local == (2048 - 512 - sinks) // 2
+    everything = KVCrush(base="h2o", budget=Budget(tokens=2048), rep_ratio=1.0, base_options={"n_sink": 0})
+    assert everything.plan(8192, 0, 32) == Plan(sinks=0, local=1, k=2047)
 
 
 def test_budget_bits_are_the_bases_choice() -> None:
@@ -252,6 +307,8 @@ def test_budget_bits_are_the_bases_choice() -> None:
         {"bit_quantile": "half"},
         {"page": 0},
         {"pick": "first"},
+        {"signature": "layer"},
+        {"base_options": {"repeat_kv": True}},
         {"page": 8, "grouping": "kmeans"},
         {"base_options": {"window": 3}},
         {"base": "h2o", "base_options": {"mode": "dynamic"}},
@@ -282,7 +339,7 @@ def test_what_a_model_holds(llama: PreTrainedModel, base: str, page: int) -> Non
         assert len(heads[0]) == len(heads[1]) == layer.store.lengths[0]
         assert plan.total - page < len(heads[0]) - 5 <= plan.total
         for head in heads:
-            assert set(head) >= {0, 1, 2, 3, *range(164 - plan.local, 169)}
+            assert set(head) >= {0, 1, 2, 3, *range(164 - method.recent(164, plan), 169)}
     if page == 1:
         alone = run(llama, method.evictor, 164, steps=5)
         assert any(held(a) != held(b) for a, b in zip(alone.layers, cache.layers, strict=True))

@@ -1,0 +1,90 @@
+"""repeat_kv: K and V once per query head. A model whose own K and V are repeated is the reference."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.combined import Coded, EvictRetrieve, KVCrushMixed
+from baselines.h2o import H2O
+from baselines.kvcrush import KVCrush
+from baselines.pyramidkv import PyramidKV
+from baselines.snapkv import SnapKV
+from pqcache.selective import Budget
+from tests.baselines.drive import held, run
+from tests.invariants.conftest import build
+from tests.invariants.drive import logits, tokens
+
+QUARTER: dict[str, Any] = {"budget": Budget(ratio=0.25)}
+METHODS: dict[str, tuple[type, dict[str, Any]]] = {
+    "h2o": (H2O, {"n_sink": 4}),
+    "h2o-static": (H2O, {"mode": "static", "recent": 8, "protocol": "paper"}),
+    "snapkv": (SnapKV, {"n_sink": 4, "w": 8}),
+    "pyramidkv": (PyramidKV, {"n_sink": 0}),
+    "kvcrush": (KVCrush, {"base_options": {"n_sink": 4, "w": 8}}),
+    "kvcrush-paged": (KVCrush, {"base": "h2o", "page": 2, "base_options": {"n_sink": 4}}),
+    "kvcrush_mixed": (KVCrushMixed, {"bits": 4, "group": 8, "base_options": {"n_sink": 4, "w": 8}}),
+}
+
+
+@functools.cache
+def repeated() -> PreTrainedModel:
+    """The small model of 4 query and 2 KV heads, and one of 4 KV heads that computes the same."""
+    import copy
+
+    small = build("llama")
+    config = copy.deepcopy(small.config)
+    config.num_key_value_heads = config.num_attention_heads
+    model = type(small)(config).double().eval()
+    state = dict(small.state_dict())
+    for name, weight in state.items():
+        if "k_proj" in name or "v_proj" in name:
+            state[name] = weight.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "kvcrush" else pytest.param(name, marks=pytest.mark.rest) for name in METHODS]
+)
+def test_it_is_the_method_on_repeated_keys_and_values(llama: PreTrainedModel, name: str) -> None:
+    """The same tokens in every query head, the same outputs and bytes; in chunks, in batches, and after a new turn."""
+    cls, hyper = METHODS[name]
+    ours, reference = cls(**QUARTER, **hyper, repeat_kv=True), cls(**QUARTER, **hyper)
+    prompt = {"s": 120, "steps": 6, "turn": 25}
+    a, b = run(llama, ours, chunk=50, **prompt), run(repeated(), reference, **prompt)
+    per_kv = run(llama, cls(**QUARTER, **hyper), **prompt)
+    for x, y, z in zip(a.layers, b.layers, per_kv.layers, strict=True):
+        assert len(held(x)) == 4 and held(x) == held(y)
+        assert len(held(z)) == 2
+    assert any(held(x)[0] != held(x)[1] for x in a.layers)  # of one group
+    assert a.resident_bytes() == b.resident_bytes()
+    steps = [[t, u] for t, u in zip(tokens(5, 8), tokens(5, 9), strict=True)]
+    rows = [tokens(90, 3), tokens(70, 4)]
+    torch.testing.assert_close(
+        logits(llama, ours, rows, steps), logits(repeated(), reference, rows, steps), rtol=1e-9, atol=1e-10
+    )
+
+
+def test_bytes_count_as_repeated(llama: PreTrainedModel) -> None:
+    """h / h_kv times the K and V of one choice per KV head."""
+    budget = Budget(tokens=64)
+    once, twice = (
+        sum(x.nbytes for x in run(llama, SnapKV(budget=budget, w=8, n_sink=0, repeat_kv=r), 150).layers[0].store.view())
+        for r in (False, True)
+    )
+    assert twice == 2 * once > 0
+
+
+def test_where_another_layer_holds_the_tokens_it_is_refused() -> None:
+    for make in (
+        lambda: Coded(policy="snapkv", policy_options={"repeat_kv": True}),
+        lambda: EvictRetrieve(evict_options={"repeat_kv": True}),
+        lambda: KVCrush(base_options={"repeat_kv": True}),
+    ):
+        with pytest.raises(ValueError, match="repeat_kv"):
+            make()
