@@ -22,6 +22,7 @@ SOURCES = ("run.py", "scripts", "pqcache", "baselines")
 # From the top down. A room may import rooms of its own floor or of a lower one.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("run", "scripts"),
+    ("pqcache.harness.launch",),
     ("pqcache.harness.run",),
     ("pqcache.harness.report",),
     ("pqcache.harness.config",),
@@ -41,6 +42,7 @@ Graph = dict[str, set[str]]
 SAYS = {
     "run": "the command",
     "scripts": "benchmarks, training",
+    "pqcache.harness.launch": "the plan, times, progress, engines",
     "pqcache.harness.run": "models, lm-eval adapter, cells",
     "pqcache.harness.report": "rows, tables, figures",
     "pqcache.harness.config": "options, composition, identity",

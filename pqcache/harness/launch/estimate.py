@@ -1,0 +1,261 @@
+"""Bytes that a cell needs: weights, cache, prefill's temporaries, and a shared prefill's recording. No weights are loaded.
+
+    need = memory(config, method, prompt_tokens=32000, new_tokens=512, dtype="float16")
+    need.on_device(shared=True) <= device_memory("cuda")       # does a shared prefill fit beside the cache?
+
+Figures are bytes of one request (batch 1). Weights and recording are exact. The cache is measured: what the method's own
+layers hold after a short prompt of a one-layer model, extended to the prompt's length; evictors by their plan. Prefill's
+temporaries are counted from the shapes of one layer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pqcache.selective import Budget, ModelShape, generate
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.store.buffer import round_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from pqcache.selective import Method
+
+DEVICE, HOST = "device", "host"  # tiers, as the ledger names them
+PROBES = (512, 1024)  # prompts on which a method's cache is measured, in tokens
+ENTRY = 16  # bytes beside K and V of an evictor's entry: its position and its importance
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one cell at its longest prompt."""
+
+    weights: int
+    cache: dict[str, int]  # tier (device, host) -> bytes of the method's own cache
+    prefill: int  # temporaries of the prompt's forward pass
+    recording: int  # of a shared prefill: q, k, v, output and input of every layer
+
+    def on_device(self, *, shared: bool = False, recording_on_host: bool = False) -> int:
+        """Bytes on the device at the worst moment. shared: with the recording of a shared prefill."""
+        recording = self.recording if shared and not recording_on_host else 0
+        return self.weights + self.cache.get(DEVICE, 0) + self.prefill + recording
+
+    def on_host(self, *, shared: bool = False, recording_on_host: bool = False) -> int:
+        """Bytes in host memory, beside what the device holds. On a CPU add `on_device`: both are one memory."""
+        return self.cache.get(HOST, 0) + (self.recording if shared and recording_on_host else 0)
+
+
+def memory(
+    config: PreTrainedConfig,
+    method: Method | None,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype: str,
+    attn: str = "auto",
+) -> Memory:
+    """What one cell needs at a prompt of `prompt_tokens` and an answer of `new_tokens`.
+
+    config: the model's. method: None counts the cache as Full's. dtype: as torch names it, without "torch.". attn: as the
+    top-level key.
+    """
+    return Memory(
+        weights=parameter_count(config) * getattr(torch, dtype).itemsize,
+        cache=cache_bytes(config, method, prompt_tokens, new_tokens, dtype),
+        prefill=prefill_bytes(config, prompt_tokens, dtype, attn),
+        recording=recording_bytes(config, prompt_tokens, dtype),
+    )
+
+
+# -- weights and recording: exact --------------------------------------------------------------------------------------
+
+
+class _Keyed:
+    """A value that hashes and compares by a text, for `lru_cache`."""
+
+    def __init__(self, text: str, value: Any) -> None:
+        self.text, self.value = text, value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def parameter_count(config: PreTrainedConfig) -> int:
+    """Parameters of the model of a configuration; weights that two layers share count once."""
+    return _parameter_count(_Keyed(config.to_json_string(), config))
+
+
+@lru_cache(maxsize=32)
+def _parameter_count(config: _Keyed) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config.value)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def recording_bytes(config: PreTrainedConfig, prompt_tokens: int, dtype: str) -> int:
+    """What `pqcache.selective.record` holds of a prompt: about 30 GB for 32 layers of 4096 channels at 32K in 16 bits."""
+    text = config.get_text_config(decoder=True)
+    shape = ModelShape.of(text)
+    token = 2 * shape.h * shape.d + 2 * shape.h_kv * shape.d + text.hidden_size  # q and output, k and v, input
+    return shape.n_layers * prompt_tokens * token * getattr(torch, dtype).itemsize
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------------
+
+
+def prefill_bytes(config: PreTrainedConfig, prompt_tokens: int, dtype: str, attn: str = "auto") -> int:
+    """Temporaries of the prompt's forward pass, at the worse of attention and MLP of one layer.
+
+    Both hold the residual and its normalised copy. Attention adds q, k, v, their rotated copies and the output, and under
+    attn=standard the whole matrix, logits and probabilities in float32. The MLP adds three tensors of its width. A
+    normalisation works in float32 on two copies.
+    """
+    text = config.get_text_config(decoder=True)
+    shape, item = ModelShape.of(text), getattr(torch, dtype).itemsize
+    hidden, wide = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    heads, kv = shape.h * shape.d, shape.h_kv * shape.d
+    attention = (3 * heads + 3 * kv) * item * prompt_tokens
+    if attn == "standard":
+        attention += 2 * shape.h * prompt_tokens * prompt_tokens * 4
+    mlp = 3 * wide * item * prompt_tokens
+    norm = 2 * hidden * 4 * prompt_tokens
+    return 2 * hidden * item * prompt_tokens + max(attention, mlp, norm)
+
+
+# -- cache -------------------------------------------------------------------------------------------------------------
+
+
+def cache_bytes(
+    config: PreTrainedConfig, method: Method | None, prompt_tokens: int, new_tokens: int, dtype: str
+) -> dict[str, int]:
+    """Tier -> bytes of the method's cache after prompt and answer. method: None for Full.
+
+    A method that a one-layer model cannot show (it needs prepared data) counts as Full.
+    """
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    tokens = prompt_tokens + new_tokens
+    kept = 2 * shape.h_kv * shape.d * getattr(torch, dtype).itemsize  # K and V of a token
+    whole = kept * round_up(tokens)
+    dense = min(shape.n_layers, 0 if method is None else method.dense_layers or 0)
+    rest = range(dense, shape.n_layers)
+    if method is None or not rest:
+        return {DEVICE: whole * shape.n_layers}
+    if isinstance(method, EvictionMethod):
+        plans = [method.plan(prompt_tokens, layer, shape.n_layers).total for layer in rest]
+        entries = sum(round_up(min(prompt_tokens, plan) + new_tokens) for plan in plans)
+        return {DEVICE: whole * dense + entries * (kept + ENTRY * shape.h_kv)}
+    if method.budget.tokens is not None and not isinstance(method, RetrievalMethod):
+        method = _with_ratio(method, min(1.0, method.budget.tokens / tokens))
+    fit = _measured(_Keyed(repr(method), method), shape.group, shape.d, dtype)
+    if fit is None:
+        return {DEVICE: whole * shape.n_layers}
+    sizes = {tier: len(rest) * shape.h_kv * round(base + slope * tokens) for tier, (base, slope) in fit.items()}
+    sizes[DEVICE] = sizes.get(DEVICE, 0) + whole * dense
+    return sizes
+
+
+def _with_ratio(method: Method, ratio: float) -> Method:
+    """The method with the same budget as a share. On a short prompt a number of tokens would be all of it."""
+    try:
+        return replace(method, budget=Budget(ratio=ratio))
+    except ValueError:
+        return method
+
+
+@lru_cache(maxsize=256)
+def _measured(method: _Keyed, group: int, d: int, dtype: str) -> dict[str, tuple[float, float]] | None:
+    """Tier -> (bytes, bytes per token) of one layer and KV head, through two prompts; None if the method cannot run so."""
+    model = _one_layer(group, d, dtype)
+    sizes: list[dict[str, int]] = []
+    for length in PROBES:
+        ids = torch.randint(16, 64, (1, length), generator=torch.Generator().manual_seed(0))
+        try:
+            run = generate(model, replace(method.value, dense_layers=0), ids, max_new_tokens=2)
+        except (ValueError, RuntimeError, AttributeError, TypeError):  # what it needs, the real run will say
+            return None
+        sizes.append(run.resident_bytes)
+    (short, long), (first, last) = PROBES, sizes
+    fit = {}
+    for tier in last:
+        slope = (last[tier] - first.get(tier, 0)) / (long - short)
+        fit[tier] = last[tier] - slope * long, slope
+    return fit
+
+
+@lru_cache(maxsize=8)
+def _one_layer(group: int, d: int, dtype: str) -> Any:
+    """A random model of one layer with one KV head."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=group,
+        num_key_value_heads=1, head_dim=d, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wanted = torch.float32 if dtype == "float32" else torch.bfloat16  # float16 is slow on most CPUs
+        return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def device_memory(device: str) -> int | None:
+    """Bytes that the device can give to this process now; None if it does not tell."""
+    kind = torch.device(device)
+    if kind.type == "cuda":
+        return int(torch.cuda.mem_get_info(kind)[0]) + int(torch.cuda.memory_reserved(kind))
+    return host_memory()
+
+
+def host_memory() -> int | None:
+    """Bytes of host memory that are available, within the process's control group; None if the system does not tell."""
+    free = [value for value in (_available(), _group_limit()) if value is not None]
+    return min(free) if free else None
+
+
+def _available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _group_limit(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the control group leaves, version 2 or 1."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most = int((folder / limit).read_text())
+            return max(0, most - int((folder / used).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return None
+
+
+def words(nbytes: float) -> str:
+    """Bytes for people: 29.6 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.{0 if nbytes >= 100 * size else 1}f} {unit}"
+    return f"{nbytes:.0f} bytes"
