@@ -61,8 +61,8 @@ pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hou
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 	$(RUN) -m pqcache.harness.report.groups $(OUT)/pocket
 
-tables: $(INSTALLED) ## the papers' tables and figures from OUT/runs: measured beside printed, as Markdown, LaTeX, CSV, PNG
-	$(RUN) -m pqcache.harness.report.papers tables --out $(OUT)/runs
+tables: $(INSTALLED) ## the papers' tables and figures from OUT/runs: measured beside printed; Markdown, LaTeX, CSV, PNG, contact sheet
+	$(RUN) -m pqcache.harness.report.all_tables --out $(OUT)/runs
 
 missing: $(INSTALLED) ## the command that fills each empty cell of every experiment
 	@$(RUN) -m pqcache.harness.report.papers missing --out $(OUT)/runs

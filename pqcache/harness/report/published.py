@@ -100,4 +100,4 @@ def mean(experiment: str, *, model: str, method: str, budget: float | int | None
 
 def experiments() -> list[str]:
     """The experiments whose paper prints numbers."""
-    return sorted(path.stem for path in FOLDER.glob("*.csv"))
+    return sorted(path.stem for path in FOLDER.glob("*.csv") if path.stem != "prose")
