@@ -24,64 +24,16 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pqcache.measure.geometries import GEOMETRIES, geometry
-from pqcache.measure.machine import device_caption, fastest_seconds
-from pqcache.pq.fit import fit
-from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, fit_cost, save_cost
+from pqcache.measure.machine import device_caption
+from pqcache.pq.profile import FEW, MANY, layer_config, measure
+from pqcache.pq.schedule import CACHE_DIR, CostModel, Geometry, save_cost
 from scripts.bench.arguments import add_machine_options, prepare, refuse_below
 
-# Two numbers of K-Means rounds; the difference in time gives the cost of a round.
-FEW, MANY = 3, 9
 LENGTHS = (1024, 2048, 4096, 8192)
-
-
-def layer_seconds(
-    config: LlamaConfig, lengths: list[int], dtype: torch.dtype, device: torch.device, rounds: int
-) -> list[float]:
-    """Prefill of one decoder layer, attention and MLP, at each length."""
-    torch.manual_seed(0)
-    config._attn_implementation = "sdpa"
-    with torch.device(device):
-        layer = LlamaDecoderLayer(config, 0).to(dtype).eval()
-        rotary = LlamaRotaryEmbedding(config)
-    seconds = []
-    for s in lengths:
-        hidden = torch.randn(1, s, config.hidden_size, device=device).to(dtype)
-        tables = rotary(hidden, torch.arange(s, device=device)[None])
-        seconds.append(fastest_seconds(lambda h=hidden, t=tables: layer(h, position_embeddings=t), device, rounds))
-    return seconds
-
-
-def offload_seconds(
-    config: LlamaConfig, lengths: list[int], dtype: torch.dtype, device: torch.device, rounds: int
-) -> list[float]:
-    """Copying one layer's K and V to pinned host memory (memory to memory, where there is no accelerator)."""
-    width = 2 * config.num_key_value_heads * config.head_dim
-    seconds = []
-    for s in lengths:
-        source = torch.ones(s, width, dtype=dtype, device=device)
-        target = torch.empty(s, width, dtype=dtype, pin_memory=device.type == "cuda")
-        seconds.append(fastest_seconds(lambda t=target, x=source: t.copy_(x, non_blocking=True), device, rounds))
-    return seconds
-
-
-def cluster_seconds(
-    config: LlamaConfig, keys: list[int], rounds: int, where: torch.device, m: int, b: int, repeat: int
-) -> list[float]:
-    """All groups of a layer clustered and coded in so many rounds, as a prefill does it."""
-    h_kv, d = config.num_key_value_heads, config.head_dim
-    seconds = []
-    for x in keys:
-        points = torch.randn(1, h_kv, x, d, device=where)
-        empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
-        options: dict[str, Any] = {"rounds": lambda _: rounds, "tol": 0.0, "seed": 0, "code_dtype": torch.uint8}
-        work = lambda p=points, e=empty, o=options, n=x: fit(p, e, [n], [0], **o)  # noqa: E731
-        seconds.append(fastest_seconds(work, where, repeat))
-    return seconds
 
 
 def contradictions(points: dict[str, Any], cost: CostModel) -> list[str]:
@@ -170,28 +122,26 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if "cuda" in (args.device.split(":")[0], args.kmeans_device) and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: --device cpu --kmeans-device cpu")
     try:
-        args.config = layer_config(args)
+        args.config = requested_config(args)
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-def layer_config(args: argparse.Namespace) -> LlamaConfig:
-    """A LlamaConfig of one layer of the requested size. Other families' layers of that size cost about the same."""
+def requested_config(args: argparse.Namespace) -> LlamaConfig:
+    """A LlamaConfig of one layer of the requested size."""
     if args.shape is not None:
         try:
             h, h_kv, d, hidden, intermediate = map(int, args.shape.split(","))
         except ValueError:
             raise ValueError(f"--shape={args.shape}: expected five integers, such as 32,8,128,4096,14336") from None
+        size = Geometry(h, h_kv, d, hidden, intermediate, args.dtype, args.m, args.b, args.kmeans_device)
     else:
-        size = Geometry.of(geometry(args.model), args.dtype, m=1, b=1, kmeans_device="cpu")
-        h, h_kv, d, hidden, intermediate = size.h, size.h_kv, size.d, size.hidden, size.intermediate
-    if d % args.m or h % h_kv:
-        raise ValueError(f"--shape={h},{h_kv},{d}: --m must divide the head dimension, KV heads the query heads")
-    return LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=h, num_key_value_heads=h_kv, head_dim=d, hidden_size=hidden,
-        intermediate_size=intermediate, vocab_size=32, max_position_embeddings=1 << 20,
-    )  # fmt: skip
+        size = Geometry.of(geometry(args.model), args.dtype, m=args.m, b=args.b, kmeans_device=args.kmeans_device)
+    if size.d % args.m or size.h % size.h_kv:
+        shape = f"{size.h},{size.h_kv},{size.d},{size.hidden},{size.intermediate}"
+        raise ValueError(f"--shape={shape}: --m must divide the head dimension, KV heads the query heads")
+    return layer_config(size)
 
 
 @torch.no_grad()
@@ -200,15 +150,7 @@ def main(argv: list[str] | None = None) -> Path:
     device, dtype = prepare(args)
     config, lengths = args.config, sorted(set(args.lengths))
     where = torch.device(args.kmeans_device)
-    points: dict[str, Any] = {
-        "lengths": lengths,
-        "compute_s": layer_seconds(config, lengths, dtype, device, args.rounds),
-        "offload_s": offload_seconds(config, lengths, dtype, device, args.rounds),
-        "keys": lengths,
-        "few_s": cluster_seconds(config, lengths, FEW, where, args.m, args.b, args.rounds),
-        "many_s": cluster_seconds(config, lengths, MANY, where, args.m, args.b, args.rounds),
-    }
-    cost = fit_cost(lengths, points["compute_s"], lengths, points["few_s"], points["many_s"], MANY - FEW)
+    cost, points = measure(config, lengths, dtype, device, where, m=args.m, b=args.b, repeat=args.rounds)
     shape = Geometry.of(config, args.dtype, m=args.m, b=args.b, kmeans_device=where.type)
     path = save_cost(cost, shape, device, args.cache_dir, points)
     caption = (

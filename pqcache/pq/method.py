@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +14,7 @@ from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.shape import ModelShape
+from pqcache.selective.shape import ModelShape, NotApplicable
 
 CODES_STORES = ("resident", "host")
 
@@ -51,8 +52,8 @@ class PQCache(RetrievalMethod):
     m: int = 2
     # bits per code: 2^b centroids per sub-space
     b: int = 6
-    # maximum K-Means rounds | adaptive: as many as end within one layer's prefill, by a profile of this machine (section 3.3);
-    # scores then depend on the machine, and the result row records the rounds
+    # maximum K-Means rounds | adaptive: as many as end within one layer's prefill (section 3.3), by a profile of this machine,
+    # measured before the first prompt; scores then depend on the machine, and the result row records the rounds
     max_iter: int | str = 5
     # K-Means stops when the squared movements of the centroids sum to at most tol times the keys' mean variance
     tol: float = 1e-4
@@ -105,16 +106,31 @@ class PQCache(RetrievalMethod):
     def check_prepared(
         self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None
     ) -> None:
-        """Raise ValueError if rounds are adaptive and no profile of this machine and model says how many fit."""
+        """Read the profile of this machine and model, if rounds are adaptive and there is one. `prepare` makes one."""
         if self.max_iter == "adaptive":
-            where = device.type if self.kmeans_device == "auto" else self.kmeans_device
-            geometry = Geometry.of(config, dtype, m=self.m, b=self.b, kmeans_device=where)
-            self.cost = load_cost(geometry, device, cache_dir)
+            with contextlib.suppress(NotApplicable):
+                self.cost = load_cost(self._geometry(config, device, dtype), device, cache_dir)
+
+    def _geometry(self, config: PreTrainedConfig, device: torch.device, dtype: str) -> Geometry:
+        where = device.type if self.kmeans_device == "auto" else self.kmeans_device
+        return Geometry.of(config, dtype, m=self.m, b=self.b, kmeans_device=where)
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
-        if self.cost is None or cache_dir is not None:
-            dtype = str(model.dtype).removeprefix("torch.")
-            self.check_prepared(model.config, model.device, dtype, cache_dir)
+        """Adaptive rounds: read the profile; without one measure it where a text is given, as the harness does.
+
+        Raises NotApplicable, one line with the command that measures it, if there is neither.
+        """
+        if self.max_iter != "adaptive" or (self.cost is not None and cache_dir is None):
+            return
+        size = self._geometry(model.config, model.device, str(model.dtype).removeprefix("torch."))
+        try:
+            self.cost = load_cost(size, model.device, cache_dir)
+        except NotApplicable:
+            if text is None or cache_dir is None:
+                raise
+            from pqcache.pq.profile import make_profile  # it needs a decoder layer of transformers
+
+            self.cost = make_profile(size, model.device, cache_dir)
 
     def check_model(self, config: PreTrainedConfig) -> None:
         d = ModelShape.of(config).d

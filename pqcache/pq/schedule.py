@@ -1,8 +1,8 @@
 """How many K-Means rounds hide behind one layer's prefill (PQCache, section 3.3).
 
-The times come from a profile of machine, model geometry and index. `scripts/profile_schedule.py` measures it and stores it as
-<cache_dir>/schedule/<machine>__<geometry>.json. Without a profile, max_iter=adaptive is refused: rounds decide which tokens are
-selected, so a guess must not replace the measurement.
+The times come from a profile of machine, model geometry and index, stored as <cache_dir>/schedule/<machine>__<geometry>.json.
+A run of the harness measures it before its first prompt; `scripts/profile_schedule.py` measures it at any lengths. The library
+refuses max_iter=adaptive without a profile: rounds decide which tokens are selected, so a guess must not replace it.
 """
 
 from __future__ import annotations

@@ -49,10 +49,6 @@ def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["model.layers=2"], "model.layers=2: only model=random has one"),
         (["task=latency", "diagnostics=true"], "task=latency measures times"),
         (["task=latency", "task.new_tokens=2"], "task.new_tokens=2: must be at least 4"),
-        (
-            ["task=latency", "method.max_iter=adaptive"],
-            "make one with: python scripts/profile_schedule.py --shape ",
-        ),
     ],
 )
 def test_refused_in_one_line(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +71,6 @@ def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "zipcache_fig6.png").stat().st_size > 10_000
     rows = [("a", json.loads(path.read_text())) for path in tmp_path.glob("*/row.json")]
     assert len(rows) == 8
-    for experiment in set(latency_figures.FIGURES) - {"pqcache_fig10d"}:  # draws from any latency rows
+    for experiment in set(latency_figures.FIGURES) - {"pqcache_fig10d", "pocket_cache"}:  # draws from any latency rows
         assert latency_figures.draw(experiment, rows, tmp_path / f"{experiment}.png") is not None
     assert latency_figures.draw("demo", rows, tmp_path / "demo.png") is None

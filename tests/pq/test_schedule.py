@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from baselines.combined.two_stage import TwoStage
 from pqcache.measure.geometries import GEOMETRIES, geometry
-from pqcache.pq import PQCache
+from pqcache.pq import PQCache, profile
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profile_path, save_cost
 from pqcache.selective import Budget, generate
 from scripts import profile_schedule
@@ -102,6 +102,26 @@ def test_the_line_names_a_command_that_makes_the_profile(
         )
         composed.prepare(model, None, tmp_path)
         generate(model, composed, torch.tensor([tokens(100, 1)]), max_new_tokens=2)
+    finally:
+        llama.double()
+
+
+@pytest.mark.rest
+def test_a_run_measures_the_profile_it_lacks(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Once: a second run reads what the first one measured."""
+    text, model = torch.tensor([tokens(32, 9)]), llama.float()
+    try:
+        method, again = (PQCache(n_sink=8, b=3, max_iter="adaptive", budget=Budget(ratio=0.25)) for _ in range(2))
+        method.check_prepared(model.config, CPU, "float32", tmp_path)  # not refused before the weights are loaded
+        method.prepare(model, text, tmp_path)
+        (path,) = (tmp_path / "schedule").iterdir()
+        points = json.loads(path.read_text())["points"]
+        assert points["lengths"] == list(profile.HOST_LENGTHS) and min(points["compute_s"] + points["few_s"]) > 0
+        stamp = path.stat().st_mtime_ns
+        again.prepare(model, text, tmp_path)
+        assert path.stat().st_mtime_ns == stamp and again.rounds(5000) == method.rounds(5000) >= 3
+        result = generate(model, again, torch.tensor([tokens(100, 1)]), max_new_tokens=4)
+        assert result.extra["kmeans_max_iter"] == method.rounds(92)
     finally:
         llama.double()
 

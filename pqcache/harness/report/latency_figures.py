@@ -78,7 +78,7 @@ def _length(row: Row) -> float:
 
 
 def _rounds_and_prefill(axes: list[Axes], rows: Labelled) -> None:
-    """PQCache, figure 7: one layer's prefill and the clustering of its keys (by rounds), over the prompt's length.
+    """PQCache, figure 7: one layer's prefill, its offloading, the clustering of its keys (by rounds), over the prompt's length.
 
     The last layer computes little but keys and values (see selective/attach.py), so it is not counted if there are others.
     """
@@ -90,14 +90,22 @@ def _rounds_and_prefill(axes: list[Axes], rows: Labelled) -> None:
         whole, index = row["prefill_s"], row["index_build_s"]
         return None if whole is None or index is None else 1e3 * (whole - index) / whole_layers
 
-    by_length: dict[float, list[float]] = {}
-    for _, row in rows:
-        if (value := prefill(row)) is not None:
-            by_length.setdefault(_length(row), []).append(value)
-    points = sorted((length, median_high(values)) for length, values in by_length.items())
-    axis.plot(*zip(*points, strict=True), "s-", color="black", label="one layer's prefill")
-    _lines(axis, rows, _length, lambda row: _scaled(row["extra"].get("index_work_s"), 1e3 / layers))
-    _finish(axis, PROMPT, "ms per layer", "clustering of one layer's keys, beside its prefill")
+    def offload(row: Row) -> float | None:
+        return _scaled(row["extra"].get("offload_s"), 1e3)
+
+    for value_of, style, colour, label in (
+        (prefill, "s-", "black", "computation: one layer's prefill"),
+        (offload, "d--", "grey", "offloading: its K and V to the host"),
+    ):
+        by_length: dict[float, list[float]] = {}
+        for _, row in rows:
+            if (value := value_of(row)) is not None:
+                by_length.setdefault(_length(row), []).append(value)
+        if points := sorted((length, median_high(values)) for length, values in by_length.items()):
+            axis.plot(*zip(*points, strict=True), style, color=colour, label=label)
+    named = [(f"clustering, {label}", row) for label, row in rows]
+    _lines(axis, named, _length, lambda row: _scaled(row["extra"].get("index_work_s"), 1e3 / layers))
+    _finish(axis, PROMPT, "ms per layer", "one layer's computation, offloading and clustering")
 
 
 def _tt2t(axes: list[Axes], rows: Labelled) -> None:
@@ -204,6 +212,7 @@ FIGURES: dict[str, tuple[int, Callable[[list[Axes], Labelled], None]]] = {
     "pqcache_fig10a": (1, _tt2t),
     "pqcache_fig10b": (1, _tpot),
     "pqcache_fig10d": (2, _hit_rates),
+    "pocket_cache": (2, _hit_rates),
     "clusterkv_fig12": (2, _totals),
     "clusterkv_fig13": (2, _totals),
     "zipcache_fig6": (3, _phases_and_memory),

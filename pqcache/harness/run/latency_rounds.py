@@ -18,6 +18,7 @@ from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.measure.machine import Ceilings, ceilings
 from pqcache.measure.roofline import bound, prompt
+from pqcache.pq.profile import offload_seconds
 from pqcache.selective import generate
 from pqcache.selective.support import attention_kernel
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
@@ -84,8 +85,9 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
                 lanes=make_lanes(task["overlap"], device),
             )
             run.extra.update(bound(model, run, limits).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))
-            if run.index_work_s:
-                run.extra["index_work_s"] = run.index_work_s
+            if getattr(cell.method, "store", "resident") != "resident":
+                config = model.config.get_text_config(decoder=True)
+                run.extra["offload_s"] = offload_seconds(config, [task["length"]], model.dtype, device, 3)[0]
             sample = make_sample(
                 run,
                 task="latency",

@@ -94,7 +94,7 @@ def make_sample(
         "resident_bytes": dict(result.resident_bytes),
         "peak_bytes": dict(result.peak_bytes),
         "bytes_per_step": dict(result.bytes_per_step),
-        "extra": dict(result.extra),
+        "extra": {**result.extra, **({"index_work_s": result.index_work_s} if result.index_work_s else {})},
         "attn": attn,
         "device": facts["device"],
         "git_commit": facts["git_commit"],
