@@ -2,6 +2,7 @@
 
 from pqcache.diagnostics.capture import Capture, rerun
 from pqcache.diagnostics.observe import ARRAYS, Measures
+from pqcache.diagnostics.scores import Scores
 from pqcache.diagnostics.summary import summarize
 from pqcache.diagnostics.trace import Trace, TraceRecorder, prompt_hash, read_header
 
@@ -9,6 +10,7 @@ __all__ = [
     "ARRAYS",
     "Capture",
     "Measures",
+    "Scores",
     "Trace",
     "TraceRecorder",
     "prompt_hash",

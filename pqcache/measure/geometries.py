@@ -39,6 +39,10 @@ GEOMETRIES: dict[str, Callable[[], PreTrainedConfig]] = {
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
         vocab_size=32000, max_position_embeddings=4096,
     ),
+    "llama-2-13b-chat": lambda: LlamaConfig(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=40,
+        vocab_size=32000, max_position_embeddings=4096,
+    ),
     "llama-3-8b-instruct": lambda: LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=8192,

@@ -26,7 +26,7 @@ def head(repo: Path, name: str) -> str:
 
 def test_tables_of_the_papers_are_there() -> None:
     expected = {
-        "pqcache": "table2 table3 fig5 fig8 fig9a fig9b fig9c fig10c",
+        "pqcache": "table2 table3 fig1a fig1b fig5 fig7 fig8 fig9a fig9b fig9c fig10a fig10b fig10c fig10d",
         "kvcrush": "table2 table3 fig5 fig6 fig7 fig8",
         "clusterkv": "table1 fig3 fig9 fig10 fig11",
         "zipcache": "table1 table2 table3 tableA tableB fig1 fig3 fig5",

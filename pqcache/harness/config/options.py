@@ -46,8 +46,9 @@ class RunOptions:
     question_as_decode: bool = False
     # aligned: one rule for all methods | paper: as each method's publication says | release: as its released code runs
     protocol: Literal["aligned", "paper", "release"] = "aligned"
-    # true: recall, attention mass and output error of what is attended | trace: also a file for method=replay
-    diagnostics: bool | Literal["trace"] = False
+    # true: recall, attention mass and output error of what is attended | trace: also a file for method=replay | scores: also the
+    # prompt's attention scores
+    diagnostics: bool | Literal["trace", "scores"] = False
     # any command on tiny models and inputs, to see that it runs
     smoke: bool = False
     # of an experiment with two sizes: machine (runs on a small machine) | paper (the paper's sizes)

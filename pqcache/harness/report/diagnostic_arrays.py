@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqcache.diagnostics.observe import ARRAYS
+from pqcache.diagnostics.scores import FIELDS as SCORES
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ FIELDS = {
     **ARRAYS,
     "ranks": "(layers, heads, steps, tracked) int32: rank of some prompt tokens among the prompt's, 0 = heaviest",
     "positions": "(tracked,) int32: positions of those tokens",
+    **SCORES,  # with diagnostics=scores
 }
 
 

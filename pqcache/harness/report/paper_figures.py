@@ -8,6 +8,9 @@
     figure: {kind: heat_maps}                                     needle: a map per method, side by side
     figure: {kind: curves, x: tokens, y: perplexity}              pg19: perplexity over the length
     figure: {kind: ranks}                                         diagnostics: ranks of tokens over decode steps
+    figure: {kind: memory}                                        latency: bytes of K and V by model over the length
+    figure: {kind: score_curves, heads: [[3, 25]]}                diagnostics=scores: sorted scores, a panel per layer and head
+    figure: {kind: score_map, heads: [[11, 15]]}                  diagnostics=scores: queries over tokens, darker is higher
 
 `by:` names the key whose values are the lines. There is a panel per model; lines have one per model and data set. Axes of
 scores and shares begin at 0.
@@ -29,7 +32,9 @@ from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.figure_request import FigureRequest, cell_title, line_title
 from pqcache.harness.report.heat_maps import heat_maps
 from pqcache.harness.report.line_figure import draw_lines
+from pqcache.harness.report.memory_figure import draw_memory
 from pqcache.harness.report.rows import Row
+from pqcache.harness.report.score_figures import draw_score_curves, draw_score_map
 
 
 def draw(plan: RunPlan, entries: Sequence[Entry], rows: Mapping[str, Row], path: Path) -> Path | None:
@@ -128,4 +133,7 @@ KINDS = {
     "heat_maps": _heat_maps,
     "curves": _curves,
     "ranks": _ranks,
+    "memory": draw_memory,
+    "score_curves": draw_score_curves,
+    "score_map": draw_score_map,
 }

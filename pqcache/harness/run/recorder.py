@@ -1,4 +1,4 @@
-"""The files of `diagnostics=true`: an npz of measures per sample. `diagnostics=trace` adds a selection trace.
+"""The files of `diagnostics=true`: an npz of measures per sample. `trace` adds a selection trace, `scores` arrays to the npz.
 
 <cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see report/diagnostic_arrays.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.atomic import write_bytes
-from pqcache.diagnostics import ARRAYS, Measures, summarize
+from pqcache.diagnostics import ARRAYS, Measures, Scores, summarize
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.rows import Diagnostics
@@ -30,16 +30,20 @@ class Recorder:
     """The diagnostics of one cell: `watchers` for a sample, then `save`; `row` when all are done."""
 
     def __init__(self, folder: Path, level: bool | str, origin: dict[str, Any], dense_layers: int) -> None:
-        """level: true or "trace". origin: the cell's configuration, which a trace repeats."""
+        """level: true, "trace" or "scores". origin: the cell's configuration, which a trace repeats."""
         self.folder, self.trace = folder / "diagnostics", level == "trace"
+        self.scores = level == "scores"
         self.origin, self.dense_layers = origin, dense_layers
         self._measures = Measures()
         self._recorder = TraceRecorder()
+        self._scores = Scores()
 
     def watchers(self, task: str, doc_id: int) -> list[Watcher]:
         self._measures = Measures()
         self._recorder = TraceRecorder({**self.origin, "task": task, "document": doc_id})
-        return [self._measures, self._recorder] if self.trace else [self._measures]
+        self._scores = Scores()
+        extra: list[Watcher] = [self._recorder] if self.trace else [self._scores] if self.scores else []
+        return [self._measures, *extra]
 
     def path(self, task: str, doc_id: int, mark: str) -> Path:
         return self.folder / f"{task}-{doc_id}-{mark}.npz"
@@ -53,6 +57,8 @@ class Recorder:
         import numpy
 
         arrays: dict[str, Any] = {name: x.numpy() for name, x in _one_row(self._measures.arrays()).items()}
+        if self.scores:
+            arrays |= {name: x.numpy() for name, x in self._scores.arrays().items()}
         buffer = io.BytesIO()
         numpy.savez_compressed(buffer, **arrays)
         path = self.path(task, doc_id, mark)
