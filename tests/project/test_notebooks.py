@@ -55,7 +55,7 @@ def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch
     """As committed: the tables and figures of results/reference."""
     page = _execute(repo / "notebooks" / "tables.ipynb", None, tmp_path, monkeypatch)
     assert "Every method on needle_pocket" in page
-    assert "-67.20" in page  # Quest at a tenth, to Full
+    assert "-61.20" in page  # Quest at a tenth, to Full
     assert "39.32" in page  # printed
     page = _execute(repo / "notebooks" / "figures.ipynb", None, tmp_path, monkeypatch)
     assert page.count('src="data:image/png') == 2

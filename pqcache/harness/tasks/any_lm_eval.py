@@ -8,7 +8,8 @@ run/adapter.py and run/likelihood.py). The task's name in rows and folders is `l
 first metric (`task.metric` chooses another); all metrics are in the row's `tasks`.
 
 Deviations from lm-eval's own runs:
-- A chat model gets the whole prompt, few-shot examples included, as one user turn.
+- A chat model gets the whole prompt, few-shot examples included, as one user turn (model.chat=false: as lm-eval's default).
+- Examples that lm-eval draws at random are its own at seed=0, others at another seed.
 - A prompt that is too long is refused, not cut.
 - A group's score is the unweighted mean of its tasks.
 - A perplexity p becomes the score 100 / p, the geometric mean probability of a word or byte.

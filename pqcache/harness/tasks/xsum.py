@@ -4,8 +4,9 @@ ROUGE-1, -2 and -L by `rouge_score` without stemming, mean F over documents. `ta
 say which one its "accuracy" is; lm-eval's own figure is ROUGE-L. Zero-shot. An answer ends at its first line break, so an
 answer that begins with one is empty.
 
-Deviations: lm-eval takes the task from the package unitxt. Its instruction and document are rebuilt here without unitxt's
-layout around them.
+Deviations:
+- lm-eval takes the task from the package unitxt. Its instruction and document are rebuilt here without unitxt's layout.
+- A chat model gets the prompt as one user turn; lm-eval wraps none by default (model.chat=false).
 """
 
 from __future__ import annotations

@@ -164,6 +164,44 @@ def test_options_change_how_prompts_are_cut_and_wrapped(tokenizer: Any) -> None:
     assert (settings["wrapper"], settings["cut_middle"]) == ("template", 4000)
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("paper", "model", "options", "cut", "bare"),
+    [
+        # KVCrush, by PyramidKV's code: no chat for Mistral and Llama-3; two commits cut Llama-3's prompts differently
+        (
+            "kvcrush",
+            "mistral-7b-instruct-v0.2",
+            {"max_length": 31_500, "unwrapped": list(DATASETS)},
+            31_500,
+            set(DATASETS),
+        ),
+        ("kvcrush", "llama-3-8b-instruct", {"max_length": 7500, "unwrapped": list(DATASETS)}, 7500, set(DATASETS)),
+        ("kvcrush", "llama-3-8b-instruct", {"max_length": 7950, "unwrapped": list(DATASETS)}, 7950, set(DATASETS)),
+        # ClusterKV wraps triviaqa, too
+        (
+            "clusterkv",
+            "glm4-9b-chat",
+            {"max_length": 31_500, "unwrapped": ["trec", "samsum", "lcc", "repobench-p"]},
+            31_500,
+            {"trec", "samsum", "lcc", "repobench-p"},
+        ),
+        # LongBench and PQCache: the published lengths and exceptions are the defaults
+        ("pqcache", "mistral-7b-instruct-v0.2", {}, 32_000, set(data_sets.UNWRAPPED)),
+        ("pqcache", "llama-2-7b-chat", {}, 3500, set(data_sets.UNWRAPPED)),
+    ],
+)
+def test_the_papers_prompts_can_be_asked_for(
+    paper: str, model: str, options: dict[str, Any], cut: int, bare: set[str], tokenizer: Any
+) -> None:
+    names = ["qasper", "trec", "triviaqa", "lcc"]
+    constructed = {"source": "constructed", "constructed_tokens": SHORTEST, "datasets": names}
+    _, tasks = build("longbench", {**constructed, **options}, tokenizer, limit=1, model=model)
+    settings = {name.removeprefix("longbench_"): task.config.generation_kwargs for name, (task, _) in tasks.items()}
+    assert {one["cut_middle"] for one in settings.values()} == {cut}
+    assert {name for name, one in settings.items() if one["wrapper"] == "none"} == bare & set(names)
+
+
 # -- scores ---------------------------------------------------------------------------------------------------------------
 
 

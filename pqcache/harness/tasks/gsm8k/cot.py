@@ -5,7 +5,8 @@ Prompt, stop strings, filters and metric are lm-eval's definition; the rows come
 - `strict-match` reads "The answer is <n>." and counts an answer without the full stop as wrong.
 - `flexible-extract` reads the last number.
 
-Both are in the row's metrics; `task.extract` chooses the score.
+Both are in the row's metrics; `task.extract` chooses the score. A chat model gets the prompt as one user turn; lm-eval wraps
+none by default, and neither does model.chat=false.
 """
 
 from __future__ import annotations
