@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy
 import pytest
+from safetensors.torch import load_file
 
+from pqcache.diagnostics import PROMPT_ARRAYS
 from pqcache.harness.report import diagnostic_arrays, diagnostic_figures
+from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX
 from pqcache.harness.report.rows import Diagnostics, Row, read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import recall_sweep
@@ -169,3 +172,16 @@ def test_recall_sweep(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "argv", [*argv[:-1], str(tmp_path / "sweep"), "--seed", "3"])
     with pytest.raises(SystemExit, match="of another run"):
         recall_sweep.main()
+
+
+def test_maps_of_the_prompt_are_stored_and_drawn(command: Command, tmp_path: Path) -> None:
+    line = ("method=full", "diagnostics=prompt", "limit=1")
+    assert command(*line) == 0
+    folder, row = only(tmp_path / "out", "full")
+    (file,) = (folder / "diagnostics").glob(f"*{PROMPT_SUFFIX}")
+    maps = load_file(file)
+    assert maps.keys() == PROMPT_ARRAYS.keys()
+    assert maps["keys"].shape[0] == maps["normalised"].shape[2] == row["prompt_tokens"]
+    file.unlink()
+    assert command(*line) == 0  # measured again
+    assert file.exists()

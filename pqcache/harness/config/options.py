@@ -47,8 +47,8 @@ class RunOptions:
     # aligned: one rule for all methods | paper: as each method's publication says | release: as its released code runs
     protocol: Literal["aligned", "paper", "release"] = "aligned"
     # true: recall, attention mass and output error of what is attended | trace: also a file for method=replay | scores: also the
-    # prompt's attention scores
-    diagnostics: bool | Literal["trace", "scores"] = False
+    # prompt's attention scores | prompt: also the sizes of its keys and values, and the attention that each token received
+    diagnostics: bool | Literal["trace", "scores", "prompt"] = False
     # any command on tiny models and inputs, to see that it runs
     smoke: bool = False
     # of an experiment with two sizes: machine (runs on a small machine) | paper (the paper's sizes)

@@ -20,6 +20,9 @@ FIELDS = {
 }
 
 
+PROMPT_SUFFIX = ".prompt.safetensors"  # of the tensors of PROMPT_ARRAYS, with diagnostics=prompt
+
+
 def read_arrays(path: Path) -> dict[str, torch.Tensor]:
     """The arrays of FIELDS; empty if the sample had no decode step."""
     import numpy

@@ -193,13 +193,21 @@ def _stack(axis: Axes, x: float, row: Row, width: float, colour: str, label: str
 
 
 def _phases_and_memory(axes: list[Axes], rows: Labelled) -> None:
-    """ZipCache, figure 6: prefill, decode step and cache memory over the prompt's length."""
+    """ZipCache, figure 6: prefill, decode step and peak memory over the prompt's length.
+
+    On a CPU the peak is the process's, and the cache has lines of its own: the weights are most of the process.
+    """
     _lines(axes[0], rows, _length, lambda row: row["prefill_s"])
     _finish(axes[0], "input length (tokens)", "s", "prefill")
     _lines(axes[1], rows, _length, lambda row: row["tpot_p50_ms"])
     _finish(axes[1], "input length (tokens)", "ms per token", "decode")
-    _lines(axes[2], rows, _length, lambda row: sum(row["resident_bytes"].values()) / 2**20)
-    _finish(axes[2], "input length (tokens)", "MiB", "cache after the last step")
+    _lines(axes[2], rows, _length, lambda row: _scaled(row["extra"].get("peak_memory_bytes"), 2**-30))
+    if all(row["extra"].get("peak_memory_of") == "gpu" for _, row in rows):
+        _finish(axes[2], "input length (tokens)", "GiB", "GPU memory (peak)")
+        return
+    cache = [(f"{label}: cache", row) for label, row in rows]
+    _lines(axes[2], cache, _length, lambda row: sum(row["resident_bytes"].values()) / 2**30, "x:")
+    _finish(axes[2], "input length (tokens)", "GiB", "peak of the process (CPU); dotted: cache after the last step")
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

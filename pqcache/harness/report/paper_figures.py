@@ -11,6 +11,8 @@
     figure: {kind: memory}                                        latency: bytes of K and V by model over the length
     figure: {kind: score_curves, heads: [[3, 25]]}                diagnostics=scores: sorted scores, a panel per layer and head
     figure: {kind: score_map, heads: [[11, 15]]}                  diagnostics=scores: queries over tokens, darker is higher
+    figure: {kind: prompt_kv}                                     diagnostics=prompt: sizes of keys and values
+    figure: {kind: prompt_saliency, share: 0.4}                   diagnostics=prompt: how often each token is salient
 
 `by:` names the key whose values are the lines. There is a panel per model; lines have one per model and data set. Axes of
 scores and shares begin at 0.
@@ -33,6 +35,7 @@ from pqcache.harness.report.figure_request import FigureRequest, cell_title, lin
 from pqcache.harness.report.heat_maps import heat_maps
 from pqcache.harness.report.line_figure import draw_lines
 from pqcache.harness.report.memory_figure import draw_memory
+from pqcache.harness.report.prompt_figures import draw_keys_and_values, draw_saliency
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.score_figures import draw_score_curves, draw_score_map
 
@@ -136,4 +139,6 @@ KINDS = {
     "memory": draw_memory,
     "score_curves": draw_score_curves,
     "score_map": draw_score_map,
+    "prompt_kv": draw_keys_and_values,
+    "prompt_saliency": draw_saliency,
 }

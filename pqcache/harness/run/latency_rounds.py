@@ -17,6 +17,7 @@ import torch
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.measure.machine import Ceilings, ceilings
+from pqcache.measure.peak import peak_memory
 from pqcache.measure.roofline import bound, prompt
 from pqcache.pq.profile import offload_seconds
 from pqcache.selective import generate
@@ -76,14 +77,17 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
                 with contextlib.suppress(ValueError):
                     generate(model, cell.method, ids.to(device), max_new_tokens=3, attn=cell.run.attn)
             fresh = True
-            run = generate(
-                model,
-                cell.method,
-                ids.to(device),
-                max_new_tokens=task["new_tokens"],
-                attn=cell.run.attn,
-                lanes=make_lanes(task["overlap"], device),
-            )
+            with peak_memory(device) as peak:
+                run = generate(
+                    model,
+                    cell.method,
+                    ids.to(device),
+                    max_new_tokens=task["new_tokens"],
+                    attn=cell.run.attn,
+                    lanes=make_lanes(task["overlap"], device),
+                )
+            if peak.bytes is not None:
+                run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
             run.extra.update(bound(model, run, limits).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))
             if getattr(cell.method, "store", "resident") != "resident":
                 config = model.config.get_text_config(decoder=True)

@@ -2,6 +2,7 @@
 
 <cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see report/diagnostic_arrays.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
+<cell>/diagnostics/<task>-<document>-<fingerprint>.prompt.safetensors see pqcache/diagnostics/prompt_maps.py (`prompt`)
 
 A sample's files are on disk before its line in samples.jsonl. All numbers are measured on the run's own queries.
 """
@@ -13,10 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save as save_tensors
+
 from pqcache.atomic import write_bytes
-from pqcache.diagnostics import ARRAYS, Measures, Scores, summarize
+from pqcache.diagnostics import ARRAYS, Measures, PromptMaps, Scores, summarize
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
-from pqcache.harness.report.diagnostic_arrays import read_arrays
+from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX, read_arrays
 from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run.samples import Sample
 
@@ -30,20 +33,23 @@ class Recorder:
     """The diagnostics of one cell: `watchers` for a sample, then `save`; `row` when all are done."""
 
     def __init__(self, folder: Path, level: bool | str, origin: dict[str, Any], dense_layers: int) -> None:
-        """level: true, "trace" or "scores". origin: the cell's configuration, which a trace repeats."""
+        """level: true, "trace", "scores" or "prompt". origin: the cell's configuration, which a trace repeats."""
         self.folder, self.trace = folder / "diagnostics", level == "trace"
-        self.scores = level == "scores"
+        self.scores, self.prompt = level == "scores", level == "prompt"
         self.origin, self.dense_layers = origin, dense_layers
         self._measures = Measures()
         self._recorder = TraceRecorder()
         self._scores = Scores()
+        self._maps = PromptMaps()
 
     def watchers(self, task: str, doc_id: int) -> list[Watcher]:
         self._measures = Measures()
         self._recorder = TraceRecorder({**self.origin, "task": task, "document": doc_id})
-        self._scores = Scores()
-        extra: list[Watcher] = [self._recorder] if self.trace else [self._scores] if self.scores else []
-        return [self._measures, *extra]
+        self._scores, self._maps = Scores(), PromptMaps()
+        levels: list[tuple[bool, Watcher]] = [
+            (self.trace, self._recorder), (self.scores, self._scores), (self.prompt, self._maps)
+        ]  # fmt: skip
+        return [self._measures, *(watcher for chosen, watcher in levels if chosen)]
 
     def path(self, task: str, doc_id: int, mark: str) -> Path:
         return self.folder / f"{task}-{doc_id}-{mark}.npz"
@@ -51,7 +57,8 @@ class Recorder:
     def complete(self, task: str, doc_id: int, mark: str) -> bool:
         """Whether the files of a sample exist."""
         path = self.path(task, doc_id, mark)
-        return path.exists() and (not self.trace or path.with_suffix(SUFFIX).exists())
+        suffix = SUFFIX if self.trace else PROMPT_SUFFIX if self.prompt else path.suffix
+        return path.exists() and path.with_suffix(suffix).exists()
 
     def save(self, task: str, doc_id: int, mark: str) -> None:
         import numpy
@@ -64,6 +71,8 @@ class Recorder:
         path = self.path(task, doc_id, mark)
         if self.trace:
             self._recorder.save(path.with_suffix(SUFFIX))
+        if self.prompt:
+            write_bytes(path.with_suffix(PROMPT_SUFFIX), save_tensors(self._maps.arrays()))
         write_bytes(path, buffer.getvalue())
 
     def row(self, samples: Iterable[Sample]) -> dict[str, Any]:

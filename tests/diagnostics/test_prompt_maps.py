@@ -1,0 +1,80 @@
+"""Maps of a prompt: accumulated and normalised attention, sizes of keys and values; and the figures' numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.full import Full
+from baselines.zipcache import ZipCache
+from pqcache.diagnostics import PROMPT_ARRAYS, Capture, PromptMaps
+from pqcache.harness.report.prompt_figures import salient_share, shrunk
+from pqcache.measure.peak import peak_memory
+from pqcache.selective import Budget, generate
+from tests.invariants.drive import tokens
+
+
+@pytest.mark.parametrize("chunk", [None, 17])
+def test_maps_are_those_of_the_prompts_own_attention(llama: PreTrainedModel, chunk: int | None) -> None:
+    s, maps, capture = 50, PromptMaps(), Capture()
+    ids = torch.tensor([tokens(s, 1)])
+    generate(llama, Full(), ids, max_new_tokens=3, prefill_chunk=chunk, watchers=[maps, capture])
+    arrays = maps.arrays()
+    assert arrays.keys() == PROMPT_ARRAYS.keys()
+    layers = sorted({call.ctx.layer_idx for call in capture.calls})
+    for at in layers:
+        calls = [c for c in capture.calls if c.ctx.layer_idx == at and not c.ctx.step.decode]
+        q, k, v = (torch.cat([getattr(c, name)[0] for c in calls], 1).float() for name in "qkv")
+        logits = q @ k.repeat_interleave(2, 0).transpose(1, 2) * calls[0].ctx.scaling
+        probs = logits.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        sums = probs.sum(1).unflatten(0, (2, 2)).sum(1)
+        torch.testing.assert_close(arrays["accumulated"][at], sums, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(arrays["normalised"][at], sums / torch.arange(s, 0, -1), rtol=1e-4, atol=1e-5)
+        if at == len(layers) // 2:
+            assert int(arrays["layer"]) == at
+            for name, x in (("keys", k), ("values", v)):
+                wanted = x.abs().transpose(0, 1).flatten(1)
+                torch.testing.assert_close(arrays[name].float(), wanted, rtol=1e-3, atol=1e-3)
+    assert PromptMaps().arrays() == {}
+
+
+def test_normalised_attention_is_zipcaches_with_all_probes(llama: PreTrainedModel) -> None:
+    """The salient tokens by the map are those that the method keeps in 4 bits."""
+    maps, ids = PromptMaps(), torch.tensor([tokens(60, 2)])
+    stores: list = []
+    method = ZipCache(budget=Budget(ratio=0.2), probes="all")
+    make = method.make_store
+    method.make_store = lambda *a: (stores.append(make(*a)), stores[-1])[1]  # type: ignore[method-assign]
+    generate(llama, method, ids, max_new_tokens=1, watchers=[maps])
+    kept = torch.stack([store.widths.bits()[0, :, :60] for store in stores[-llama.config.num_hidden_layers :]]).float()
+    assert torch.equal(salient_share(maps.arrays()["normalised"], 0.6), kept.mean((0, 1)))
+
+
+def test_share_of_heads_in_which_a_token_is_salient() -> None:
+    scores = torch.tensor([[[3.0, 2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 8.0, 7.0]]])
+    assert salient_share(scores, 0.4).tolist() == [0.5, 0.5, 0.5, 0.5, 0.0]
+    assert salient_share(scores, 1.0).tolist() == [1.0] * 5
+
+
+def test_large_maps_keep_their_outliers() -> None:
+    x = torch.zeros(3000, 10)
+    x[1234, 5] = 7.0
+    small = shrunk(x)
+    assert small.shape == (1000, 10) and small.max() == 7.0 and small[411, 5] == 7.0
+    assert shrunk(x[:100]).shape == (100, 10)
+
+
+def test_the_peak_is_of_what_runs_inside() -> None:
+    device = torch.device("cpu")
+    with peak_memory(device) as without:
+        pass
+    with peak_memory(device) as held:
+        torch.ones(32 << 20)  # 128 MiB, freed at once
+    with peak_memory(device) as after:
+        pass
+    if without.bytes is None or held.bytes is None or after.bytes is None:
+        pytest.skip("this system does not say how much memory a process held at most")
+    assert held.of == "process"
+    assert held.bytes - without.bytes > 100 << 20
+    assert held.bytes - after.bytes > 100 << 20
