@@ -3,15 +3,21 @@
 While a layer runs, its input times the next layer's query weights approximates that layer's query. An orthogonal matrix A per
 layer, computed once per model, rotates queries and keys so that few columns carry most of q . k. Speculation uses only these
 columns. There are no sinks and no local window. The first layer has no layer before it and stays dense; in the paper's protocol
-the first two do.
+the first two do, and 0.3 of the columns are kept, chosen by |q A| + |k A|.
+
+Release protocol: the accuracy code for Llama (github.com/snu-comparch/InfiniGen). Every query head chooses its own tokens, and
+the columns of largest |q A| and those of largest |k A| are united.
 
 Deviations:
-- The published system has no grouped queries. Here a group shares A, columns and choice.
+- The published system has no grouped queries. Here a group shares A and columns, and with a `reduce` its choice.
 - Queries are rotated by position before the skew, as in the released Llama code, so the next layer's whole query projection
   is computed and its skewed columns taken, instead of partial query weights.
 - The number of tokens is the mean over a row's heads, not over the batch.
 - The cap is a share of the prompt, not of the growing sequence.
 - Host memory has no limit, so no token is evicted from it.
+- The current token is attended on top. A token exactly alpha below the best does not count, as in the speed code.
+- Columns are fixed by the calibration text, as in the accuracy code. The speed code chooses them anew for every prompt.
+- Release: the accuracy code takes every head's threshold from the first head, and sparsifies the prompt, too. Neither is copied.
 """
 
 from __future__ import annotations
@@ -107,7 +113,7 @@ class SpeculativeIndex(Index):
     per_row = ("partial",)
 
     def __init__(self, method: InfiniGen) -> None:
-        self.method, self.reduce = method, method.reduce
+        self.method, self.reduce = method, str(method.reduce)
         self.basis: torch.Tensor | None = None  # (h_kv, d, r), a constant of the model: it has no rows
         self.partial: Buffer | None = None  # (n, h_kv, capacity, r), as the keys
         self.choice: Selection | None = None  # of the step that is running
@@ -188,11 +194,12 @@ class SpeculativeIndex(Index):
 class InfiniGen(RetrievalMethod):
     """Tokens with the largest speculated weight, chosen and fetched while the layer before runs.
 
-    Aligned protocol: as many tokens as the budget says. Paper's protocol: as many as `alpha` says, up to the cap or the budget,
-    whichever is less. budget=1.0 attends everything under either. `prepare` runs the model once over a calibration text.
+    Aligned protocol: as many tokens as the budget says. Paper's and release's: as many as `alpha` says, up to the cap or the
+    budget, whichever is less. budget=1.0 attends everything under either. `prepare` runs the model once over a calibration text.
     """
 
     name: ClassVar[str] = "infinigen"
+    released: ClassVar[str] = "snu-comparch/InfiniGen: accuracy, Llama"
     aligned_dense_layers: ClassVar[int] = 1
     paper_dense_layers: ClassVar[int] = 2
     shortens: ClassVar[bool] = False  # it chooses one layer ahead, not within the step
@@ -200,21 +207,34 @@ class InfiniGen(RetrievalMethod):
     n_sink: ClassVar[int] = 0  # type: ignore[misc]
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 
-    # share of the columns that speculation uses (0.2 in the released code)
-    partial_ratio: float = 0.2
-    # columns of largest sum over a group: q (of |q A|), union (of |q A| or |k A|), abs_sum (of both sums added)
-    column_rule: str = "q"
+    # as RetrievalMethod.reduce; null: sum_softmax, in the release's protocol none
+    reduce: str | None = None  # type: ignore[assignment]
+    # share of the columns that speculation uses; null: 0.2, in the paper's protocol 0.3
+    partial_ratio: float | None = None
+    # columns of largest sum over a group: q (of |q A|), union (of |q A| or |k A|), abs_sum (of both sums added); null: q, in the
+    # paper's protocol abs_sum, in the release's union
+    column_rule: str | None = None
     # svd: A by singular vectors; none: A = 1
     skew: str = "svd"
     # tokens of the calibration text, at most
     calibration_tokens: int = 2048
-    # a token is selected if its speculated logit is within alpha of its head's largest; null: no limit, paper's protocol 5
+    # a token is selected if its speculated logit is within alpha of its head's largest; null: no limit, in the paper's and the
+    # release's protocol 5
     alpha: float | None = None
-    # share of the prompt that may be selected at most; null: 1, in the paper's protocol 0.2
+    # share of the prompt that may be selected at most; null: 1, in the paper's and the release's protocol 0.2
     cap: float | None = None
+
+    def fill(self) -> None:
+        if self.reduce is None:
+            self.reduce = self.by_protocol(aligned="sum_softmax", paper="sum_softmax", release="none")
+        if self.partial_ratio is None:
+            self.partial_ratio = self.by_protocol(aligned=0.2, paper=0.3, release=0.2)
+        if self.column_rule is None:
+            self.column_rule = self.by_protocol(aligned="q", paper="abs_sum", release="union")
 
     def validate(self) -> None:
         super().validate()
+        assert self.partial_ratio is not None  # see `fill`
         self.require("partial_ratio", 0 < self.partial_ratio <= 1, "a float in (0, 1]")
         self.require_one_of("column_rule", COLUMN_RULES)
         self.require_one_of("skew", SKEWS)
@@ -240,6 +260,7 @@ class InfiniGen(RetrievalMethod):
         self.similarity = float(tensors["similarity"][1:].mean()) if len(modules) > 1 else 1.0
         for i, module in enumerate(modules):
             layer = {name: tensors[name][i] for name in ("basis", "q_sum", "k_sum")}
+            assert self.column_rule is not None and self.partial_ratio is not None  # see `fill`
             self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(model.device)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:

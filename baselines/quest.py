@@ -1,11 +1,15 @@
 """Quest: retrieve pages of consecutive tokens by an upper bound of their scores (Tang et al., arXiv 2406.10774, section 3).
 
 Each page stores the channel-wise minimum and maximum of its keys (Algorithm 1). A budget of B tokens attends floor(B / page)
-pages; the page of the newest past token is always among them. There are no sinks and no local window.
+pages; the page of the newest past token is always among them (`newest`). There are no sinks and no local window.
+
+Release protocol: the evaluation code of github.com/mit-han-lab/Quest. At least three pages are attended, and the newest one
+competes with the others.
 
 Deviations:
-- The current token is attended on top of the pages, as for every other method here.
-- At least one page is attended, where the released evaluation attends at least three.
+- The current token is attended on top of the pages, as for every other method here. The released evaluation attends it only if
+  its page is chosen.
+- The CUDA code, which always takes the newest page, is what the aligned and the paper's protocol follow there.
 - With store=host all chosen pages are fetched at each step; the published system keeps K and V on the device.
 """
 
@@ -16,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.fields import added
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
@@ -42,7 +47,7 @@ class PageIndex(Index):
     per_row = ("low", "high")
 
     def __init__(self, method: Quest) -> None:
-        self.page, self.reduce = method.page, method.reduce
+        self.page, self.reduce, self.newest = method.page, method.reduce, bool(method.newest)
         self.low: Buffer | None = None  # (n, h_kv, capacity, d), as the keys
         self.high: Buffer | None = None
 
@@ -72,7 +77,7 @@ class PageIndex(Index):
             buffer.data[rows, :, page] = torch.where(opens, new, extreme(buffer.data[rows, :, page], new))
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        """The page of the newest past token and the pages of highest bound, as token positions."""
+        """The pages of highest bound, the newest past token's among them where `newest` says so, as token positions."""
         assert self.low is not None and self.high is not None
         size, ends, device = self.page, cand.ends, q.device
         # the first page with a candidate, and how many of its tokens are sinks; a page with sinks counts whole
@@ -84,9 +89,12 @@ class PageIndex(Index):
         low, high = (buffer.view(max(pages))[:, :, first:] for buffer in (self.low, self.high))
         bound = page_bound(q, low, high) * ctx.scaling
         weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
-        chosen = top_tokens(weights.masked_fill(column == last, torch.inf), counts)  # (n, H, max(counts)), ascending
+        if self.newest:
+            weights = weights.masked_fill(column == last, torch.inf)
+        chosen = top_tokens(weights, counts)  # (n, H, max(counts)), ascending
         positions = ((chosen + first)[..., None] * size + torch.arange(size, device=device)).flatten(2)
-        if cut == 0 and len(set(ends)) == 1 and len(set(counts)) == 1:  # only the last page is cut, and it comes last
+        # only the last page is cut, and it comes last
+        if self.newest and cut == 0 and len(set(ends)) == 1 and len(set(counts)) == 1:
             return Selection(positions[..., : positions.shape[2] - (pages[0] * size - ends[0])])
         chosen = chosen[..., None].expand(-1, -1, -1, size).flatten(2)
         inside = (
@@ -100,6 +108,7 @@ class Quest(RetrievalMethod):
     """Pages with the largest upper bound of q . k. The paper's protocol leaves the first two layers dense (section 4.1)."""
 
     name: ClassVar[str] = "quest"
+    released: ClassVar[str] = "mit-han-lab/Quest: evaluation"
     paper_dense_layers: ClassVar[int] = 2
     shared_reduce: ClassVar[str] = "sum_logit"
     retired: ClassVar[dict[str, Any]] = {"n_sink": 0, "recent_ratio": 0.0}
@@ -110,14 +119,25 @@ class Quest(RetrievalMethod):
     reduce: str = "none"
     # tokens per page (section 3.3)
     page: int = 16
+    # pages attended, at least; null: 1, in the release's protocol 3
+    least_pages: int | None = added(None, absent=1)
+    # whether the page of the newest past token is always attended; null: true, in the release's protocol false
+    newest: bool | None = added(None, absent=True)
 
     def validate(self) -> None:
         super().validate()
         self.require("page", self.page >= 1, "an int >= 1")
+        self.require("least_pages", self.least_pages is None or self.least_pages >= 1, "null or an int >= 1")
+
+    def setup(self) -> None:
+        if self.least_pages is None:
+            self.least_pages = self.by_protocol(aligned=1, paper=1, release=3)
+        if self.newest is None:
+            self.newest = self.by_protocol(aligned=True, paper=True, release=False)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         total = self.budget.tokens or self.budget.total(s)  # a token budget beyond the prompt: all pages
-        pages = max(1, total // self.page)
+        pages = max(self.least_pages or 1, total // self.page)
         return Plan(sinks=0, local=0, k=s if self.budget.is_everything else min(s, pages * self.page))
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> PageIndex:

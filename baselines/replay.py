@@ -1,6 +1,7 @@
 """Replay: attend exactly the tokens that a recorded run attended, at every layer and step (pqcache/diagnostics/trace.py).
 
-The budget is the recorded one. With the recorded run's store the replay moves the same K and V and attends the same tokens.
+The budget is the recorded one, and so is the protocol: a trace of a run under protocol=release is replayed as it was.
+With the recorded run's store the replay moves the same K and V and attends the same tokens.
 
 Deviations from the recorded run:
 - Bytes of its index (selection) are not moved again.

@@ -5,9 +5,44 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pqcache.pq.kmeans import assign
+from pqcache.pq.kmeans import assign, initial_positions
 
 DISTANCES = ("cosine", "l2", "ip")
+INITS = ("random", "repeated", "plusplus")
+
+
+def initial(x: torch.Tensor, c: int, how: str, seed: int, distance: str = "cosine") -> torch.Tensor:
+    """The keys that clustering starts from: x (G, N, d) -> (G, c, d).
+
+    random: c different keys, the same positions in every group (section III-B). repeated: the same, but a key may come twice.
+    plusplus: each key is drawn with a probability proportional to its distance to the nearest one drawn before it (k-means++).
+    """
+    groups, n, d = x.shape
+    if how == "plusplus":
+        at = _plusplus(x.float(), c, seed, distance)
+        return x.gather(1, at[..., None].expand(-1, -1, d))
+    if how == "repeated":
+        return x[:, torch.randint(n, (c,), generator=torch.Generator().manual_seed(seed)).to(x.device)]
+    return x[:, initial_positions(n, c, seed).to(x.device)]
+
+
+def _plusplus(x: torch.Tensor, c: int, seed: int, distance: str) -> torch.Tensor:
+    """Positions (G, c) of k-means++; the distance is 1 - cosine, or the squared one."""
+    groups, n, d = x.shape
+    draw = torch.rand(c, groups, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.device)
+    if distance == "cosine":
+        x = x / (x.norm(dim=-1, keepdim=True) + 1e-8)
+    at = (draw[0] * n).long()
+    chosen = [at]
+    nearest_yet = torch.full((groups, n), torch.inf, dtype=torch.float64, device=x.device)
+    for u in draw[1:]:
+        last = x.gather(1, at[..., None].expand(-1, -1, d))
+        apart = 1 - (x @ last.mT)[..., 0] if distance == "cosine" else (x - last).square().sum(-1)
+        nearest_yet = nearest_yet.minimum(apart.double().clamp_min(0))
+        total = nearest_yet.cumsum(-1)
+        at = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_max(n - 1)
+        chosen.append(at)
+    return torch.cat(chosen, 1)
 
 
 def nearest(x: torch.Tensor, centroids: torch.Tensor, distance: str) -> torch.Tensor:
@@ -30,7 +65,8 @@ def cluster(
     """K-Means of x (G, N, d) from init (G, C, d): centroids (G, C, d) fp32, codes (G, N), rounds done.
 
     A centroid is the plain mean of its cluster's keys, whatever the distance; an empty cluster keeps its last centroid.
-    Ends when no key changes its cluster, or after max_iter rounds.
+    Ends when no key changes its cluster, or after max_iter rounds. Codes are always those of the returned centroids: after
+    max_iter rounds keys are assigned once more, as the released code does.
     """
     x, centroids = x.float(), init.float()
     c = centroids.shape[1]
@@ -44,4 +80,4 @@ def cluster(
         sums = torch.zeros_like(centroids).flatten(0, 1).index_add_(0, flat, x.flatten(0, 1)).view_as(centroids)
         counts = torch.bincount(flat, minlength=len(x) * c).view(len(x), c)
         centroids = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centroids)
-    return centroids, codes, max_iter
+    return centroids, nearest(x, centroids, distance), max_iter

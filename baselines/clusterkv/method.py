@@ -6,10 +6,17 @@ ends. There is no local window: generated tokens are attended, outside the budge
 Aligned protocol: a budget ratio is of the tokens after the sinks. Paper's protocol: the ratio includes the sinks, as a token
 budget always does, and the first two layers are dense (section V-A).
 
+Release protocol: the published code (github.com/sjtu-zhao-lab/ClusterKV). With store=resident its accuracy evaluation: 400
+clusters whatever the prompt, k-means++ seeding, generated tokens are never clustered and all attended. With store=host its
+efficiency benchmark: 200 clusters, seeded by keys drawn with replacement, 8 clusters for every 320 generated tokens, and
+B - 1 tokens beside the sinks.
+
 Deviations:
 - K-Means stops after 20 rounds, as in the released code.
 - A later turn is clustered like a prompt of its own, together with the generated tokens before it.
-- The cache on the device (store=host) holds tokens, not clusters: the last cluster is cut.
+- The cache on the device (store=host) holds tokens, not clusters: the last cluster is cut. The released cache does the same.
+- Release: RAFT draws several k-means++ seeds at once and stops at a tolerance; here they are drawn one by one, without one.
+- Release: the efficiency code sorts at most 256 clusters and can read clusters before they are built. Neither is copied.
 """
 
 from __future__ import annotations
@@ -21,9 +28,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from baselines.clusterkv.clusters import DISTANCES, cluster
+from baselines.clusterkv.clusters import DISTANCES, INITS, cluster, initial
 from baselines.clusterkv.recent_store import RecentStore
-from pqcache.pq.kmeans import initial_positions
+from pqcache.fields import added
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
 from pqcache.selective.index import Candidates, Index, Selection
@@ -75,16 +82,16 @@ class ClusterIndex(Index):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """Once `window` generated tokens have no cluster they are clustered among themselves (sections III-B, IV-A)."""
-        window, store = self.method.window, self.layer.store
+        window, store = self.method.window or 0, self.layer.store
         due = [
-            length - 1 - end >= window and not dense
+            window > 0 and length - 1 - end >= window and not dense
             for length, end, dense in zip(lengths, self.ends, self.layer.dense, strict=True)
         ]
         if any(due):
             assert store is not None
             keys = store.read(0, None, window + 1)[0][:, :, :window]
             blocks = [keys[row] if flag else keys[row, :, :0] for row, flag in enumerate(due)]
-            self._add(blocks, [min(window, self.method.window_clusters) * flag for flag in due], ctx)
+            self._add(blocks, [min(window, self.method.window_clusters or 1) * flag for flag in due], ctx)
 
     def _add(self, blocks: list[torch.Tensor], clusters: list[int], ctx: LayerContext) -> None:
         """Give row r's next tokens, keys blocks[r] (h_kv, t, d), clusters[r] clusters of their own."""
@@ -101,8 +108,9 @@ class ClusterIndex(Index):
             t, first, end = keys.shape[1], self.counts[row], self.ends[row]
             if not t:
                 continue
-            init = keys[:, initial_positions(t, c, self.method.kmeans_seed).to(keys.device)]
-            centroids, codes, rounds = cluster(keys.detach(), init, self.method.max_iter, self.method.distance)
+            method, keys = self.method, keys.detach()
+            init = initial(keys, c, method.init or "random", method.kmeans_seed, method.distance)
+            centroids, codes, rounds = cluster(keys, init, method.max_iter, method.distance)
             self.centroids[row, :, first : first + c] = centroids.to(self.centroids.dtype)
             self.sizes[row, :, first : first + c] = torch.zeros_like(self.sizes[row, :, :c]).scatter_add_(
                 1, codes, torch.ones_like(codes, dtype=torch.int32)
@@ -114,10 +122,11 @@ class ClusterIndex(Index):
     def local(self, plan: Plan, past: int) -> int:
         """The generated tokens that are not clustered yet."""
         assert isinstance(plan, ClusterPlan)
-        return max(0, past - max(plan.s, self.method.n_sink)) % self.method.window
+        generated = max(0, past - max(plan.s, self.method.n_sink))
+        return generated % self.method.window if self.method.window else generated
 
     def max_local(self, plan: Plan) -> int:
-        return self.method.window  # that many keys are read when they are clustered
+        return self.method.window or 0  # that many keys are read when they are clustered; 0: only a resident store
 
     def weights(self, q: torch.Tensor, h_kv: int, scaling: float) -> torch.Tensor:
         """Ranking weights of clusters, q . centroid (section III-C): (n, h, C), or (n, h_kv, C) reduced over the group."""
@@ -177,8 +186,9 @@ class ClusterIndex(Index):
     ) -> None:
         """Report the share of chosen clusters that a cached step chose, too: mean over heads, rows and steps.
 
-        Every head counts as many clusters as the head that needs most, as the paper's simulator does. rank (n, H, C): clusters
-        in descending rank; before, sizes (n, H, C): tokens before each of them, and in it.
+        As in the released simulator, every head counts as many clusters as the head that needs most, and steps count as soon as
+        `cache_steps` steps came before them. rank (n, H, C): clusters in descending rank; before, sizes (n, H, C): tokens before
+        each of them, and in it.
         """
         if not isinstance(self.layer.store, RecentStore):
             return
@@ -186,11 +196,12 @@ class ClusterIndex(Index):
         count = ((before < requested) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
         column = torch.arange(rank.shape[2], device=rank.device)
         now = torch.zeros_like(rank, dtype=torch.bool).scatter(2, rank, (column < count) & (sizes > 0))
-        known = torch.zeros_like(now)
-        for chosen in self.chosen:
-            known[..., : chosen.shape[2]] |= chosen
-        hits = (now & known).sum(-1) / now.sum(-1).clamp_min(1)
-        ctx.cache.ledger.mean("cluster_hit_rate", hits.mean())
+        if len(self.chosen) == self.method.cache_steps:
+            known = torch.zeros_like(now)
+            for chosen in self.chosen:
+                known[..., : chosen.shape[2]] |= chosen
+            hits = (now & known).sum(-1) / now.sum(-1).clamp_min(1)
+            ctx.cache.ledger.mean("cluster_hit_rate", hits.mean())
         self.chosen = [*self.chosen, now][-self.method.cache_steps :]
 
     def map_rows(self, index: torch.Tensor) -> None:
@@ -209,6 +220,10 @@ class ClusterKV(RetrievalMethod):
     """
 
     name: ClassVar[str] = "clusterkv"
+    revision: ClassVar[int] = 1  # after max_iter rounds, keys belong to the last centroids
+    released: ClassVar[str] = (
+        "sjtu-zhao-lab/ClusterKV: accuracy (store=resident), efficiency with --offload (store=host)"
+    )
     paper_dense_layers: ClassVar[int] = 2
     retired: ClassVar[dict[str, Any]] = {"recent_ratio": 0.0}
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
@@ -219,12 +234,16 @@ class ClusterKV(RetrievalMethod):
     reduce: str = "none"
     # prompt tokens per cluster (C0 = L / 80, section V-B)
     tokens_per_cluster: int = 80
-    # clusters, whatever the prompt's length; null: by tokens_per_cluster
+    # clusters, whatever the prompt's length; null: by tokens_per_cluster, in the release's protocol 400 (store=host: 200)
     clusters: int | None = None
-    # generated tokens that are clustered together
-    window: int = 320
-    # clusters they get
-    window_clusters: int = 4
+    # generated tokens that are clustered together; 0: none are (store=resident); null: 320, in the release's protocol 0
+    # (store=host: 320)
+    window: int | None = None
+    # clusters they get; null: 4, in the release's protocol 8
+    window_clusters: int | None = None
+    # keys the K-Means starts from: random (different ones) | repeated (drawn with replacement) | plusplus (k-means++); null:
+    # random, in the release's protocol plusplus (store=host: repeated)
+    init: str | None = added(None, absent="random")
     # distance of the K-Means: cosine, l2 or ip
     distance: str = "cosine"
     # K-Means rounds, at most
@@ -236,16 +255,38 @@ class ClusterKV(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("tokens_per_cluster", "window", "window_clusters", "max_iter"):
+        for name in ("tokens_per_cluster", "max_iter"):
             self.require(name, getattr(self, name) >= 1, "an int >= 1")
-        self.require("clusters", self.clusters is None or self.clusters >= 1, "null or an int >= 1")
+        for name in ("clusters", "window_clusters"):
+            self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "null or an int >= 1")
+        self.require("window", self.window is None or self.window >= 0, "null or an int >= 0")
+        self.require(
+            "window", self.window != 0 or self.store == "resident", "null or an int >= 1 with a store on the host"
+        )
         self.require("cache_steps", self.cache_steps >= 0, "an int >= 0")
         self.require_one_of("distance", DISTANCES)
+        if self.init is not None:
+            self.require_one_of("init", INITS)
+
+    def setup(self) -> None:
+        resident = self.store == "resident"  # which of the two released programs this is
+        if self.clusters is None and self.protocol == "release":
+            self.clusters = 400 if resident else 200
+        if self.window is None:
+            self.window = self.by_protocol(aligned=320, paper=320, release=0 if resident else 320)
+        if self.window_clusters is None:
+            self.window_clusters = self.by_protocol(aligned=4, paper=4, release=8)
+        if self.init is None:
+            self.init = self.by_protocol(
+                aligned="random", paper="random", release="plusplus" if resident else "repeated"
+            )
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
         aligned = partition_plan(self.budget, s, self.n_sink, 0.0)
         k = aligned.local + aligned.k
-        if self.protocol != "aligned":
+        if self.protocol == "release" and self.store != "resident":
+            k = min(s - aligned.sinks, max(1, self.budget.total(s) - 1))
+        elif self.protocol != "aligned":
             k = min(s - aligned.sinks, max(1, self.budget.total(s) - aligned.sinks))
         return ClusterPlan(aligned.sinks, 0, k, s)
 

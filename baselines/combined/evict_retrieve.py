@@ -3,7 +3,7 @@
     python run.py method=evict_retrieve method.evict=snapkv method.keep=0.5 method.retrieve=pqcache budget=0.1
 
 A composition of published parts. It holds less than retrieval alone, whose K, V and index cover the whole prompt, and attends
-fewer tokens than eviction alone at the same memory.
+fewer tokens than eviction alone at the same memory. Under protocol=release each part runs as its own published code.
 
 Deviations from the parts alone:
 - Evictors that also drop while decoding (H2O by default) prune once here: an index cannot forget single tokens.
@@ -106,6 +106,7 @@ class EvictRetrieve(ComposedMethod):
     """
 
     name: ClassVar[str] = "evict_retrieve"
+    released: ClassVar[str] = "that of each part"
 
     # eviction method that prunes the prompt
     evict: str = "snapkv"

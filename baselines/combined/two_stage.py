@@ -3,7 +3,8 @@
     python run.py method=two_stage method.first=quest method.second=pqcache budget=0.1
 
 A composition of published parts: the coarse choice of Quest (arXiv 2406.10774) or ClusterKV (arXiv 2412.03213), the fine one of
-PQCache (arXiv 2407.12820). The pair itself is not published.
+PQCache (arXiv 2407.12820). The pair itself is not published. Under protocol=release each stage runs as its own published code;
+sinks, window, k and `reduce` are this method's own under every protocol.
 
 Deviations from the parts alone:
 - A softmax over all past tokens (oracle, sparq) is taken over the attended and shortlisted tokens: no others are scored.
@@ -182,6 +183,7 @@ class TwoStage(ComposedMethod, RetrievalMethod):
     """
 
     name: ClassVar[str] = "two_stage"
+    released: ClassVar[str] = "that of each stage"
     shortens: ClassVar[bool] = False
 
     # retrieval method whose index makes the shortlist

@@ -4,7 +4,11 @@ A token that leaves the window joins a block of consecutive tokens. A block is r
 tokens that received the most attention. Each query attends to sinks, its window and the `topk` blocks whose representatives
 match it best; all tokens outside the window are treated as if they were at one distance, the window's length.
 
+Release protocol: github.com/thunlp/InfLLM with its configuration for Mistral-7B, whose sizes the paper's protocol has, too.
+
 Deviations:
+- A token's score is the attention probability it receives inside the window, as in the released code, under every protocol. The
+  paper's text takes the mean of the logits.
 - The current token is inside the window, as in the released code. Keys are un-rotated after projection.
 - A prompt of at most n_init tokens, and one that a token budget covers, is dense until more tokens were generated.
 - A new turn plans anew; tokens that have left the window stay out.
@@ -33,11 +37,12 @@ class InfLLM(Method):
     """A window and blocks of tokens. Budget 1.0 is dense attention.
 
     Aligned protocol: sinks come on top of a budget ratio; the window is recent_ratio of the rest, the blocks are what remains,
-    rounded up. Paper's protocol: the sizes of the released configuration, whatever the budget.
+    rounded up. Paper's and release's protocol: the sizes of the released configuration, whatever the budget.
     dense_prefill and true_positions together leave only the selection of blocks to be measured.
     """
 
     name: ClassVar[str] = "infllm"
+    released: ClassVar[str] = "thunlp/InfLLM: config/mistral-inf-llm.yaml"
     retired: ClassVar[dict[str, Any]] = {"policy": "lru"}
 
     # sink tokens, attended by every query; null: 32, in the paper's protocol 128

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
-from baselines.clusterkv.clusters import DISTANCES, cluster, nearest
+from baselines.clusterkv.clusters import DISTANCES, cluster, initial, nearest
 from baselines.clusterkv.recent_store import RecentStore
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from tests.baselines.common import OneLayer, selections
@@ -56,11 +56,39 @@ def test_centroids_are_the_means_of_their_keys(seed: int, n: int, c: int, distan
     init = x[:, torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: min(n, c)]]
     centroids, codes, rounds = cluster(x, init, 20, distance)
     assert rounds <= 20
-    for group in range(2):
-        for i in codes[group].unique().tolist():
-            torch.testing.assert_close(centroids[group, i], x[group, codes[group] == i].mean(0), rtol=1e-4, atol=1e-5)
+    assert torch.equal(nearest(x, centroids, distance), codes)
     if rounds < 20:
-        assert torch.equal(nearest(x, centroids, distance), codes)
+        for group in range(2):
+            for i in codes[group].unique().tolist():
+                mean = x[group, codes[group] == i].mean(0)
+                torch.testing.assert_close(centroids[group, i], mean, rtol=1e-4, atol=1e-5)
+
+
+def test_after_the_last_round_keys_belong_to_the_last_centroids() -> None:
+    """On a line, by hand: from 0 and 1, round 1 moves the centroids to 0 and 5, and the key at 1 changes sides."""
+    x = torch.tensor([0.0, 1.0, 5.0, 9.0])[None, :, None]
+    centroids, codes, rounds = cluster(x, x[:, :2], 1, "l2")
+    assert rounds == 1 and centroids.flatten().tolist() == [0.0, 5.0]
+    assert codes.tolist() == [[0, 0, 1, 1]]
+    centroids, codes, rounds = cluster(x, x[:, :2], 20, "l2")
+    assert rounds == 2 and centroids.flatten().tolist() == [0.5, 7.0] and codes.tolist() == [[0, 0, 1, 1]]
+
+
+def test_keys_that_clustering_starts_from() -> None:
+    """k-means++ never draws a key at distance 0 while others are left, and draws far ones with their probability."""
+    bundles = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])  # two directions, each twice
+    for seed in range(20):
+        start = initial(bundles[None], 2, "plusplus", seed)
+        assert start[0, :, 0].count_nonzero() == 1  # one of each direction
+    line = torch.tensor([[0.0], [1.0], [2.0]])
+    second = [initial(line.expand(1, 3, 1), 2, "plusplus", seed, "l2")[0, :, 0].tolist() for seed in range(1000)]
+    from_zero = [b for a, b in second if a == 0]  # squared distances 1 and 4
+    assert from_zero.count(0.0) == 0 and 0.74 < from_zero.count(2.0) / len(from_zero) < 0.86
+    assert 290 < len(from_zero) < 380
+    keys = drawn(0, 2, 30, 4)
+    for how, repeats in (("random", False), ("repeated", True)):
+        rows = [len({tuple(k) for k in initial(keys, 25, how, seed)[0].tolist()}) < 25 for seed in range(5)]
+        assert all(row == repeats for row in rows)
 
 
 def test_zero_and_constant_keys_give_no_nan() -> None:
@@ -283,7 +311,8 @@ def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: 
             now += [set(order[: max(counts)]) for order in ranked]
             tokens_now += [set(head.tolist()) for head in one.selected[row]]
         for i, mine in enumerate(now):
-            rates.append(len(mine & set().union(*(before[i] for before in clusters[-memory:]))) / len(mine))
+            if step >= memory:
+                rates.append(len(mine & set().union(*(before[i] for before in clusters[-memory:]))) / len(mine))
             known = set().union(*(before[i] for before in chosen[-memory:]))
             hits += len(tokens_now[i] & known)
             lookups += 58
@@ -328,6 +357,31 @@ def test_protocols_and_refusals() -> None:
     assert ClusterKV(budget=half, protocol="paper").plan(816, 0, 1).k == 408 - 16
     assert ClusterKV(budget=Budget(tokens=256)).plan(816, 0, 1).total == 256
     assert ClusterKV(protocol="paper").dense_layers == 2
-    for hyper in ({"window": 0}, {"clusters": 0}, {"distance": "cosin"}, {"cache_steps": -1}):
+    for hyper in (
+        {"window": -1}, {"window": 0, "store": "host"}, {"window_clusters": 0}, {"clusters": 0}, {"distance": "cosin"},
+        {"cache_steps": -1}, {"init": "scalable"},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="allowed is"):
             ClusterKV(**hyper)
+
+
+def test_the_release_is_one_of_two_programs() -> None:
+    budget = Budget(tokens=1024)
+    paper, accuracy = ClusterKV(protocol="paper", budget=budget), ClusterKV(protocol="release", budget=budget)
+    efficiency = ClusterKV(protocol="release", budget=budget, store="host")
+    names = ("clusters", "window", "window_clusters", "init", "dense_layers")
+    assert [getattr(paper, name) for name in names] == [None, 320, 4, "random", 2]
+    assert [getattr(accuracy, name) for name in names] == [400, 0, 8, "plusplus", 2]
+    assert [getattr(efficiency, name) for name in names] == [200, 320, 8, "repeated", 2]
+    assert [m.plan(32000, 2, 32).k for m in (paper, accuracy, efficiency)] == [1008, 1008, 1023]
+    assert [m.plan(500, 2, 32).k for m in (paper, accuracy, efficiency)] == [484, 484, 484]  # the whole prompt
+
+
+def test_the_released_evaluation_attends_every_generated_token() -> None:
+    k, new = drawn(1, 1, 2, 700, 8), drawn(2, 1, 2, 1, 8)
+    one = OneLayer(ClusterKV(protocol="release", budget=Budget(tokens=64), dense_layers=0), k, k, 4)
+    assert one.layer.index.counts == [400]
+    for step in range(330):
+        one.step(drawn(step, 1, 4, 1, 8), new, new)
+        assert one.layer.selected.local == [step] and one.selected.shape == (1, 4, 48)
+    assert one.layer.index.counts == [400] and one.layer.index.ends == [700]

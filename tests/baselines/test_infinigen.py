@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.infinigen import COLUMN_RULES, InfiniGen, partial_basis, skew
+from baselines.infinigen import COLUMN_RULES, InfiniGen, SpeculativeIndex, partial_basis, skew
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
 from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.index import Candidates
+from pqcache.selective.shape import ModelShape
 from tests.baselines.common import OneLayer, selections
 from tests.invariants.cases import ARCHITECTURES
 from tests.invariants.conftest import build
@@ -366,6 +369,10 @@ def test_protocols_and_refusals() -> None:
     aligned, paper = InfiniGen(), InfiniGen(protocol="paper")
     assert (aligned.dense_layers, aligned.alpha, aligned.cap) == (1, None, None)
     assert (paper.dense_layers, paper.alpha, paper.cap) == (2, 5.0, 0.2)
+    release = InfiniGen(protocol="release", budget=Budget(tokens=512))
+    assert (release.dense_layers, release.alpha, release.cap, release.plan(1000, 2, 32).k) == (2, 5.0, 0.2, 200)
+    shares = [(m.partial_ratio, m.column_rule, m.reduce) for m in (aligned, paper, release)]
+    assert shares == [(0.2, "q", "sum_softmax"), (0.3, "abs_sum", "sum_softmax"), (0.2, "union", "none")]
     assert InfiniGen(dense_layers=3).dense_layers == 3
     with pytest.raises(NotApplicable, match="dense_layers=0"):
         InfiniGen(dense_layers=0)
@@ -379,3 +386,12 @@ def test_protocols_and_refusals() -> None:
     ):
         with pytest.raises(ValueError, match="allowed is"):
             InfiniGen(**hyper)
+
+
+def test_the_released_choice_is_per_query_head() -> None:
+    """Two query heads of a group with 3 and 1 tokens near their best: 2 of each, its own."""
+    index = SpeculativeIndex(InfiniGen(protocol="release", budget=Budget(ratio=0.5)))
+    index.layer = SimpleNamespace(shape=ModelShape(n_layers=4, h=2, h_kv=1, d=2))
+    logits = torch.tensor([[[9.0, 8.0, 7.0, 1.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 20.0]]])
+    chosen = index.pick(logits, Candidates(0, [6], [3], [7]))
+    assert chosen.indices.tolist() == [[[0, 1, -1], [4, 5, -1]]]

@@ -531,6 +531,8 @@ def test_plans() -> None:
     assert (plan.sinks, plan.window, plan.topk, plan.exc, paper.reps, paper.max_cached_blocks) == (
         128, 4096, 16, 512, 4, 32,
     )  # fmt: skip
+    release = InfLLM(protocol="release", budget=Budget(ratio=0.2))
+    assert (release.plan(20000, 0, 1), release.reps, release.n_sink) == (plan, 4, 128)
     assert isinstance(InfLLM(budget=Budget(ratio=1.0)).make_layer(0, ModelShape(1, 2, 2, 4)), DenseLayer)
 
 

@@ -177,3 +177,39 @@ def test_protocols_and_refusals() -> None:
     for hyper in ({"page": 0}, {"reduce": "mean"}):
         with pytest.raises(ValueError, match="allowed is"):
             Quest(**hyper)
+
+
+def test_the_released_evaluation_takes_three_pages_and_does_not_force_the_newest() -> None:
+    """Pages of 4 with one strong key each; bounds 5, 1, 4, 3, 2 and a weak newest page."""
+    strength = torch.tensor([5.0, 1.0, 4.0, 3.0, 2.0, 0.5]).repeat_interleave(4)
+    k = torch.zeros(1, 1, 24, 2)
+    k[0, 0, :, 0] = strength
+    q, new = torch.tensor([[[[1.0, 0.0]]]]), torch.zeros(1, 1, 1, 2)
+    for protocol, budget, pages in (
+        ("paper", 64, {0, 1, 2, 3, 4, 5}),
+        ("release", 64, {0, 1, 2, 3, 4, 5}),
+        ("release", None, {0, 2, 3}),
+        ("paper", None, {5}),
+    ):
+        size = Budget(ratio=0.2) if budget is None else Budget(tokens=budget)  # 0.2 of 24 tokens: one page
+        one = OneLayer(Quest(protocol=protocol, page=4, dense_layers=0, budget=size), k, k, 1)
+        one.step(q, new, new)
+        chosen = one.layer.selected.indices
+        got = set(range(24)) if chosen is None else {i for i in chosen.flatten().tolist() if i >= 0}
+        assert got == {i for p in pages for i in range(4 * p, 4 * p + 4)}
+    release = Quest(protocol="release")
+    assert (release.least_pages, release.newest, release.dense_layers) == (3, False, 2)
+    with pytest.raises(ValueError, match="least_pages=0: allowed is null or an int >= 1"):
+        Quest(least_pages=0)
+
+
+def test_a_newest_page_that_is_cut_and_not_forced() -> None:
+    """The newest page has two tokens: chosen, it adds two; not chosen, all pages are whole. Heads differ."""
+    k = torch.zeros(1, 1, 22, 2)
+    k[0, 0, :4, 0], k[0, 0, 20:, 1] = 1.0, 1.0
+    q, new = torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]]), torch.zeros(1, 1, 1, 2)
+    method = Quest(page=4, least_pages=3, newest=False, budget=Budget(ratio=0.2))
+    one = OneLayer(method, k, k, 2)
+    one.step(q, new, new)
+    first, second = ({i for i in head.tolist() if i >= 0} for head in one.selected[0])
+    assert first == set(range(12)) and second == {*range(8), 20, 21}

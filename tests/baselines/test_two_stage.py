@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from baselines.clusterkv import ClusterKV
 from baselines.combined.two_stage import TwoStage, TwoStageIndex
 from baselines.oracle import Oracle
+from baselines.quest import Quest
 from baselines.sparq import SparQ
 from pqcache.methods import method_class
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method
+from pqcache.selective import Budget, Method, NotApplicable
 from pqcache.selective.index import Index
 from tests.baselines.common import OneLayer, random_layer, selections
 from tests.invariants.drive import logits, tokens
@@ -317,3 +318,14 @@ def test_defaults_and_protocols() -> None:
     assert isinstance(method.shortener, ClusterKV) and method.shortener.reduce == "sum_softmax"
     assert TwoStage().shortener.reduce == "sum_logit" and TwoStage(reduce="none").shortener.reduce == "none"
     assert TwoStage(protocol="paper").dense_layers == 0
+
+
+def test_each_stage_runs_as_its_released_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Oracle, "released", "some code")
+    pages = TwoStage(protocol="release", first="quest", second="oracle", budget=Budget(tokens=512)).shortener
+    assert isinstance(pages, Quest) and (pages.least_pages, pages.newest) == (3, False)
+    clusters = TwoStage(protocol="release", first="clusterkv", second="oracle", budget=Budget(tokens=512)).shortener
+    assert isinstance(clusters, ClusterKV) and (clusters.clusters, clusters.window) == (400, 0)
+    monkeypatch.setattr(Oracle, "released", "")
+    with pytest.raises(NotApplicable, match="no code of oracle is published"):
+        TwoStage(protocol="release", second="oracle")

@@ -19,7 +19,7 @@ from pqcache.harness.config.compose import compose_all
 from tests.harness.cells import Command
 
 # Command -> names of its cells' folders at commit 674b26b. New options and removed ones may not change them. Names that a raised
-# `revision` changed since: kvcrush (1).
+# `revision` changed since: clusterkv (1), kvcrush (1).
 NAMES: dict[str, list[str]] = json.loads((Path(__file__).parent / "folder_names.json").read_text())
 ORACLE = registry.method_class("oracle")
 QUEST = registry.method_class("quest")
