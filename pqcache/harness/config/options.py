@@ -67,7 +67,7 @@ class ModelOptions:
     path: str | None = None
     # branch, tag or commit on the hub; null: the newest
     revision: str | None = None
-    # auto (the checkpoint's; embedded: float32) | float32 | bfloat16 | float16
+    # auto (the checkpoint's; embedded: float32; random: float16 on CUDA, else float32) | float32 | bfloat16 | float16
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # auto (cuda if there is one, else cpu) | cpu | cuda | cuda:<n> | mps
     device: str = "auto"

@@ -189,7 +189,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     if name == "random":
         from pqcache.measure.roofline import random_model
 
-        dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
+        dtype = getattr(torch, random_dtype(options))
         model = random_model(options["geometry"], options["layers"], dtype, device)
         tokenizer: Any = None  # task=latency needs none
         limit = longest(model.config.get_text_config(decoder=True), options)
@@ -218,11 +218,23 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     )
 
 
-def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
-    """The dtype that the weights will be loaded in, without "torch."."""
+def random_dtype(options: dict[str, Any]) -> str:
+    """The dtype of random weights: under auto, float16 on CUDA, as the papers' models are run there, and elsewhere float32.
+
+    A float32 model on a GPU would run without flash attention, and its times would be of another machine.
+    """
     if options["dtype"] != "auto":
         return options["dtype"]
-    if options["name"] in ("embedded", "random"):
+    return "float16" if pick_device(options["device"]).startswith("cuda") else "float32"
+
+
+def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
+    """The dtype that the weights will be loaded in, without "torch."."""
+    if options["name"] == "random":
+        return random_dtype(options)
+    if options["dtype"] != "auto":
+        return options["dtype"]
+    if options["name"] == "embedded":
         return "float32"
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
