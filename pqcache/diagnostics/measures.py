@@ -85,6 +85,21 @@ def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -
     return torch.stack(out, -1)
 
 
+def heavy_pages(probs: torch.Tensor, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` pages of most weight, in order of position, and the weight of each of their tokens.
+
+    probs (n, h, m): softmax weights, 0 for what does not count. Returns pages (n, h, count), -1 = there are fewer, and weights
+    (n, h, count, page).
+    """
+    n, h, m = probs.shape
+    cells = torch.nn.functional.pad(probs, (0, -m % page)).unflatten(2, (-1, page))
+    held = min(count, cells.shape[2])
+    top = cells.sum(-1).topk(held, dim=-1).indices.sort(-1).values
+    weights = cells.gather(2, top[..., None].expand(-1, -1, -1, page))
+    pad = count - held
+    return torch.nn.functional.pad(top, (0, pad), value=-1), torch.nn.functional.pad(weights, (0, 0, 0, pad))
+
+
 class Output(NamedTuple):
     """The output of full attention, and the cost of attending to a set S alone.
 

@@ -40,6 +40,9 @@ ARRAYS = {
     "output_error": "|o - out| / |o| of the layer's real output, whatever the method does to keys, values and weights",
     "top_stay": "share of the prompt's 64 heaviest tokens at the first step that still are",
 }
+# ClusterKV's Figure 3b: tokens per page, and how many pages of each head are shown.
+PAGE = 16
+PAGES = 12
 # Tokens that top_stay follows, and that hit_top10 counts.
 TOP_STAY = 64
 TOP_HIT = 10
@@ -99,6 +102,8 @@ class Measures(Watcher):
         self.first_top: dict[int, torch.Tensor] = {}  # (n, h, m) the prompt's heaviest tokens at the first step
         self.measured: dict[int, list[dict[str, torch.Tensor]]] = {}  # layer -> per step, name -> (n, h)
         self.ranks: dict[int, list[torch.Tensor]] = {}  # layer -> per step (n, h, tracked)
+        # layer -> the prompt's heaviest pages at the first step (n, h, PAGES), and their tokens' weights (n, h, PAGES, PAGE)
+        self.pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def watch(self, call: WatchedCall) -> None:
         layer, ctx = call.layer, call.ctx
@@ -167,6 +172,8 @@ class Measures(Watcher):
             inside = prompt.expand(order.shape).gather(2, order)
             top = inside & (inside.cumsum(-1) <= TOP_STAY)
             self.first_top[at] = first = torch.zeros_like(top).scatter_(2, order, top)
+            probs = logits.masked_fill(~prompt, -torch.inf).softmax(-1)
+            self.pages[at] = m.heavy_pages(probs, PAGE, PAGES)
         grown = torch.zeros_like(order, dtype=torch.bool)
         grown[..., : first.shape[2]] = first
         here["top_stay"] = m.hit(order, prompt, grown, TOP_STAY)
@@ -200,6 +207,11 @@ class Measures(Watcher):
     def map_rows(self, index: torch.Tensor) -> None:
         for shadow in self.shadows.values():
             shadow.map_rows(index)
+        for at, pair in self.pages.items():
+            self.pages[at] = (
+                pair[0].index_select(0, index.to(pair[0].device)),
+                pair[1].index_select(0, index.to(pair[1].device)),
+            )
         for state in (self.held, self.first_top):
             for at, x in state.items():
                 state[at] = None if x is None else x.index_select(0, index.to(x.device))  # type: ignore[assignment]
@@ -209,7 +221,8 @@ class Measures(Watcher):
             self.positions = self.positions.index_select(0, index.to(self.positions.device))
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """ARRAYS as (layers, n, h, steps) fp32 on the CPU; "ranks" (layers, n, h, steps, tracked) and "positions" (n, tracked).
+        """ARRAYS as (layers, n, h, steps) fp32 on the CPU; "ranks" (layers, n, h, steps, tracked) and "positions" (n, tracked);
+        "pages" (layers, n, h, PAGES) and "page_weights" (layers, n, h, PAGES, PAGE) of the first step.
 
         Empty if there was no decode step.
         """
@@ -226,6 +239,8 @@ class Measures(Watcher):
         out["ranks"] = torch.stack([torch.stack(self.ranks[at], 2) for at in layers]).cpu()
         assert self.positions is not None
         out["positions"] = self.positions.int().cpu()
+        out["pages"] = torch.stack([self.pages[at][0] for at in layers]).int().cpu()
+        out["page_weights"] = torch.stack([self.pages[at][1] for at in layers]).float().cpu()
         return out
 
 

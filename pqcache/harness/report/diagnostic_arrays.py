@@ -17,6 +17,8 @@ FIELDS = {
     "ranks": "(layers, heads, steps, tracked) int32: rank of some prompt tokens among the prompt's, 0 = heaviest",
     "positions": "(tracked,) int32: positions of those tokens",
     **SCORES,  # with diagnostics=scores
+    "pages": "(layers, heads, pages) int32: at the first step, the pages of 16 prompt tokens with most weight; -1 = fewer",
+    "page_weights": "(layers, heads, pages, 16) float32: softmax weight of each of their tokens",
 }
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.report import published, score_statistics
+from pqcache.harness.report import derived, published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, read_row
 from pqcache.harness.report.tables import cell_label, varying_keys
 
@@ -91,7 +91,10 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
         full = find_full(row, rows.values()) if row is not None else None
         for metric, where in columns.items():
             for dataset in _datasets(cell, row, where):
-                table.append(Entry(**common, **_numbers(plan, cell, row, full, dataset, metric, where), metric=metric))
+                numbers = _numbers(plan, cell, row, full, dataset, metric, where)
+                if derived.is_derived(where):
+                    numbers["measured"] = derived.derive(where, cell, rows, plan.cells, measured)
+                table.append(Entry(**common, **numbers, metric=metric))
     return [*table, *_best_of(plan, table)]
 
 
@@ -115,7 +118,11 @@ def measured(row: Row, where: str) -> float | None:
     rate:<metric>       the same, not multiplied
     row:<dotted path>   a field of the row
     ms:<dotted path>    a field in seconds, as milliseconds
+
+    or one of `derived`, which may need another row: None here.
     """
+    if derived.is_derived(where):
+        return None
     kind, _, name = where.partition(":")
     if kind == "score":
         return row["score"]
@@ -169,9 +176,11 @@ def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[floa
     """(the paper's number for a cell, the paper's number for Full). The second is None for Full itself."""
     experiment, model = plan.experiment or "", cell.identity["model"]["name"]
     of_table = {n.dataset for n in published.numbers(experiment)}
-    dataset = (
-        next(iter(of_table)) if len(of_table) == 1 else dataset
-    )  # a table of one data set, whatever our task is called
+    task = cell.identity["task"]
+    if task["name"] == "latency":  # printed for one length of prompt and answer
+        dataset = f"{task['length']}+{task['new_tokens']}"
+    elif len(of_table) == 1:  # a table of one data set, whatever our task is called
+        dataset = next(iter(of_table))
     where: dict[str, Any] = {"model": model, "dataset": dataset, "metric": metric}
     budget = None if cell.ignores_budget else cell.identity["budget"]
     labels = cell.labels

@@ -31,6 +31,8 @@ def draw(experiment: str, rows: Labelled, path: Path) -> Path | None:
     if experiment not in FIGURES or not rows:
         return None
     panels, paint = FIGURES[experiment]
+    if paint is _totals:
+        panels = len(_answers(rows))
     figure = drawing.new_figure(5.6 * panels + 0.6, 4.4)
     paint(list(figure.subplots(1, panels, squeeze=False)[0]), rows)
     figure.suptitle(f"{experiment}: {_caption([row for _, row in rows])}", fontsize=8)
@@ -41,7 +43,8 @@ def _caption(rows: Sequence[Row]) -> str:
     models = ", ".join(dict.fromkeys(_model(row) for row in rows))
     devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
     budgets = ", ".join(dict.fromkeys(budget_text(row) for row in rows if row["budget_ratio"] != 1.0))
-    configuration = f"{models}; budget {budgets or 'none'}; batch 1, {rows[0]['kv_dtype']}"
+    dtypes = ", ".join(dict.fromkeys(row["kv_dtype"] for row in rows))
+    configuration = f"{models}; budget {budgets or 'none'}; batch 1, {dtypes}"
     samples = rows[0]["n_samples"]
     return f"{configuration}\n{devices}; {samples} sample{'' if samples == 1 else 's'} a point"
 
@@ -51,7 +54,8 @@ def _model(row: Row) -> str:
     if row["model"] != "random":
         return row["model"]
     layers = options.get("layers")
-    return f"random weights, {options.get('geometry')}" + (f", {layers} layers" if layers else "")
+    size = f", {layers} layers (a size for a small machine)" if layers else ", all layers (the real size)"
+    return f"random weights, {options.get('geometry')}{size}"
 
 
 def _lines(
@@ -146,18 +150,26 @@ def _hit_rates(axes: list[Axes], rows: Labelled) -> None:
 
 
 def _totals(axes: list[Axes], rows: Labelled) -> None:
-    """ClusterKV, figures 12 and 13: bars of prefill, index and decode of a whole answer; a panel per model or answer length."""
-    panels: dict[str, list[tuple[str, Row]]] = {}
-    several = len({_model(row) for _, row in rows}) > 1
-    for label, row in rows:
-        key = _model(row) if several else f"{row['generated_tokens']:.0f} new tokens"
-        panels.setdefault(key, []).append((label, row))
-    for axis, (title, members) in zip(axes, panels.items(), strict=False):
+    """ClusterKV, figures 12 and 13: bars of prefill, index and decode of a whole answer."""
+    for axis, (title, members) in zip(axes, _answers(rows).items(), strict=True):
         _stacked(axis, members)
         axis.set_ylim(top=1.35 * axis.get_ylim()[1])  # room for the legend above the bars
         _finish(axis, PROMPT, "s", title)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
+
+
+def _answers(rows: Labelled) -> dict[str, list[tuple[str, Row]]]:
+    """A panel per answer length; where labels begin with "a " or "b ", one for each of these letters."""
+    panels: dict[str, list[tuple[str, Row]]] = {}
+    for label, row in sorted(
+        rows, key=lambda pair: (pair[0][:2] if pair[0][1:2] == " " else "", pair[1]["generated_tokens"])
+    ):
+        answer = f"{row['generated_tokens']:.0f} new tokens"
+        letter, _, rest = label.partition(" ")
+        if len(letter) == 1 and rest:
+            panels.setdefault(f"({letter}) {answer}", []).append((rest, row))
+        else:
+            panels.setdefault(answer, []).append((label, row))
+    return panels
 
 
 def _stacked(axis: Axes, rows: Labelled) -> None:
@@ -221,8 +233,8 @@ FIGURES: dict[str, tuple[int, Callable[[list[Axes], Labelled], None]]] = {
     "pqcache_fig10b": (1, _tpot),
     "pqcache_fig10d": (2, _hit_rates),
     "pocket_cache": (2, _hit_rates),
-    "clusterkv_fig12": (2, _totals),
-    "clusterkv_fig13": (2, _totals),
+    "clusterkv_fig12": (1, _totals),
+    "clusterkv_fig13": (1, _totals),
     "zipcache_fig6": (3, _phases_and_memory),
 }
 

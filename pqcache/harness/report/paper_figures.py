@@ -13,6 +13,7 @@
     figure: {kind: score_map, heads: [[11, 15]]}                  diagnostics=scores: queries over tokens, darker is higher
     figure: {kind: prompt_kv}                                     diagnostics=prompt: sizes of keys and values
     figure: {kind: prompt_saliency, share: 0.4}                   diagnostics=prompt: how often each token is salient
+    figure: {kind: ranks_and_pages}, {kind: line_panels}          see clusterkv_figures.py
 
 `by:` names the key whose values are the lines. There is a panel per model; lines have one per model and data set. Axes of
 scores and shares begin at 0.
@@ -29,6 +30,7 @@ from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import latency_figures
 from pqcache.harness.report.bar_figure import draw_bars
+from pqcache.harness.report.clusterkv_figures import draw_line_panels, draw_ranks_and_pages
 from pqcache.harness.report.diagnostic_figures import draw_ranks
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.figure_request import FigureRequest, cell_title, line_title
@@ -141,4 +143,6 @@ KINDS = {
     "score_map": draw_score_map,
     "prompt_kv": draw_keys_and_values,
     "prompt_saliency": draw_saliency,
+    "ranks_and_pages": draw_ranks_and_pages,
+    "line_panels": draw_line_panels,
 }
