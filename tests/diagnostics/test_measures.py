@@ -161,3 +161,13 @@ def test_ranks_are_places_in_the_order() -> None:
     for row, head in x.heads():
         candidates = sorted(range(x.lo, x.hi[row]), key=lambda i: (-float(x.logits[row, head, i]), i))
         assert result[row, head].tolist() == [candidates.index(int(p)) for p in positions[row]]
+
+
+def test_heavy_pages_are_the_heaviest_in_order_of_position() -> None:
+    """Ten tokens in pages of four: sums 3, 9 and 2 (cut); the two heaviest, then all."""
+    weights = torch.tensor([0.0, 3, 0, 0, 4, 5, 0, 0, 1, 1])[None, None]
+    pages, cells = m.heavy_pages(weights, 4, 2)
+    assert pages.tolist() == [[[0, 1]]] and cells.tolist() == [[[[0, 3, 0, 0], [4, 5, 0, 0]]]]
+    pages, cells = m.heavy_pages(weights, 4, 5)
+    assert pages.tolist() == [[[0, 1, 2, -1, -1]]]
+    assert cells[0, 0, 2].tolist() == [1, 1, 0, 0] and not cells[0, 0, 3:].any()

@@ -29,7 +29,7 @@ def test_tables_of_the_papers_are_there() -> None:
     expected = {
         "pqcache": "table2 table3 fig1a fig1b fig5 fig7 fig8 fig9a fig9b fig9c fig10a fig10b fig10c fig10d",
         "kvcrush": "table2 table3 fig5 fig6 fig7 fig8",
-        "clusterkv": "table1 fig3 fig9 fig10 fig11",
+        "clusterkv": "table1 fig3 fig9 fig10 fig11 fig12 fig13 caching",
         "zipcache": "table1 table2 table3 tableA tableB fig1 fig2 fig3 fig5 fig6",
     }
     names = {f"{paper}_{part}" for paper, parts in expected.items() for part in parts.split()}
@@ -68,6 +68,8 @@ def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     Two cells may show one number: two readings of the same printed line.
     """
     plan = plan_of(name, tmp_path)
+    if "paper_scale" in (papers.CONFIGS / "experiment" / f"{name}.yaml").read_text():
+        plan = make_plan(compose_all([*papers.words(name), "scale=paper", f"out={tmp_path}"], papers.CONFIGS))
     shown = Counter(e.published for e in table_entries(plan, {}) if e.published is not None)
     columns = dict(plan.report.get("columns") or {"score": "score"})
     printed = Counter(n.value for n in published.numbers(name) if n.metric in columns and n.model)
