@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import paper_figures, papers, published, score_statistics
+from pqcache.harness.report import all_tables, paper_figures, papers, published, score_statistics
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.entries import table_entries
 from pqcache.harness.report.figure_request import FigureRequest
@@ -96,16 +96,35 @@ def test_entries(plan: RunPlan, rows: dict[str, results.Row]) -> None:
 def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     text, files = papers.write(plan, tmp_path)
     assert [path.suffix for path in files] == [".md", ".tex", ".csv"]  # a table has no figure
-    line = next(x for x in text.splitlines() if x.startswith("| pqcache | 0.2 |"))
-    assert "**40.50** (**39.32**)" in line and "-2.00 | [-2.00, -2.00]" in line
-    unmeasured = next(x for x in text.splitlines() if x.startswith("| oracle | 0.2 |"))
-    assert "- (39.3)" in unmeasured
+    average, differences = (x for x in text.splitlines() if x.startswith("| average |"))  # data sets are lines, as printed
+    assert "**40.50** (**39.32**)" in average and "-2.00 [-2.00, -2.00] (+0.00)" in differences
+    assert "- (39.3)" in average  # Oracle is not measured
     tex = files[1].read_text()
-    assert "\\toprule" in tex and "h2o\\_c" in tex
+    assert "\\toprule" in tex and "H2O(C)" in tex
     assert "Deviations of pqcache" in text and "*Samples:*" in text
     with open(files[2]) as file:
         lines = list(csv.DictReader(file))
     assert {"measured", "low", "high", "to_full", "p", "published", "published_to_full"} <= lines[0].keys()
+
+
+def test_all_tables(
+    plan: RunPlan, rows: dict[str, results.Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is measured, what is only printed, and an experiment that cannot be written."""
+    plans = {"pqcache_table2": plan, "broken": None}
+    out = Path(plan.cells[0].run.out)
+    monkeypatch.setattr(papers, "experiments", lambda: list(plans))
+    monkeypatch.setattr(papers, "experiment_plan", lambda name, *_, **__: plans[name])
+    monkeypatch.setattr(all_tables.reproducing, "named_experiments", list)
+    monkeypatch.setattr(all_tables.reproducing, "status_table", lambda *_: "lines")
+    written = {path.name: path for path in all_tables.write_all(out)}
+    assert "broken: not written" in capsys.readouterr().err
+    assert {"pqcache_table2.md", "pqcache_table2.tex", "tables.tex", "prose.md", "status.md"} == written.keys() - {
+        "pqcache_table2.csv"
+    }
+    assert "\\begin{document}" in written["tables.tex"].read_text()
+    line = next(x for x in written["prose.md"].read_text().splitlines() if "+6.21" in x)
+    assert "| 8 |" in line  # 40.5 of PQCache over 32.5 of H2O(C)
 
 
 def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) -> None:
