@@ -36,7 +36,7 @@ class SelectiveCache(Cache):
     ) -> None:
         """lanes: what runs copies and index builds beside the model; None chooses by the model's device."""
         device = model.device if isinstance(model, PreTrainedModel) else torch.device("cpu")
-        self.lanes = lanes or lanes_for(device)
+        self.lanes = (lanes or lanes_for(device)).serve(device)
         config = model if isinstance(model, PreTrainedConfig) else model.config
         config = config.get_text_config(decoder=True)
         check_architecture(config)

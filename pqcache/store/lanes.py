@@ -9,7 +9,8 @@
     CudaLanes     each copy lane is a CUDA stream, indexes are built on threads
     ThreadLanes   both on CPU threads, which tests delay to provoke the same races without a device
 
-Results never depend on which of them is used.
+Results never depend on which of them is used. On a CUDA device a copy has only been queued when its call returns, whatever lanes
+queued it: all of them record an event behind their work (`serve`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -49,13 +50,29 @@ class Lanes:
     """Runs work immediately, in the caller's thread: the reference for the others."""
 
     asynchronous = False
+    device: torch.device | None = None  # the CUDA device that work is queued on; None: work ends when its call returns
+
+    def serve(self, device: torch.device) -> Lanes:
+        """Work for a cache on `device` from now on; returns itself."""
+        if device.type == "cuda":
+            self.device = device
+        return self
+
+    def _ended(self, result: T) -> Work[T]:
+        """Work whose call has returned; on a CUDA device it ends with the event recorded here, on the current stream."""
+        if self.device is None:
+            return Work(result)
+        stream = torch.cuda.current_stream(self.device)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return _Recorded(result, event, self.device)
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         """Run `work`, copies in one direction: after everything the caller has queued, and in order with its lane's other work.
 
         sources: tensors that it reads. Their memory is not reused before it ends, and nobody may write to them until then.
         """
-        return Work(work())
+        return self._ended(work())
 
     def fetch(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         """Run `work`, a copy to the device that first waits for indices from the device. The caller does not wait for them.
@@ -66,7 +83,7 @@ class Lanes:
 
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         """Run `work`, which may take long and may use the host, after everything the caller has queued."""
-        return Work(work())
+        return self._ended(work())
 
     def close(self) -> None:
         """Drop work that has not begun, wait for work that has, end the threads. The lanes can be used again."""
@@ -93,7 +110,7 @@ class _Job(Work[T]):
 
 
 class ThreadLanes(Lanes):
-    """Each copy lane is one thread, indexes are built on `workers` threads.
+    """Each copy lane is one thread, indexes are built on `workers` threads. On a CUDA device they all use the caller's stream.
 
     pause(kind) is called on the thread before each piece of work (to_host, to_device, build): tests delay it there.
     """
@@ -107,11 +124,14 @@ class ThreadLanes(Lanes):
         self._lock = threading.Lock()
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
+        on_stream = self._callers_stream()
+
         def run() -> Work[T]:
             if lane in self._failed:
                 raise self._failed[lane]
             try:
-                return Work(work())
+                with on_stream():
+                    return self._ended(work())
             except BaseException as error:
                 self._failed[lane] = error
                 raise
@@ -119,7 +139,20 @@ class ThreadLanes(Lanes):
         return self._submit(lane, 1, run)
 
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        return self._submit(BUILD, self.workers, lambda: Work(work()))
+        on_stream = self._callers_stream()
+
+        def run() -> Work[T]:
+            with on_stream():
+                return self._ended(work())
+
+        return self._submit(BUILD, self.workers, run)
+
+    def _callers_stream(self) -> Callable[[], AbstractContextManager[Any]]:
+        """A context that puts a thread on the caller's stream, and so behind what it has queued: a new thread has its own."""
+        if self.device is None:
+            return nullcontext
+        stream = torch.cuda.current_stream(self.device)
+        return lambda: torch.cuda.stream(stream)
 
     def _submit(self, kind: str, threads: int, run: Callable[[], Work[T]]) -> Work[T]:
         inference = torch.is_inference_mode_enabled()
@@ -175,6 +208,8 @@ class CudaLanes(ThreadLanes):
 
     A fetch runs on a thread as well, on the stream of its lane: its wait for the device holds up nobody else.
     """
+
+    device: torch.device
 
     def __init__(self, device: torch.device, workers: int = 1) -> None:
         super().__init__(workers)

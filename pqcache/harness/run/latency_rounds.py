@@ -51,7 +51,8 @@ def prompt_ids(loaded: LoadedModel, length: int, seed: int) -> torch.Tensor:
 
 def make_lanes(overlap: str, device: torch.device) -> Lanes:
     """The lanes of `task.overlap`, on which work may run beside the model: none, threads, or the device's own."""
-    return Lanes() if overlap == "none" else ThreadLanes() if overlap == "threads" else lanes_for(device)
+    own = {"none": Lanes, "threads": ThreadLanes}.get(overlap)
+    return lanes_for(device) if own is None else own().serve(device)
 
 
 def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
