@@ -204,7 +204,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 class CudaLanes(ThreadLanes):
-    """Each copy lane is a CUDA stream; indexes are built on `workers` threads, each build with a stream of its own.
+    """Each copy lane is a CUDA stream; indexes are built on `workers` threads, on one stream: each has a pool of the allocator.
 
     A fetch runs on a thread as well, on the stream of its lane: its wait for the device holds up nobody else.
     """
@@ -226,7 +226,7 @@ class CudaLanes(ThreadLanes):
         return self._on_thread(TO_DEVICE, 1, self._stream(TO_DEVICE), work, sources)
 
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        return self._on_thread(BUILD, self.workers, None, work, sources)
+        return self._on_thread(BUILD, self.workers, self._stream(BUILD), work, sources)
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
         if lane not in self._streams:
@@ -237,20 +237,18 @@ class CudaLanes(ThreadLanes):
         self,
         kind: str,
         threads: int,
-        stream: torch.cuda.Stream | None,
+        stream: torch.cuda.Stream,
         work: Callable[[], T],
         sources: tuple[torch.Tensor, ...],
     ) -> Work[T]:
-        """Run `work` on a thread of `kind`, on `stream` (None: a new one), after everything the caller has queued."""
+        """Run `work` on a thread of `kind`, on `stream`, after everything the caller has queued."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
 
         def run() -> Work[T]:
-            with torch.cuda.device(self.device):
-                own = torch.cuda.Stream(self.device) if stream is None else stream
-                with torch.cuda.stream(own):
-                    own.wait_event(ready)
-                    return self._recorded(work(), own, sources)
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                return self._recorded(work(), stream, sources)
 
         return self._submit(kind, threads, run)
 

@@ -10,7 +10,7 @@ import torch
 
 from pqcache.harness.run.latency_rounds import make_lanes
 from pqcache.store.host import HostStore
-from pqcache.store.lanes import Lanes
+from pqcache.store.lanes import CudaLanes, Lanes
 
 if torch.cuda.is_available():
     pytest.skip("tests/invariants/test_gpu.py runs the real ones", allow_module_level=True)
@@ -101,3 +101,11 @@ def test_host_rows_have_arrived_when_k_means_reads_them(device: None, overlap: s
 
 def test_a_cache_binds_the_lanes_it_is_given() -> None:
     assert Lanes().serve(CUDA).device == CUDA and Lanes().serve(torch.device("cpu")).device is None
+
+
+def test_index_builds_share_one_stream(device: None) -> None:
+    """Every stream has a pool of the allocator of its own: a stream per build would keep 32 layers' scratch memory apart."""
+    lanes = CudaLanes(CUDA)
+    streams = [lanes.build(lambda: torch.cuda.current_stream()).finish() for _ in range(32)]
+    assert len(set(map(id, streams))) == 1 and Stream.made == 1
+    lanes.close()
