@@ -39,7 +39,7 @@ def needle_grid(samples: Sequence[Mapping[str, Any]]) -> Grid:
     return lengths, depths, [[means.get((length, depth), float("nan")) for length in lengths] for depth in depths]
 
 
-def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Path | None:
+def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, caption: str = "") -> Path | None:
     """Needle heat maps side by side, one per title -> samples, saved to `path`; None if there is no sample at all.
 
     Each title has the mean over the grid's cells. Words that all titles share are printed once, above.
@@ -60,7 +60,7 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> 
         _draw_map(axis, title, grid, colours)
     axes[0].set_ylabel("depth of the needle (%)", fontsize=8)
     figure.colorbar(axes[0].images[0], ax=list(axes), label="score")
-    return drawing.save(figure, path)
+    return drawing.save(figure, path, caption)
 
 
 def _draw_map(axis: Axes, title: str, grid: Grid, colours: Any) -> None:

@@ -16,7 +16,7 @@ from pqcache.selective.shape import ModelShape
 
 GIB = 2**30
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # of a number
-SHORTEST = 1024  # tokens, the first point of the lines
+SHORTEST = 512  # tokens, the first point of the lines
 
 
 def token_bytes(shape: ModelShape) -> int:
@@ -42,6 +42,7 @@ def draw_memory(request: FigureRequest) -> Path | None:
     looks = drawing.looks(list(by_model))
     longest = int(request.options.get("to", 131072))
     lengths = [SHORTEST * 2**i for i in range((longest // SHORTEST).bit_length())]
+    ticks = [s for s in lengths if s >= 1024]
     for name, rows in by_model.items():
         shape = ModelShape.of(geometry(name).get_text_config(decoder=True))
         kind = "MHA" if shape.h == shape.h_kv else f"GQA, {shape.h_kv} KV heads"
@@ -54,10 +55,11 @@ def draw_memory(request: FigureRequest) -> Path | None:
     drawing.style(axis, "", "sequence length (tokens)", "K and V (GiB)")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    axis.set_xticks(lengths, [f"{s // 1024}K" for s in lengths])
+    axis.set_xticks(ticks, [f"{s // 1024}K" for s in ticks])
+    axis.yaxis.set_major_formatter("{x:g}")
     drawing.legend(figure, [axis])
     runs = ", ".join(
-        dict.fromkeys(f"{row['extra']['layers']:g} layers in {row['kv_dtype']}" for row in request.rows.values())
+        dict.fromkeys(f"{row['extra']['layers']:g} layer(s) in {row['kv_dtype']}" for row in request.rows.values())
     )
     text = (
         f" Lines: by the models' sizes, batch 1, 16 bits. Marks: measured on {runs}, scaled to all layers and 16 bits."

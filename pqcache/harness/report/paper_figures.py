@@ -98,7 +98,9 @@ def _heat_maps(request: FigureRequest) -> Path | None:
         if cell.name in request.rows and file.exists():
             budget = "" if cell.ignores_budget else f" {cell.identity['budget']:g}"
             panels[f"{cell_title(cell)}{budget}"] = json.loads(file.read_text())["samples"]
-    return heat_maps(panels, request.path)
+    folders = dict.fromkeys(row["task_options"].get("haystack") for row in request.rows.values())
+    text = ", ".join("constructed prose" if folder is None else str(folder) for folder in folders)
+    return heat_maps(panels, request.path, f"{request.caption()} Haystack: {text}.")
 
 
 def _curves(request: FigureRequest) -> Path | None:
