@@ -183,7 +183,9 @@ def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[floa
         dataset = next(iter(of_table))
     where: dict[str, Any] = {"model": model, "dataset": dataset, "metric": metric}
     budget = None if cell.ignores_budget else cell.identity["budget"]
-    labels = cell.labels
+    named = {name for other in plan.cells if other.identity["model"]["name"] == model for name in other.names}
+    # a number printed for a method is of the cell that has its name, if there is one
+    labels = [label for label in cell.labels if label in cell.names or label not in named]
     values = [published.value(experiment, method=name, budget=budget, **where) for name in labels]
     printed = next((value for value in values if value is not None), None)
     full = published.value(experiment, method="full", budget=None, **where)
@@ -193,12 +195,13 @@ def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[floa
 def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
     """The lines that an experiment declares as the best of several cells. They have the best cell's numbers."""
     lines = []
+    tasks = {cell.name: cell.identity["task"]["name"] for cell in plan.cells}
     for name, cells in plan.best_of.items():
         groups: dict[tuple, list[Entry]] = {}
         for entry in table:
             if set(entry.line.split(", ")) & set(cells):
-                groups.setdefault((entry.model, entry.budget), []).append(entry)
-        for (model, budget), group in groups.items():
+                groups.setdefault((entry.model, entry.budget, tasks[entry.folder]), []).append(entry)
+        for (model, budget, _), group in groups.items():
             scored = [e for e in group if e.dataset in (AVERAGE, group[-1].dataset) and e.measured is not None]
             best = max(scored, key=lambda e: e.measured or 0.0).folder if scored else group[0].folder
             for entry in group:

@@ -14,6 +14,8 @@
     figure: {kind: prompt_kv}                                     diagnostics=prompt: sizes of keys and values
     figure: {kind: prompt_saliency, share: 0.4}                   diagnostics=prompt: how often each token is salient
     figure: {kind: ranks_and_pages}, {kind: line_panels}          see clusterkv_figures.py
+    figure: {kind: panels, panels: [...]}                         panels of named bars, see panel_figures.py
+    figure: {kind: gain, x: method.rep_ratio, by: method.base}    lines of the gain over x = 0
 
 `by:` names the key whose values are the lines. There is a panel per model; lines have one per model and data set. Axes of
 scores and shares begin at 0.
@@ -37,6 +39,7 @@ from pqcache.harness.report.figure_request import FigureRequest, cell_title, lin
 from pqcache.harness.report.heat_maps import heat_maps
 from pqcache.harness.report.line_figure import draw_lines
 from pqcache.harness.report.memory_figure import draw_memory
+from pqcache.harness.report.panel_figures import draw_gain, draw_panels
 from pqcache.harness.report.prompt_figures import draw_keys_and_values, draw_saliency
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.score_figures import draw_score_curves, draw_score_map
@@ -147,4 +150,6 @@ KINDS = {
     "prompt_saliency": draw_saliency,
     "ranks_and_pages": draw_ranks_and_pages,
     "line_panels": draw_line_panels,
+    "panels": draw_panels,
+    "gain": draw_gain,
 }

@@ -252,3 +252,14 @@ def test_documents_of_a_task_do_not_carry_the_context_twice(tokenizer: Any) -> N
     assert "context" not in doc
     assert task.doc_to_text(doc) == doc["prompt"]
     assert task.process_results(doc, doc["answers"]) == {"score": 1.0}
+
+
+def test_the_cut_lengths_of_pyramidkvs_code() -> None:
+    """Mistral 31500, Llama-3 7500, Llama-2 3950; its own code names no other model."""
+    task = task_of("longbench", {"max_length": "kvcache_factory"})
+    assert [task.cut(name) for name in ("mistral-7b-instruct-v0.2", "llama-3-8b-instruct", "llama-2-7b-chat")] == [
+        31500, 7500, 3950,
+    ]  # fmt: skip
+    assert task.cut("qwen3-8b") == 0
+    assert task_of("longbench").cut("mistral-7b-instruct-v0.2") == 32000
+    assert task_of("longbench", {"max_length": 100}).cut("mistral-7b-instruct-v0.2") == 100

@@ -80,6 +80,9 @@ MAX_LENGTH = {
     "llama-3-8b-instruct": 7500,
 }
 
+# As PyramidKV's code (Zefan-Cai/KVCache-Factory, run_longbench.py) cuts them. Its earlier commits cut at 7950 for Llama-3.
+KVCACHE_FACTORY = {"llama-2": 3950, "llama-3": 7500, "mistral": 31500}
+
 # data set -> (end of lm-eval's template, the official end), where white space was lost
 _CORRECTED = {
     "triviaqa": ("{context}\n{input}", "{context}\n\n{input}"),
@@ -122,10 +125,10 @@ def bucket_of(length: int) -> str:
     return next(name for name, (_, end) in BUCKETS.items() if end is None or length < end)
 
 
-def max_length(model: str) -> int | None:
+def max_length(model: str, lengths: dict[str, int] = MAX_LENGTH) -> int | None:
     """The published truncation length of a model by its name or path; None if there is none."""
     plain = model.lower().replace("_", "-").removesuffix("-hf")
-    return next((tokens for name, tokens in MAX_LENGTH.items() if name in plain), None)
+    return next((tokens for name, tokens in lengths.items() if name in plain), None)
 
 
 def check_row(dataset: str, row: dict[str, Any], where: str) -> None:

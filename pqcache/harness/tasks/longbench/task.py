@@ -36,7 +36,9 @@ from pqcache.harness.tasks.longbench.data_sets import (
     DATASETS,
     DATASETS_E,
     FIELDS,
+    KVCACHE_FACTORY,
     LONGEST_ANSWER,
+    MAX_LENGTH,
     QUESTION_MARKER,
     STOP_TOKEN,
     UNWRAPPED,
@@ -59,8 +61,9 @@ class LongBenchOptions:
     source: str = sources.HUB
     # revision of the data set on the hub; null: its newest
     revision: str | None = None
-    # tokens of a prompt before wrapping, a longer one loses its middle; null: the model's published length
-    max_length: int | None = None
+    # tokens of a prompt before wrapping, a longer one loses its middle; null: the model's published length; kvcache_factory: that
+    # of PyramidKV's code, 31500 for Mistral and 7500 for Llama-3
+    max_length: int | Literal["kvcache_factory"] | None = None
     # the turns of a chat; template: the tokenizer's own also where its turns are [INST]
     wrapper: Literal["official", "template"] = "official"
     # data sets whose prompts are not wrapped
@@ -72,7 +75,7 @@ class LongBenchOptions:
         sources.check_source(self.source, constructed=True)
         if self.revision is not None:
             require(self.source == sources.HUB, "revision", self.revision, "only source=hub has revisions")
-        if self.max_length is not None:
+        if isinstance(self.max_length, int):
             require(self.max_length >= 64, "max_length", self.max_length, "must be at least 64 tokens, or null")
         _check_names("unwrapped", self.unwrapped, tuple(DATASETS))
         enough = self.constructed_tokens >= SHORTEST
@@ -136,8 +139,15 @@ class LongBenchTask(Task[LongBenchOptionsT]):
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         """Prompts are cut to the model's room, so that only a requested or published length can be too long."""
-        tokens = self.options.max_length or max_length(model_name) or 0
+        tokens = self.cut(model_name)
         return Longest(f"task.max_length={tokens or 'null'}", tokens, self.max_new_tokens)
+
+    def cut(self, *names: str) -> int:
+        """Tokens to which prompts are cut for a model of these names or paths; 0: to the model's room."""
+        if isinstance(self.options.max_length, int):
+            return self.options.max_length
+        lengths = KVCACHE_FACTORY if self.options.max_length else MAX_LENGTH
+        return next((tokens for name in names if (tokens := max_length(name, lengths))), 0)
 
     def prepare(self, *, limit: int | None) -> None:
         if self.options.source != sources.CONSTRUCTED:
@@ -151,7 +161,7 @@ class LongBenchTask(Task[LongBenchOptionsT]):
         else:
             rows, facts = self.read(request.limit)
         name_or_path = str(getattr(request.tokenizer, "name_or_path", ""))
-        cut = self.options.max_length or max_length(request.model_name) or max_length(name_or_path) or 0
+        cut = self.cut(request.model_name, name_or_path)
         configs = []
         for dataset in self.datasets():
             for task, task_rows in self.split(dataset, rows[dataset], request.limit).items():
