@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint configs format heatmaps pocket tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs format heatmaps pocket profile tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for 
 pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 	$(RUN) -m pqcache.harness.report.groups $(OUT)/pocket
+
+profile: $(INSTALLED) ## measure how fast this machine is: plans then say how long a command takes
+	$(RUN) -m pqcache.harness.launch.profile
 
 tables: $(INSTALLED) ## the papers' tables and figures from OUT/runs: measured beside printed; Markdown, LaTeX, CSV, PNG, contact sheet
 	$(RUN) -m pqcache.harness.report.all_tables --out $(OUT)/runs

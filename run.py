@@ -4,6 +4,7 @@
     python run.py -m method=full,oracle,pqcache,streaming budget=0.1,0.2     a sweep: ends with one table
     python run.py experiment=demo                                           a table kept as configs/experiment/demo.yaml
     python run.py method=pqcache task.length=4096 method.m=4 --cfg job      print the configuration, run nothing
+    python run.py experiment=demo plan=true                                 what it would do, need and take; run nothing
     python run.py --help                                                    groups and top-level keys
 
 Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded), 130 interrupted.
@@ -35,6 +36,10 @@ def main(argv: list[str]) -> int:
         if request.show_config:
             print("---\n".join(cell.yaml() for cell in plan.cells), end="")
             return 0
+        if plan.cells[0].run.plan:
+            from pqcache.harness.launch.plan import show
+
+            return show(plan)
         # lm-eval and all the rest: only once the command is known to be right
         from pqcache.harness.run.runner import run_plan
 

@@ -13,7 +13,7 @@ GROUPS = ("model", "method", "task", "experiment")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
-NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale")
+NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "plan")
 
 
 class Refused(Exception):
@@ -55,6 +55,8 @@ class RunOptions:
     scale: Literal["machine", "paper"] = "machine"
     # cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples
     shared_prefill: bool = False
+    # print what would run, what it needs and how long it takes, and run nothing
+    plan: bool = False
     # prepared method data, machine profiles
     cache_dir: str = "~/.cache/pqcache"
 

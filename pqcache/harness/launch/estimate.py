@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pqcache.selective import Budget, ModelShape, generate
+from pqcache.selective import Budget, ModelShape, OwnPrefill, generate, record
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.store.buffer import round_up
@@ -60,15 +60,16 @@ def memory(
     new_tokens: int,
     dtype: str,
     attn: str = "auto",
+    measured: bool = True,
 ) -> Memory:
     """What one cell needs at a prompt of `prompt_tokens` and an answer of `new_tokens`.
 
     config: the model's. method: None counts the cache as Full's. dtype: as torch names it, without "torch.". attn: as the
-    top-level key.
+    top-level key. measured: measure the method's cache (tenths of a second); else what does not evict counts as Full.
     """
     return Memory(
         weights=parameter_count(config) * getattr(torch, dtype).itemsize,
-        cache=cache_bytes(config, method, prompt_tokens, new_tokens, dtype),
+        cache=cache_bytes(config, method, prompt_tokens, new_tokens, dtype, measured=measured),
         prefill=prefill_bytes(config, prompt_tokens, dtype, attn),
         recording=recording_bytes(config, prompt_tokens, dtype),
     )
@@ -138,9 +139,15 @@ def prefill_bytes(config: PreTrainedConfig, prompt_tokens: int, dtype: str, attn
 
 
 def cache_bytes(
-    config: PreTrainedConfig, method: Method | None, prompt_tokens: int, new_tokens: int, dtype: str
+    config: PreTrainedConfig,
+    method: Method | None,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype: str,
+    *,
+    measured: bool = True,
 ) -> dict[str, int]:
-    """Tier -> bytes of the method's cache after prompt and answer. method: None for Full.
+    """Tier -> bytes of the method's cache after prompt and answer. method: None for Full. measured: see `memory`.
 
     A method that a one-layer model cannot show (it needs prepared data) counts as Full.
     """
@@ -158,7 +165,7 @@ def cache_bytes(
         return {DEVICE: whole * dense + entries * (kept + ENTRY * shape.h_kv)}
     if method.budget.tokens is not None and not isinstance(method, RetrievalMethod):
         method = _with_ratio(method, min(1.0, method.budget.tokens / tokens))
-    fit = _measured(_Keyed(repr(method), method), shape.group, shape.d, dtype)
+    fit = _measured(_Keyed(repr(method), method), shape.group, shape.d, dtype) if measured else None
     if fit is None:
         return {DEVICE: whole * shape.n_layers}
     sizes = {tier: len(rest) * shape.h_kv * round(base + slope * tokens) for tier, (base, slope) in fit.items()}
@@ -207,6 +214,36 @@ def _one_layer(group: int, d: int, dtype: str) -> Any:
         torch.manual_seed(0)
         wanted = torch.float32 if dtype == "float32" else torch.bfloat16  # float16 is slow on most CPUs
         return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
+
+
+def shares(config: PreTrainedConfig, method: Method) -> bool:
+    """Whether the method can use a recorded prefill: it attends to the prompt exactly. Tried on a one-layer model."""
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    return _shares(_Keyed(repr(method), method), shape.group, shape.d)
+
+
+@lru_cache(maxsize=256)
+def _shares(method: _Keyed, group: int, d: int) -> bool:
+    model = _one_layer(group, d, "float32")
+    ids = torch.randint(16, 64, (1, PROBES[0]), generator=torch.Generator().manual_seed(0))
+    try:
+        generate(model, replace(method.value, dense_layers=0), ids, max_new_tokens=1, prefill=record(model, ids))
+    except OwnPrefill:
+        return False
+    except (ValueError, RuntimeError, AttributeError, TypeError):  # what it needs, the real run will say
+        return True
+    return True
+
+
+def recording_place(need: Memory, device: str) -> str | None:
+    """Where a shared prefill's recording fits beside the cell: "device", "host", or None for nowhere."""
+    there = device_memory(device)
+    if there is None or need.on_device(shared=True) + need.on_host() * (device == "cpu") <= there:
+        return DEVICE
+    if torch.device(device).type == "cpu":
+        return None
+    room = host_memory()
+    return HOST if room is None or need.on_host(shared=True, recording_on_host=True) <= room else None
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------

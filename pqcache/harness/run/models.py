@@ -207,15 +207,39 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype).to(device).eval()
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if options["chat"] and not has_template:
-        raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
-    chat = has_template if options["chat"] is None else options["chat"]
+    chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
     limit = longest(config, options)
     return LoadedModel(
         name, model, tokenizer, chat, options["system"], limit, weights_mark(name, options, model.config)
     )
+
+
+def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
+    """model.chat, with null resolved. Raises ValueError if it asks for a template that the tokenizer lacks."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if options["chat"] and not has_template:
+        raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
+    return has_template if options["chat"] is None else options["chat"]
+
+
+def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
+    """Tokenizer and prompt protocol as `load` gives them, without weights: `model` is None."""
+    nothing: Any = None
+    config = load_config(name, options)
+    limit = longest(config.get_text_config(decoder=True), options)
+    if name == "random":
+        return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
+    if name == "embedded":
+        from pqcache.embedded import load_tokenizer
+
+        tokenizer: Any = load_tokenizer()
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(_path(options), revision=options["revision"])
+    chat = wraps_chat(name, options, tokenizer)
+    return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, weights_mark(name, options, config))
 
 
 def random_dtype(options: dict[str, Any]) -> str:

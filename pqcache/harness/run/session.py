@@ -26,6 +26,11 @@ def task_of_cell(cell: Cell) -> Task[Any]:
     return task_of(cell.identity["task"]["name"], options)
 
 
+def _tokens_of(cell: Cell) -> str:
+    """Cells with the same value count tokens alike. Smoke models share one tokenizer."""
+    return "smoke" if cell.run.smoke else model_key(cell)
+
+
 class Session:
     """Loads each model and each task once. One model is in memory at a time."""
 
@@ -33,7 +38,7 @@ class Session:
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}
         self._model: tuple[str, LoadedModel | Exception] | None = None
-        self._tasks: dict[str, tuple[TaskSpec, TaskDict]] = {}
+        self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
         self._facts: dict[str, environment.Facts] = {}
         self._shown_prompts: set[str] = set()
 
@@ -44,8 +49,8 @@ class Session:
             raise self.unloadable[key]
         if self._model is None or self._model[0] != key:
             self._model = None  # free the old weights before loading new ones
-            if not cell.run.smoke:
-                self._tasks.clear()  # documents are counted in the old model's tokens; smoke models share one tokenizer
+            # documents are counted in a model's tokens
+            self._tasks = {key: task for key, task in self._tasks.items() if key[0] == _tokens_of(cell)}
             try:
                 self._model = key, _load(cell)
             except Exception as error:  # any error: it fails this model's cells and no others
@@ -59,7 +64,7 @@ class Session:
         """The cell's task: its specification, and lm-eval's task objects with their documents."""
         seed, limit = cell.identity["seed"], cell.run.limit
         chat = loaded.chat if cell.run.smoke else None
-        key = json.dumps([cell.identity["task"], seed, limit, chat], sort_keys=True)
+        key = _tokens_of(cell), json.dumps([cell.identity["task"], seed, limit, chat], sort_keys=True)
         if key not in self._tasks:
             request = TaskRequest(
                 seed=seed,

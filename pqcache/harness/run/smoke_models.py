@@ -7,6 +7,7 @@ heads per KV head and the same sliding window. The embedded model stays itself; 
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,10 +98,17 @@ def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
         model = AutoModelForCausalLM.from_config(config)
     dtype = torch.bfloat16 if options["dtype"] == "bfloat16" else torch.float32  # fp16 is slow on most CPUs
     model = model.to(models.pick_device(options["device"]), dtype).eval()
+    return replace(text_side(name, options), model=model)
+
+
+def text_side(name: str, options: dict[str, Any]) -> models.LoadedModel:
+    """The embedded tokenizer and the prompt protocol, without the weights: `model` is None."""
+    if name in (EMBEDDED, RANDOM):
+        return models.text_side(name, options)
+    nothing: Any = None
     chat = True if options["chat"] is None else options["chat"]
-    small = {**options, "max_length": None}
-    longest = models.longest(model.config, small)
-    return models.LoadedModel(name, model, tokenizer(), chat, options["system"], longest, f"smoke {name}")
+    longest = models.longest(model_config(name, options), {**options, "max_length": None})
+    return models.LoadedModel(name, nothing, tokenizer(), chat, options["system"], longest, f"smoke {name}")
 
 
 def middle(ids: list[int], max_tokens: int | None) -> list[int]:

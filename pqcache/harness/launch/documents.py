@@ -1,0 +1,161 @@
+"""The documents of a command, counted before it runs: how long their prompts and answers are, and which samples are done."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.config.cells import Cell
+from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.session import task_of_cell
+
+if TYPE_CHECKING:
+    from pqcache.harness.run.session import Session
+
+COUNTED_CHARACTERS = 6_000_000  # prompts beyond this are counted in part: tokenizing takes seconds
+
+
+@dataclass(frozen=True)
+class Document:
+    """One prompt."""
+
+    task: str  # lm-eval's
+    doc_id: int
+    prompt: int  # tokens
+    new: int  # most tokens of an answer
+    answer: int | None = None  # tokens of the reference answer
+    mark: str | None = None  # the sample's fingerprint; None where the prompt was not tokenized
+    fed: int = 0  # prompt tokens that go through the decode path
+    longest: int | None = None  # an upper bound of `prompt`, where that is a mean
+
+
+@dataclass
+class Counted:
+    """The documents of cells with the same prompts."""
+
+    documents: list[Document]
+    exact: bool  # every prompt was tokenized; else lengths are approximate
+    why: str = ""  # why they are approximate
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(document.prompt for document in self.documents)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(document.new for document in self.documents)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """(prompt, answer) of the longest document in tokens."""
+        return max(
+            ((document.longest or document.prompt, document.new) for document in self.documents),
+            key=sum,
+            default=(0, 0),
+        )
+
+
+def text_side(cell: Cell) -> LoadedModel:
+    """The cell's tokenizer and prompt protocol, without its weights: `model` is None."""
+    options = dict(cell.identity["model"])
+    name = options.pop("name")
+    if cell.run.smoke:
+        return smoke_models.text_side(name, options)
+    return models.text_side(name, options)
+
+
+def count(cell: Cell, session: Session) -> Counted:
+    """The cell's documents. Raises OSError or ValueError if data or tokenizer is not at hand."""
+    from pqcache.harness.run.adapter import HarnessLM
+
+    loaded = text_side(cell)
+    spec, tasks = session.task(cell, loaded)
+    nothing: Any = SimpleNamespace()
+    lm = HarnessLM(
+        loaded,
+        cell.method,
+        nothing,
+        attn=cell.run.attn,
+        seed=cell.identity["seed"],
+        question_as_decode=cell.run.question_as_decode,
+        max_new_tokens=task_of_cell(cell).max_new_tokens,
+        facts=nothing,
+        tokens=spec.tokens,
+        smoke=cell.run.smoke,
+    )
+    requests = []
+    for task in tasks["tasks"].values():
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+            task.build_all_requests(limit=cell.run.limit, rank=0, world_size=1)
+        requests += [(task, request) for request in task.instances]
+    size = sum(len(str(request.args[0])) for _, request in requests)
+    every = max(1, round(size / COUNTED_CHARACTERS))
+    read: list[Document] = []
+    for index, (task, request) in enumerate(requests):
+        if index % every == 0:
+            read.append(_document(lm, task, request, spec.tokens))
+        else:
+            near = read[-1]
+            read.append(Document(str(request.task_name), int(request.doc_id or 0), near.prompt, near.new, near.answer))
+    return Counted(read, every == 1, "" if every == 1 else f"every {every}th prompt was tokenized")
+
+
+def _document(lm: Any, task: Any, request: Any, tokens: Any) -> Document:
+    name, doc_id = str(request.task_name), int(request.doc_id or 0)
+    if request.request_type == "generate_until":
+        prepared = lm._read(request)
+        answer = _answer(lm.loaded, task, request.doc)
+        return Document(
+            name, doc_id, len(prepared.ids), prepared.new_tokens, answer, prepared.mark, lm._question(prepared)
+        )
+    if tokens is not None:
+        ids, _, prefill = tokens(request.doc)
+        return Document(name, doc_id, prefill, len(ids) - prefill, len(ids) - prefill)
+    if request.request_type == "loglikelihood":
+        ids, first, _ = lm._pair(str(request.args[0]), str(request.args[1]))
+        return Document(name, doc_id, max(1, first - 1), len(ids) - first + 1, len(ids) - first + 1)
+    whole = len(lm.loaded.encode(str(request.args[0])))
+    return Document(name, doc_id, max(1, whole // 2), whole - whole // 2, whole - whole // 2)
+
+
+def _answer(loaded: LoadedModel, task: Any, doc: Any) -> int | None:
+    """Tokens of the reference answer and an end token; None if the task has no text as its answer."""
+    try:
+        target = task.doc_to_target(doc)
+    except Exception:  # a definition of anyone's
+        return None
+    if isinstance(target, list) and target:
+        target = target[0]
+    if not isinstance(target, str) or not target:
+        return None
+    return len(loaded.tokenizer(target, add_special_tokens=False)["input_ids"]) + 1
+
+
+def done(cell: Cell, documents: Iterable[Document]) -> set[tuple[str, int]]:
+    """The documents whose sample is on disk: (task, number). Takes no lock."""
+    known: set[tuple[str, int, str | None]] = set()
+    for path in sorted(cell.folder.glob("samples*.jsonl")):
+        known |= keys(path)
+    return {(d.task, d.doc_id) for d in documents if (d.task, d.doc_id, d.mark) in known}
+
+
+def keys(path: Path) -> set[tuple[str, int, str | None]]:
+    """(task, document, fingerprint) of every line, and the same with None for documents that were not tokenized."""
+    found: set[tuple[str, int, str | None]] = set()
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                sample = json.loads(line)
+                key = str(sample["task"]), int(sample["doc_id"])
+                found |= {(*key, str(sample["fingerprint"])), (*key, None)}
+            except (ValueError, KeyError, TypeError):  # a damaged line: its sample is computed again
+                continue
+    return found
