@@ -13,8 +13,9 @@ from lm_eval.api.instance import Instance
 
 from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM, cut, stopper
+from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.models import LoadedModel, opening_tokens
-from pqcache.harness.run.samples import Busy, Sample, SampleLog, fingerprint
+from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
 from pqcache.methods import method_class
 from pqcache.selective import Budget
 

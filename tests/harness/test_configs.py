@@ -10,6 +10,7 @@ import yaml
 
 from pqcache.fields import comments
 from pqcache.harness.config import files
+from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import ModelOptions, RunOptions
 from pqcache.harness.tasks import TASKS, task_class
 from pqcache.methods import METHODS, method_class
@@ -44,7 +45,14 @@ def test_comments_are_read_from_the_source() -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [RunOptions, ModelOptions, *map(method_class, METHODS), *(task_class(t).Options for t in TASKS)]
+    "cls",
+    [
+        RunOptions,
+        ModelOptions,
+        *map(method_class, METHODS),
+        *(task_class(t).Options for t in TASKS),
+        *LAUNCHES.values(),
+    ],
 )
 def test_every_option_has_a_comment(cls: type) -> None:
     common = {f.name for f in fields(Method)} if issubclass(cls, Method) else set()
@@ -60,7 +68,7 @@ def test_what_is_written_by_hand_stays(tmp_path: Path) -> None:
     texts = {path.relative_to(tmp_path).as_posix(): text for path, text in files.generated(tmp_path).items()}
     assert texts.keys() == {"config.yaml", "model/mine.yaml"} | {
         f"{group}/{name}.yaml"
-        for group, names in (("method", METHODS), ("task", [*TASKS, "lm_eval"]))
+        for group, names in (("method", METHODS), ("task", [*TASKS, "lm_eval"]), ("launch", LAUNCHES))
         for name in names
     }
     assert all(

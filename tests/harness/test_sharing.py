@@ -64,11 +64,11 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monk
 
 
 def test_a_cell_that_another_process_runs_is_left_alone(command: Command, tmp_path: Path) -> None:
-    from pqcache.harness.run.samples import locked
+    from pqcache.harness.run.claims import claim
 
     sweep = ("-m", "method=full,oracle,snapkv", "budget=0.3", "limit=6")
     assert command(*sweep, "limit=1") == 0
     path = next((tmp_path / "out").glob("*snapkv*/samples.jsonl"))
-    with locked(path):
+    with claim(path.parent):
         assert command(*sweep, "shared_prefill=true") == 1
     assert len(samples(tmp_path / "out")["oracle"]) == 6

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from pqcache.harness.config import folders
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options
+from pqcache.harness.config.launch import Launch, LocalLaunch
 from pqcache.harness.config.options import NOT_HASHED, Refused, RunOptions
 from pqcache.harness.config.smoke import reduced
 from pqcache.harness.config.validation import Checked, check
@@ -28,6 +30,8 @@ class Cell:
     budgets: list[float | int] = field(default_factory=list)  # the command's budgets; several: the method ignores them
     names: list[str] = field(default_factory=list)  # the experiment's cells with this configuration
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
+    launch: Launch = field(default_factory=LocalLaunch)  # where it runs
+    device: str = "auto"  # model.device as it was typed, with its index
     older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
     @property
@@ -51,6 +55,7 @@ class Cell:
     def yaml(self) -> str:
         """The configuration as --cfg job shows it. It includes the keys that are not part of the cell's identity."""
         extra = {key: getattr(self.run, key) for key in NOT_HASHED}
+        extra["launch"] = {"name": self.launch.name, **asdict(self.launch)}
         return yaml.safe_dump({**self.about.shown, **extra}, sort_keys=False)
 
     @property
@@ -79,6 +84,12 @@ class RunPlan:
     experiment: str | None
     best_of: dict[str, list[str]] = field(default_factory=dict)  # see compose.Request
     report: Options = field(default_factory=dict)
+    words: tuple[str, ...] = ()  # the command line
+
+    @property
+    def launch(self) -> Launch:
+        """Where the cells run."""
+        return self.cells[0].launch
 
     @property
     def budgets(self) -> list[float | int]:
@@ -103,6 +114,8 @@ def make_plan(request: Request) -> RunPlan:
             cells_with.setdefault(checked.skip, []).append(composed.cell)
         errors += _add(cells, checked, composed, request.experiment)
     every = {composed.cell for composed in request.composed}
+    if len({json.dumps(composed.config.get("launch"), sort_keys=True) for composed in request.composed}) > 1:
+        errors.append("launch: one command runs in one place")
     errors += [line + _origin(named, every) for line, named in cells_with.items()]
     if len({cell.run.out for cell in cells.values()}) > 1:
         errors.append("out: one command writes into one folder")
@@ -110,7 +123,9 @@ def make_plan(request: Request) -> RunPlan:
         errors += _find_folders(list(cells.values()))
     if errors:
         raise Refused(errors)
-    return RunPlan(list(cells.values()), request.sweep, request.experiment, request.best_of, request.report)
+    return RunPlan(
+        list(cells.values()), request.sweep, request.experiment, request.best_of, request.report, request.words
+    )
 
 
 def _origin(named: list[str | None], every: set[str | None]) -> str:
@@ -124,7 +139,16 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
 
     Equal configurations are one cell: a method that ignores the budget runs once for all budgets.
     """
-    new = Cell(checked.identity, checked.run, checked.method, checked.skip, experiment, typed=composed.typed)
+    new = Cell(
+        checked.identity,
+        checked.run,
+        checked.method,
+        checked.skip,
+        experiment,
+        typed=composed.typed,
+        launch=checked.launch,
+        device=checked.device,
+    )
     cell = cells.setdefault(new.name, new)
     cell.budgets = list(dict.fromkeys([*cell.budgets, composed.config["budget"]]))
     if composed.cell is not None:

@@ -53,6 +53,7 @@ class Request:
     show_config: bool = False
     best_of: dict[str, list[str]] = field(default_factory=dict)  # a table's line -> the cells; it shows the best one
     report: dict[str, Any] = field(default_factory=dict)  # an experiment's `report:`, see papers.Report
+    words: tuple[str, ...] = ()  # the command line: what composes the same again
     errors: list[str] = field(default_factory=list)  # of the overrides that were left out
 
 
@@ -92,7 +93,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
             composed += _cells(choice, head, config_dir, sweep, compose_once)
     best_of = _best_of(head, {c.cell for c in composed}, errors)
     report = head.get("report") or {}
-    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, errors)
+    words = tuple(argv)
+    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, words, errors)
 
 
 def _paper_scale(head: dict[str, Any], errors: list[str]) -> dict[str, str]:
@@ -178,7 +180,7 @@ def _composed(
     hydra, config = compose_once(tuple(overrides))
     choices = hydra["runtime"]["choices"]
     defaults = {}
-    for group in ("model", "method", "task"):
+    for group in ("model", "method", "task", "launch"):
         loaded = OmegaConf.to_container(OmegaConf.load(config_dir / group / f"{choices[group]}.yaml"))
         defaults[group] = {str(k): v for k, v in loaded.items()} if isinstance(loaded, dict) else {}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)

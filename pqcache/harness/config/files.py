@@ -21,6 +21,7 @@ import yaml
 
 from pqcache.atomic import write_text
 from pqcache.fields import comments, option_fields
+from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import LM_EVAL, ModelOptions, RunOptions
 from pqcache.harness.config.values import plain
 from pqcache.methods import METHODS, method_class
@@ -43,6 +44,9 @@ def generated(configs: Path = CONFIGS) -> dict[Path, str]:
     for name in (*TASKS, LM_EVAL):
         path = configs / "task" / f"{name}.yaml"
         texts[path] = _listed(path, task_class(f"{LM_EVAL}:" if name == LM_EVAL else name).Options)
+    for name, cls in LAUNCHES.items():
+        path = configs / "launch" / f"{name}.yaml"
+        texts[path] = _listed(path, cls)
     for path in sorted((configs / "model").glob("*.yaml")):
         texts[path] = _model(path)
     return texts

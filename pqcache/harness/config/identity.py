@@ -8,6 +8,7 @@ digits may not change when an option is added or removed. The rules, for authors
   the behaviour before the option existed. Only another value enters the hash.
 - An option with one legal value left is removed and declared in `retired: ClassVar = {"n_sink": 0}` on the class. The
   value stays in the hash and in rows, may still be typed, and is no longer shown.
+- The index of a device (model.device=cuda:1) and `launch` are never part of it. Older folders may name an index.
 - A top-level key that decides where or how much is run, not what, is named in options.NOT_HASHED.
 - An option that has no effect under others (`cache_block` without a block cache) is named by `Method.unused()`. It stays in the
   hash and in rows; config.yaml shows it only where it was changed.
@@ -80,6 +81,8 @@ class Identity:
         for key, absent in self.absent.items():
             if isinstance(absent, dict) and isinstance(filled[key], dict):
                 filled[key] = {**absent, **filled[key]}
+        if isinstance(model := filled.get("model"), dict) and isinstance(model.get("device"), str):
+            filled["model"] = {**model, "device": without_index(model["device"])}
         return filled
 
     def _without(self, keys: tuple[str, ...]) -> Options:
@@ -91,6 +94,11 @@ class Identity:
             if options[name] == absent[name]:
                 del options[name]
         return result
+
+
+def without_index(device: str) -> str:
+    """cuda:1 -> cuda: which of a machine's devices computes is no part of the identity."""
+    return device.partition(":")[0]
 
 
 def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Identity:

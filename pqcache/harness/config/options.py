@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GROUPS = ("model", "method", "task", "experiment")
+GROUPS = ("model", "method", "task", "experiment", "launch")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
@@ -53,8 +53,9 @@ class RunOptions:
     smoke: bool = False
     # of an experiment with two sizes: machine (runs on a small machine) | paper (the paper's sizes)
     scale: Literal["machine", "paper"] = "machine"
-    # cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples
-    shared_prefill: bool = False
+    # Cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples. auto: in sweeps,
+    # where memory allows it
+    shared_prefill: Literal["auto"] | bool = "auto"
     # print what would run, what it needs and how long it takes, and run nothing
     plan: bool = False
     # prepared method data, machine profiles

@@ -102,7 +102,7 @@ def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
         return
     if run.diagnostics:
         errors.append(f"diagnostics={show(run.diagnostics)}: task=latency measures times, which diagnostics slow")
-    if run.shared_prefill:
+    if run.shared_prefill is True:
         errors.append("shared_prefill=true: task=latency measures prefills, so each runs its own")
     if run.question_as_decode:
         errors.append("question_as_decode=true: the prompts of task=latency ask nothing")

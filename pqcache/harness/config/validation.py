@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import added_options, option_fields, retired, without_retired
 from pqcache.harness.config import rules, smoke
-from pqcache.harness.config.identity import Group, Identity, identify
+from pqcache.harness.config.identity import Group, Identity, identify, without_index
+from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
 from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions
 from pqcache.harness.config.values import coerce, literals, show
 from pqcache.methods import method_class
@@ -30,6 +31,8 @@ class Checked:
     identity: Identity
     method: Any  # a pqcache.selective.Method; None where it cannot be made
     skip: str | None  # why the method does not apply
+    launch: Launch  # where it runs
+    device: str  # model.device as it was typed; the identity has no index of a device
 
 
 def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
@@ -45,6 +48,7 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     method_type = method_class(names["method"])
     classes: dict[str, type] = {"model": ModelOptions, "method": method_type, "task": task_class(names["task"]).Options}
     run, options = _typed(config, classes, errors)
+    launch = check_launch(config.get("launch"), errors)
     rules.check_run(run, errors)
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under any protocol
         run = replace(run, dense_layers=None, protocol="aligned")
@@ -59,13 +63,16 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     if errors:
         raise Refused(errors)
 
+    device = options["model"]["device"]
+    options["model"]["device"] = without_index(device)
     groups = {
         "model": _group(ModelOptions, options["model"], base["model"]),
         "method": _method_group(method_type, options["method"], base["method"], method, run),
         "task": _group(classes["task"], options["task"], base["task"]),
     }
     amount = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
-    return Checked(run, identify(_top_group(run, amount, method), groups, names), method, skip or None)
+    identity = identify(_top_group(run, amount, method), groups, names)
+    return Checked(run, identity, method, skip or None, launch, device)
 
 
 def _names(config: Options, group_defaults: dict[str, Options], errors: list[str]) -> dict[str, str]:
@@ -96,8 +103,11 @@ def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tupl
         for group, cls in classes.items()
     }
     elsewhere = {key: f"{group}.{key}" for group in ("task", "method", "model") for key in allowed[group]}
+    elsewhere |= {
+        key: f"launch.{key}" for cls in LAUNCHES.values() for key in option_fields(cls) if key not in elsewhere
+    }
     elsewhere |= {key: key for key in top_fields}
-    rest = {key: value for key, value in config.items() if key not in (*classes, *NO_OPTIONS)}
+    rest = {key: value for key, value in config.items() if key not in (*classes, "launch", *NO_OPTIONS)}
     run = RunOptions(**check_options("", rest, top_fields, errors, elsewhere))
     options = {}
     for group, cls in classes.items():

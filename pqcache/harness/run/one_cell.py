@@ -21,9 +21,10 @@ from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import latency_rounds, tracking
 from pqcache.harness.run.adapter import HarnessLM
+from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
-from pqcache.harness.run.samples import Busy, SampleLog
+from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.session import Session, task_of_cell
 from pqcache.harness.tasks import Figure, TaskSpec
 

@@ -61,7 +61,7 @@ def check_models(plan: RunPlan, session: Session) -> None:
                     errors.append(models.why_not(cell.identity["model"], error))
         if cell.method is None:
             continue
-        errors += [line for line in [models.device_error(cell.identity["model"]["device"])] if line]
+        errors += [line for line in [models.device_error(cell.device)] if line]
         if configs[key] is not None:
             errors += _misfits(cell, configs[key])
             errors += _unsupported(cell, configs[key], skip=plan.sweep)
@@ -80,7 +80,7 @@ def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:
     model, cache_dir = cell.identity["model"], Path(cell.run.cache_dir).expanduser()
     try:
         cell.method.check_model(config)
-        device = torch.device(models.pick_device(model["device"]))
+        device = torch.device(models.pick_device(cell.device))
         cell.method.check_prepared(config, device, models.dtype_name(config, model), cache_dir)
     except ValueError as error:
         line = _one_line(f"{model['name']}, {cell.identity['method']['name']}: {error}")

@@ -10,7 +10,8 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.report.score_statistics import Scores, known_mean
-from pqcache.harness.run.samples import Busy, Sample, locked
+from pqcache.harness.run.claims import Busy, claim
+from pqcache.harness.run.samples import Sample
 from pqcache.harness.run.timing import percentile, tpot_ms
 
 
@@ -182,7 +183,7 @@ def refresh_pairs(out: Path) -> None:
         if pair_with_full(row, full) == row:
             continue
         try:
-            with locked(path.parent / "samples.jsonl"):  # a process that runs this cell now writes its row itself
+            with claim(path.parent):  # a process that runs this cell now writes its row itself
                 latest = read_row(path)
                 if latest is not None:
                     write_row(path, pair_with_full(latest, full))

@@ -1,4 +1,4 @@
-"""samples.jsonl: one line per finished sample, safe against being killed at any byte.
+"""samples*.jsonl: one line per finished sample, safe against being killed at any byte.
 
 A line is appended, flushed and synced before the next sample starts. A sample is looked up by its task, document number
 and fingerprint (weights, model input, generation settings), so that a line of other weights or another prompt is never
@@ -7,23 +7,19 @@ used.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict
 
+from pqcache.harness.run.claims import Claim
+
 if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
     from pqcache.selective import GenerationResult
-
-
-class Busy(RuntimeError):
-    """Another process is running this cell."""
 
 
 class Sample(TypedDict):
@@ -105,26 +101,44 @@ def make_sample(
 class SampleLog:
     """The samples of one cell: those on disk, and an append-only file for new ones.
 
-    Opening it takes a lock, so that two processes cannot run the same cell at once, and drops a half-written last line.
+    Samples of workers lie beside samples.jsonl, as samples-<unit>-<attempt>.jsonl. All are read as one.
     """
 
     def __init__(self, path: Path) -> None:
+        """A cell's samples.jsonl. Takes the cell's claim, raises Busy if a live process has it, and drops a half-written line."""
         self.path = path
-        self._file = _open_locked(path)
-        self._drop_half_line()
-        self._samples: dict[tuple[str, int, str], Sample] = {}
-        self._file.seek(0)
-        for line in self._file:
-            sample = _read(line)
-            if sample is not None:
-                self._samples[_key(sample)] = sample
+        self._claim: Claim | None = Claim(path.parent)
+        try:
+            self._file: IO[bytes] | None = open(path, "ab+")  # noqa: SIM115 - `close` closes it
+            _drop_half_line(self._file)
+            self._samples = _read_all(path.parent, path.stem)
+        except BaseException:
+            self._claim.release()
+            raise
 
-    def _drop_half_line(self) -> None:
-        self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            self._file.truncate(whole)
+    @classmethod
+    def of_worker(cls, folder: Path, unit: str, attempt: int) -> SampleLog:
+        """A new file of its own for a worker, which has no claim. `attempt` is raised while the file exists."""
+        while True:
+            path = folder / f"samples-{unit}-{attempt}.jsonl"
+            try:
+                file = open(path, "xb")  # noqa: SIM115 - `close` closes it
+            except FileExistsError:
+                attempt += 1
+                continue
+            return cls._without_claim(folder, path, file)
+
+    @classmethod
+    def to_read(cls, folder: Path) -> SampleLog:
+        """A cell's samples. Nothing can be appended."""
+        return cls._without_claim(folder, folder / "samples.jsonl", None)
+
+    @classmethod
+    def _without_claim(cls, folder: Path, path: Path, file: IO[bytes] | None) -> SampleLog:
+        log = cls.__new__(cls)
+        log.path, log._claim, log._file = path, None, file
+        log._samples = _read_all(folder, "samples")
+        return log
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -134,14 +148,25 @@ class SampleLog:
         return self._samples.get((task, doc_id, mark))
 
     def append(self, sample: Sample) -> None:
-        """Record a finished sample; it is on disk when this returns."""
+        """Record a finished sample; it is on disk when this returns. Raises Busy if the claim was lost."""
+        if self._file is None:
+            raise ValueError(f"{self.path}: was opened to be read")
+        if self._claim is not None:
+            self._claim.check()
         self._file.write(json.dumps(sample, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._samples[_key(sample)] = sample
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file. A worker's file without samples is removed."""
+        if self._file is not None:
+            empty = self._claim is None and self._file.tell() == 0
+            self._file.close()
+            if empty:
+                self.path.unlink(missing_ok=True)
+        if self._claim is not None:
+            self._claim.release()
 
     def __enter__(self) -> Self:
         return self
@@ -152,27 +177,32 @@ class SampleLog:
         self.close()
 
 
-def _open_locked(path: Path) -> IO[bytes]:
-    """The file for reading and appending, locked until it is closed. Raises Busy if another process has it."""
-    file = open(path, "ab+")  # noqa: SIM115 - its caller closes it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise Busy(f"{path.parent}: another process is running this cell") from None
-    except OSError:
-        pass  # a file system without locks
-    return file
+def sample_files(folder: Path, stem: str = "samples") -> list[Path]:
+    """A cell's files of samples: those of workers, then samples.jsonl."""
+    own = folder / f"{stem}.jsonl"
+    return [*sorted(folder.glob(f"{stem}-*.jsonl")), *([own] if own.exists() else [])]
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a cell's lock (path: its samples.jsonl). Raises Busy if another process has it."""
-    file = _open_locked(path)
-    try:
-        yield
-    finally:
-        file.close()
+def _read_all(folder: Path, stem: str) -> dict[tuple[str, int, str], Sample]:
+    """Key -> sample. Of two with the same key the later one counts, but none without times replaces one with times."""
+    samples: dict[tuple[str, int, str], Sample] = {}
+    for path in sample_files(folder, stem):
+        for line in path.read_bytes().split(b"\n"):
+            sample = _read(line)
+            if sample is None:
+                continue
+            known = samples.get(_key(sample))
+            if known is None or known["tt2t_s"] is None or sample["tt2t_s"] is not None:
+                samples[_key(sample)] = sample
+    return samples
+
+
+def _drop_half_line(file: IO[bytes]) -> None:
+    file.seek(0)
+    data = file.read()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        file.truncate(whole)
 
 
 def _key(sample: Sample) -> tuple[str, int, str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def model_key(cell: Cell) -> str:
     """Cells with the same key use the same loaded model."""
-    return json.dumps([cell.identity["model"], cell.run.smoke], sort_keys=True)
+    return json.dumps([cell.identity["model"], cell.device, cell.run.smoke], sort_keys=True)
 
 
 def task_of_cell(cell: Cell) -> Task[Any]:
@@ -98,6 +98,6 @@ class Session:
 
 
 def _load(cell: Cell) -> LoadedModel:
-    options = dict(cell.identity["model"])
+    options = {**cell.identity["model"], "device": cell.device}
     load = smoke_models.load if cell.run.smoke else models.load
     return load(options.pop("name"), options)
