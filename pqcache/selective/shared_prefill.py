@@ -14,7 +14,7 @@ Scores and bytes equal those of a run with a prefill of its own. Times of the pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +53,11 @@ class Call:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.k, self.v, self.out, self.hidden
 
+    def moved(self, device: torch.device | str) -> Call:
+        """The same call with its tensors on a device."""
+        named = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "out", "hidden")}
+        return replace(self, **named)
+
     def kernel(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple:
         """Returns the recorded output in place of dense attention; refuses any block but the recorded one."""
         same = [a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in ((q, self.q), (k, self.k), (v, self.v))]
@@ -84,13 +89,15 @@ class Prefill:
 
 
 class _Tape(Watcher):
-    def __init__(self) -> None:
+    def __init__(self, device: str | None) -> None:
         self.calls: list[Call] = []
+        self.device = device
 
     def watch(self, call: WatchedCall) -> None:
         ctx = call.ctx
         shared = (ctx.module, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids, ctx.modules, ctx.rotary, ctx.scaling)
-        self.calls.append(Call(call.q, call.k, call.v, call.out, *shared))
+        made = Call(call.q, call.k, call.v, call.out, *shared)
+        self.calls.append(made if self.device is None else made.moved(self.device))
 
 
 class _Passing(DenseLayer):
@@ -111,10 +118,13 @@ class _Recording(Method):
 
 
 @torch.no_grad()
-def record(model: PreTrainedModel, input_ids: torch.Tensor, attn: str = "auto") -> Prefill:
-    """The dense prefill of input_ids (1, s). Holds q, k, v, the output and the input of every layer."""
+def record(model: PreTrainedModel, input_ids: torch.Tensor, attn: str = "auto", device: str | None = None) -> Prefill:
+    """The dense prefill of input_ids (1, s). Holds q, k, v, the output and the input of every layer.
+
+    device: where they are kept; None: where they were computed. `feed` moves one layer at a time back.
+    """
     cache = SelectiveCache(model, _Recording(), attn=attn)
-    tape = _Tape()
+    tape = _Tape(device)
     cache.watchers.append(tape)
     ids = input_ids.to(model.device)
     cache.begin([ids.shape[1]], token_ids=ids)
@@ -134,7 +144,8 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
     kernel = cache.kernel
     cache.open_forward()
     try:
-        for index, call in enumerate(prefill.calls):
+        for index, recorded in enumerate(prefill.calls):
+            call = recorded.moved(prefill.logits.device)
             layer = cache.layers[index]
             ctx = LayerContext(
                 layer_idx=index,

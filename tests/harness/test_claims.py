@@ -45,7 +45,8 @@ def test_locks_of_the_file_system_do_not_matter(tmp_path: Path, monkeypatch: pyt
 
 def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
     for _ in range(20):
-        start, won = threading.Barrier(8), []
+        start = threading.Barrier(8)
+        won: list[Claim] = []
 
         def race(start: threading.Barrier = start, won: list[Claim] = won) -> None:
             start.wait()

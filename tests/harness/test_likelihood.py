@@ -18,7 +18,7 @@ from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as adapter_module
 from pqcache.harness.run import likelihood as scoring
-from pqcache.harness.run import models, sharing
+from pqcache.harness.run import models, units
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.likelihood import LogLikelihood
 from pqcache.harness.run.models import LoadedModel
@@ -321,7 +321,7 @@ def test_every_cell_sees_lm_evals_own_examples(
         return generate(model, method, ids, **options)
 
     monkeypatch.setattr(adapter_module, "generate", watched)
-    monkeypatch.setattr(sharing, "OWN_PREFILLS", 1)
+    monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     typed = [f"task.include={definitions}", f"shared_prefill={shared}", "limit=3"]
     sweep = ["task.name=my_few_shot", "-m", "method=full,oracle", "budget=0.9", *typed]
     assert call(tiny, tmp_path, *sweep, "model.chat=false") == 0

@@ -96,7 +96,9 @@ def test_entries(plan: RunPlan, rows: dict[str, results.Row]) -> None:
 def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     text, files = papers.write(plan, tmp_path)
     assert [path.suffix for path in files] == [".md", ".tex", ".csv"]  # a table has no figure
-    average, differences = (x for x in text.splitlines() if x.startswith("| average |"))  # data sets are lines, as printed
+    average, differences = (
+        x for x in text.splitlines() if x.startswith("| average |")
+    )  # data sets are lines, as printed
     assert "**40.50** (**39.32**)" in average and "-2.00 [-2.00, -2.00] (+0.00)" in differences
     assert "- (39.3)" in average  # Oracle is not measured
     tex = files[1].read_text()

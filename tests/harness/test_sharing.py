@@ -45,9 +45,9 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monk
     recorded = []
     original = sharing.record
 
-    def counting(*arguments: Any) -> Any:
+    def counting(*arguments: Any, **options: Any) -> Any:
         recorded.append(arguments)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(sharing, "record", counting)
     sweep = ("-m", "method=full,snapkv", "budget=0.3", "shared_prefill=true")
@@ -72,3 +72,27 @@ def test_a_cell_that_another_process_runs_is_left_alone(command: Command, tmp_pa
     with claim(path.parent):
         assert command(*sweep, "shared_prefill=true") == 1
     assert len(samples(tmp_path / "out")["oracle"]) == 6
+
+
+def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pqcache.harness.run import sharing
+    from pqcache.selective import record
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    recorded = record(model, torch.arange(40)[None])
+    assert sharing.recording_bytes(model, 40) == sum(t.nbytes for call in recorded.calls for t in call.tensors())
+    monkeypatch.setattr(sharing, "free_bytes", lambda _: 2**30)
+    assert sharing.place_of(model, 40, "auto") == "device"
+    assert sharing.place_of(model, 40, False) == "off"
+    monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)
+    assert sharing.place_of(model, 40, "auto") == "off"
+    assert sharing.place_of(model, 40, True) == "device"
+
+    class OnGpu:  # what place_of reads of a model whose device has little memory
+        config, dtype, device = model.config, model.dtype, torch.device("cuda")
+
+    monkeypatch.setattr(sharing, "free_bytes", lambda device: 1000 if device.type == "cuda" else 2**30)
+    assert sharing.place_of(OnGpu(), 40, "auto") == "host"  # type: ignore[arg-type]

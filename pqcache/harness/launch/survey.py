@@ -12,7 +12,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import documents, estimate, figures, needs, profile
 from pqcache.harness.launch.documents import Counted, Document
 from pqcache.harness.launch.profile import Profile
-from pqcache.harness.run import models, sharing
+from pqcache.harness.run import models, units
 from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.harness.run.timing import WARM_TOKENS
 
@@ -191,13 +191,13 @@ def _share(plan: RunPlan, found: Sequence[CellSurvey]) -> bool:
     """Mark the documents whose prefill another cell computes. Returns whether any cells share."""
     by_name = {one.cell.name: one for one in found}
     any_shared = False
-    for group in sharing.groups([one.cell for one in found]):
+    for group in units.groups([one.cell for one in found]):
         members = [by_name[cell.name] for cell in group]
         if not _wanted(plan, members) or members[0].cell.identity["task"]["name"] == "latency":
             continue
         members = [one for one in members if _shares(one)]
         tasks = {document.task for document in members[0].counted.documents} if members else set()
-        own = math.ceil(sharing.OWN_PREFILLS / max(1, len(tasks)))
+        own = units.own_documents(max(1, len(tasks)))
         if len(members) > 1:
             any_shared = True
             _serve(members, own)

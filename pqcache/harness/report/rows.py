@@ -104,6 +104,7 @@ class Row(TypedDict):
 
     # time; null with diagnostics=true, because measuring slows the steps
     timed_samples: int  # samples in the times; with shared_prefill those with a prefill of their own
+    timed_alone: bool  # times are of processes with nothing else of the run on their host; false where there are none
     tt2t_s: float | None  # prompt submitted -> second token (median over samples)
     tpot_p50_ms: float | None  # decode step, pooled over samples, first two steps of each dropped
     tpot_p95_ms: float | None
@@ -158,6 +159,7 @@ def read_row(path: Path) -> Row | None:
     if isinstance(value, dict):
         value.setdefault("diagnostics", None)  # rows written before there were any
         value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
+        value.setdefault("timed_alone", bool(value["timed_samples"]))
         value.setdefault("data", {})
         value.setdefault("smoke", False)
     complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()

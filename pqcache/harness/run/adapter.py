@@ -14,7 +14,7 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,10 @@ from tqdm import tqdm
 from pqcache.harness.config import environment
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
-from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
+from pqcache.harness.run.samples import Missing, Sample, SampleLog, fingerprint, make_sample
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
-from pqcache.selective import attach, generate
+from pqcache.selective import generate
 from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class HarnessLM(LikelihoodLM):
         recorder: Recorder | None = None,
         tokens: TokenTask | None = None,
         smoke: bool = False,
+        computes: bool = True,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -104,6 +105,8 @@ class HarnessLM(LikelihoodLM):
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
         self.smoke = smoke
+        self.computes = computes  # false: the model has no weights, and every sample must be in the log
+        self.timed = True  # false: times would not be of this process alone, and are dropped
         self.warm = smoke  # a smoke run needs no warm-up: its times mean nothing
         self.prompts: dict[tuple, _Prompt] = {}  # the same keys -> the prompts
 
@@ -116,7 +119,7 @@ class HarnessLM(LikelihoodLM):
         answers = []
         with (
             contextlib.redirect_stderr(self.stderr),
-            attach(self.loaded.model),
+            self.attached(),
             tqdm(total=len(requests), desc=self.label, unit="sample", disable=disable_tqdm, leave=False) as bar,
         ):
             for request in requests:
@@ -189,6 +192,8 @@ class HarnessLM(LikelihoodLM):
 
         A random step of a method must not depend on which samples ran before, or a resumed run would differ.
         """
+        if not self.computes:
+            raise Missing(f"{task} sample {doc_id}: no worker has computed it")
         if not self.warm:
             self.warm = True
             warm_up(self.loaded.model, self.method, ids, self.attn)
@@ -205,6 +210,8 @@ class HarnessLM(LikelihoodLM):
         result: GenerationResult,
     ) -> Sample:
         kernel = attention_kernel(self.attn)[0]
+        if not self.timed:
+            result = replace(result, prefill_s=None, tt2t_s=None)
         return make_sample(
             result,
             task=task,

@@ -59,7 +59,12 @@ class LikelihoodLM(LM):
     tokens: TokenTask | None  # of tasks that are measured in tokens, not text
     used: dict[tuple, Sample]  # (task, document[, request]) -> sample
     resumed: int
+    computes: bool
     stderr: TextIO = sys.stderr
+
+    def attached(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside it the model attends through the method's layers."""
+        return attach(self.loaded.model) if self.computes else contextlib.nullcontext()
 
     def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
         """Called before a sample is computed."""
@@ -113,7 +118,7 @@ class LikelihoodLM(LM):
         answers = []
         with (
             contextlib.redirect_stderr(self.stderr),
-            attach(self.loaded.model),
+            self.attached(),
             tqdm(total=len(requests), desc=self.label, unit="request", disable=silent, leave=False) as bar,
         ):
             for request in requests:

@@ -169,7 +169,7 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
         from pqcache.measure.roofline import random_config
 
         return random_config(options["geometry"], options["layers"])
-    return AutoConfig.from_pretrained(_path(options), revision=options["revision"])
+    return AutoConfig.from_pretrained(local_or_hub(options), revision=options["revision"])
 
 
 def why_not(options: dict[str, Any], error: Exception) -> str:
@@ -203,7 +203,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     else:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        path, revision = _path(options), options["revision"]
+        path, revision = local_or_hub(options), options["revision"]
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype).to(device).eval()
@@ -237,7 +237,7 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(_path(options), revision=options["revision"])
+        tokenizer = AutoTokenizer.from_pretrained(local_or_hub(options), revision=options["revision"])
     chat = wraps_chat(name, options, tokenizer)
     return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, weights_mark(name, options, config))
 
@@ -278,7 +278,7 @@ def weights_mark(name: str, options: dict[str, Any], config: PreTrainedConfig) -
 
         folder = model_dir()
     else:
-        folder = Path(_path(options))
+        folder = Path(local_or_hub(options))
         if not folder.is_dir():
             return str(getattr(config, "_commit_hash", None) or "")
     digest = hashlib.sha256()
@@ -301,7 +301,8 @@ def device_error(device: str) -> str | None:
     return None
 
 
-def _path(options: dict[str, Any]) -> str:
+def local_or_hub(options: dict[str, Any]) -> str:
+    """A local folder with `~` resolved, or a hub id."""
     path = str(options["path"])
     local = Path(path).expanduser()
     return str(local) if local.is_dir() else path

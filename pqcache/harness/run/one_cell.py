@@ -33,7 +33,7 @@ from pqcache.harness.tasks import Figure, TaskSpec
 class Outcome:
     """How a cell ended."""
 
-    # ok | failed | not applicable
+    # ok | failed | not applicable | pending
     status: str
     # the row of this run, also where an older row with more samples is kept on disk
     row: Row | None = None
@@ -68,21 +68,26 @@ def _run_logged(session: Session, cell: Cell, log: SampleLog) -> Outcome:
             write_status(folder, "interrupted", n_samples=len(log))
         raise
     except Exception as error:  # one failed cell must not lose the others
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        write_status(folder, "failed", reason=reason, traceback=traceback.format_exc())
-        return Outcome("failed", reason=f"{reason[:400]} ({folder / 'status.json'})")
+        return failed(cell, error)
     row = read_row(folder / "row.json")
     write_status(folder, "ok", n_samples=row["n_samples"] if row is not None else None)
     return outcome
 
 
+def failed(cell: Cell, error: Exception) -> Outcome:
+    """The outcome of a cell that raised, inside the `except`. Its status.json gets the traceback."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    write_status(cell.folder, "failed", reason=reason, traceback=traceback.format_exc())
+    return Outcome("failed", reason=f"{reason[:400]} ({cell.folder / 'status.json'})")
+
+
 def _run(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     if cell.identity["task"]["name"] == "latency":
-        return _run_latency(session, cell, log)
-    return _run_task(session, cell, log)
+        return run_latency(session, cell, log)
+    return run_task(session, cell, log)
 
 
-def _run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+def run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     """Measure a cell of task=latency, which has no documents and no scores."""
     loaded = session.model(cell)
     row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded.device))
@@ -94,13 +99,12 @@ def _run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     return Outcome("ok", row)
 
 
-def _run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
+def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     """Evaluate a cell's task with lm-eval and write its row."""
-    recorder = None
-    if cell.run.diagnostics:
-        recorder = Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
+    recorder = recorder_of(cell)
     lm, spec, tasks = make_adapter(session, cell, log, recorder)
     evaluated = run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"])
+    session.prefills["own"] = session.prefills.get("own", 0) + len(lm.used) - lm.resumed
     session.show_prompt(lm.first_prompt)
     answers = _scored_answers(evaluated["samples"], spec)
     scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
@@ -129,6 +133,13 @@ def _run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     return Outcome("ok", row)
 
 
+def recorder_of(cell: Cell) -> Recorder | None:
+    """What writes the diagnostics of a cell, if it has any."""
+    if not cell.run.diagnostics:
+        return None
+    return Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
+
+
 def make_adapter(
     session: Session, cell: Cell, log: SampleLog, recorder: Recorder | None = None
 ) -> tuple[HarnessLM, TaskSpec, TaskDict]:
@@ -136,7 +147,8 @@ def make_adapter(
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
     cell.method.know_tokenizer(loaded.tokenizer)
-    cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
+    if session.weights:
+        cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
 
     def scorer(task: str, doc: dict, response: str) -> float | None:
         metric = spec.metric[task].partition(",")[0]
@@ -157,8 +169,19 @@ def make_adapter(
         recorder=recorder,
         tokens=spec.tokens,
         smoke=cell.run.smoke,
+        computes=session.weights,
     )
     return lm, spec, tasks
+
+
+def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Any]:
+    """The requests that `run_evaluation` makes, in its order."""
+    requests = []
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        requests += task.instances
+    return requests
 
 
 def run_evaluation(lm: Any, tasks: TaskDict, limit: int | None, seed: int) -> Any:

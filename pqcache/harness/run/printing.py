@@ -22,7 +22,7 @@ def outcome_line(outcome: Outcome) -> str:
     if outcome.row is not None:
         kept = "; row.json keeps its larger number of samples" if outcome.kept else ""
         return tables.summary_line(outcome.row) + kept
-    return f"{'skipped, ' if outcome.status != 'failed' else ''}{outcome.status}: {outcome.reason}"
+    return f"{'skipped, ' if outcome.status == 'not applicable' else ''}{outcome.status}: {outcome.reason}"
 
 
 def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> None:

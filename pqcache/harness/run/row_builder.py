@@ -123,6 +123,7 @@ def _times(samples: Iterable[Sample], *, timed: bool) -> dict[str, Any]:
     own = [s for s in samples if s["prefill_s"] is not None] if timed else []
     return {
         "timed_samples": len(own),
+        "timed_alone": bool(own),
         "tt2t_s": percentile((s["tt2t_s"] for s in own), 0.5),
         "tpot_p50_ms": tpot_ms((s["step_s"] for s in own), 0.5),
         "tpot_p95_ms": tpot_ms((s["step_s"] for s in own), 0.95),

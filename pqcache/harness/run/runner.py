@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.run import precheck, printing
 from pqcache.harness.run.session import Session, model_key
+from pqcache.harness.run.units import groups
 
 if TYPE_CHECKING:
     from pqcache.harness.run.one_cell import Outcome
@@ -45,11 +47,15 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     # After the refusals: importing lm-eval takes seconds.
     from pqcache.harness.run.one_cell import run_or_record
 
+    if not isinstance(plan.launch, LocalLaunch):
+        return _run_elsewhere(plan, session)
     cells = _by_model(plan.cells)
-    if cells[0].run.shared_prefill:
-        _share_prefills(cells, session)
     outcomes: dict[str, Outcome] = {}
+    model = None
     for index, cell in enumerate(cells):
+        if model != model_key(cell):
+            model = model_key(cell)
+            _share_prefills([c for c in cells if model_key(c) == model], session)
         if plan.sweep:
             print(f"[{index + 1}/{len(cells)}] {cell.label}", flush=True)
         try:
@@ -58,7 +64,21 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
             raise Interrupted(cell.label) from None
         if plan.sweep:
             print(f"      {printing.outcome_line(outcomes[cell.name])}", flush=True)
+    if plan.sweep and (distinct := sum(session.prefills.values())):
+        shared = session.prefills.get("shared", 0)
+        print(f"prefills: {distinct} distinct, {shared} of them shared by several cells", flush=True)
     return outcomes
+
+
+def _run_elsewhere(plan: RunPlan, session: Session) -> dict[str, Outcome]:
+    """Run the cells on the engine that `launch` names."""
+    from pqcache.harness.run.driver import run_on
+    from pqcache.harness.run.engines import engine_for
+
+    try:
+        return run_on(engine_for(plan.launch), plan, session.unloadable)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{len(plan.cells)} cells on {plan.launch.name}") from None
 
 
 def _by_model(cells: list[Cell]) -> list[Cell]:
@@ -73,7 +93,9 @@ def _share_prefills(cells: list[Cell], session: Session) -> None:
     """Compute the samples that cells can share a prefill for. The cells find them in their logs."""
     from pqcache.harness.run import sharing
 
-    for group in sharing.groups(cells):
+    for group in groups(cells):
+        if len(group) < 2 or group[0].run.shared_prefill is False:
+            continue
         try:
             sharing.run_group(group, session)
         except KeyboardInterrupt:

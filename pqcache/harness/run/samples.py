@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from pqcache.selective import GenerationResult
 
 
+class Missing(RuntimeError):
+    """A sample is not in the log, and the model has no weights to compute it."""
+
+
 class Sample(TypedDict):
     """One finished sample. Times in seconds on a synchronised clock, bytes measured by the ledger."""
 

@@ -34,6 +34,8 @@ def _tokens_of(cell: Cell) -> str:
 class Session:
     """Loads each model and each task once. One model is in memory at a time."""
 
+    weights = True  # whether `model` has weights
+
     def __init__(self) -> None:
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}
@@ -41,6 +43,8 @@ class Session:
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
         self._facts: dict[str, environment.Facts] = {}
         self._shown_prompts: set[str] = set()
+        # distinct prefills of this session: shared (recorded for several cells) and own
+        self.prefills: dict[str, int] = {}
 
     def model(self, cell: Cell) -> LoadedModel:
         """The cell's model. The last one stays loaded. A model that could not be loaded raises the same error again."""

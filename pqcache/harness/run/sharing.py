@@ -1,47 +1,114 @@
 """One dense prefill per prompt for all cells of a command that differ in method and budget only.
 
-Runs before the cells. Each prompt is computed once; every cell generates from it, and the sample goes to the cell's log.
-Two kinds of samples are left to the cell itself: its first ones, so that TT2T is measured with its own prefill, and all
-samples of methods that do not attend to the prompt exactly.
+Each prompt is computed once; every cell generates from it, and the sample goes to the cell's log. Two kinds of samples are
+left to the cell itself: its first ones, so that TT2T is measured with its own prefill, and all samples of methods that do not
+attend to the prompt exactly.
+
+A recording holds q, k, v, the output and the input of every layer. With shared_prefill=auto it goes where it fits: to the
+device, else to host memory, else nowhere.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lm_eval.api.model import LM
 from tqdm import tqdm
 
 from pqcache.harness.config.cells import Cell, open_folder
-from pqcache.harness.run.one_cell import make_adapter, run_evaluation
-from pqcache.harness.run.samples import Busy, SampleLog
+from pqcache.harness.run.claims import Busy
+from pqcache.harness.run.one_cell import make_adapter, requests_of
+from pqcache.harness.run.samples import SampleLog
+from pqcache.harness.run.units import own_documents
 from pqcache.selective import OwnPrefill, Prefill, attach, record
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+    from transformers import PreTrainedModel
 
     from pqcache.harness.run.adapter import HarnessLM
     from pqcache.harness.run.session import Session
 
-OWN_PREFILLS = 5  # at least so many samples of a cell are timed with their own prefill
+Place = Literal["device", "host", "off"]
+SHARE_OF_FREE = 0.9  # of the free memory that a recording and a method's cache may take
+NOTES: dict[Place, str] = {
+    "device": "",
+    "host": "shared prefills: a recording does not fit the device beside a cache; it is kept in host memory",
+    "off": "shared prefills: a recording fits neither the device nor host memory; each cell computes its own",
+}
 
 
-def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Groups of cells with the same model and prompts; they differ in the method and its budget."""
-    by_prompts: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if cell.method is None or cell.skip is not None or cell.run.diagnostics:
-            continue
-        same = {key: cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")}
-        by_prompts.setdefault(json.dumps([same, cell.run.attn, cell.run.limit], sort_keys=True), []).append(cell)
-    return [group for group in by_prompts.values() if len(group) > 1]
+def recording_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of a recording: q, the output and the input (D values) and k, v of every layer and token."""
+    config: Any = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads_kv = getattr(config, "num_key_value_heads", None) or heads
+    values = 2 * heads * head_dim + 2 * heads_kv * head_dim + config.hidden_size
+    return int(config.num_hidden_layers * tokens * values * model.dtype.itemsize)
+
+
+def cache_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes that a method may need beside a recording: two dense caches, and the widest product of a prefill."""
+    config: Any = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads_kv = getattr(config, "num_key_value_heads", None) or heads
+    cache = 2 * config.num_hidden_layers * heads_kv * head_dim
+    wide = 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    return int(tokens * (2 * cache + wide) * model.dtype.itemsize)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on a device; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":") for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def place_of(model: PreTrainedModel, tokens: int, shared: Literal["auto"] | bool) -> Place:
+    """Where the recording of a prompt is kept. shared=true always records."""
+    if shared is False:
+        return "off"
+    recording, device = recording_bytes(model, tokens), model.device
+    free = free_bytes(device)
+    if free is None or recording + cache_bytes(model, tokens) <= SHARE_OF_FREE * free:
+        return "device"
+    if device.type == "cpu":
+        return "device" if shared is True else "off"
+    room = free_bytes(torch.device("cpu"))
+    return "host" if shared is True or room is None or recording <= SHARE_OF_FREE * room else "off"
+
+
+@dataclass
+class Recorder:
+    """Records prompts for cells that share them, and says once where it cannot do so on the device."""
+
+    shared: Literal["auto"] | bool
+    prompts: int = 0  # recorded
+    said: set[Place] = field(default_factory=set)
+
+    def record(self, lm: HarnessLM, request: Instance) -> Prefill | None:
+        """The dense prefill of a request's prompt; None where it does not fit."""
+        ids, question = lm.prompt(request)
+        body = ids[: len(ids) - question]
+        place = place_of(lm.loaded.model, len(body), self.shared)
+        if self.shared is not False and place not in self.said:
+            self.said.add(place)
+            if NOTES[place]:
+                print(NOTES[place], flush=True)
+        if place == "off":
+            return None
+        self.prompts += 1
+        return record(lm.loaded.model, torch.tensor([body]), lm.attn, device="cpu" if place == "host" else None)
 
 
 def run_group(group: list[Cell], session: Session) -> None:
@@ -57,52 +124,39 @@ def run_group(group: list[Cell], session: Session) -> None:
             members.append(lm)
         if tasks is None or len(members) < 2:
             return
-        shared = SharedLM(members, own=math.ceil(OWN_PREFILLS / len(tasks["tasks"])))
-        run_evaluation(shared, tasks, group[0].run.limit, group[0].identity["seed"])
+        own = own_documents(len(tasks["tasks"]))
+        requests = requests_of(tasks, group[0].run.limit, group[0].identity["seed"])
+        requests = [r for r in requests if r.request_type == "generate_until" and int(r.doc_id or 0) >= own]
+        prompts = _fill(members, requests, Recorder(group[0].run.shared_prefill))
+        if prompts:
+            session.prefills["shared"] = session.prefills.get("shared", 0) + prompts
 
 
-@dataclass
-class SharedLM(LM):
-    """Fills the adapters' logs. Its own answers to lm-eval are empty."""
+def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder) -> int:
+    """Compute what can be shared of the requests. Returns the number of prompts that were recorded."""
+    first = members[0]
+    alone: set[int] = set()  # members that need their own prefill
+    with (
+        attach(first.loaded.model),
+        tqdm(total=len(requests), desc=f"{len(members)} cells", unit="prompt", leave=False) as bar,
+    ):
+        for request in requests:
+            _serve(members, request, recorder, alone)
+            bar.update()
+    return recorder.prompts
 
-    members: list[HarnessLM]
-    own: int  # first documents of each task, which every cell computes itself
-    alone: set[int] = field(default_factory=set)  # members that need their own prefill
 
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        first = self.members[0]
-        shared = [r for r in requests if int(r.doc_id or 0) >= self.own]
-        with (
-            contextlib.redirect_stderr(first.stderr),
-            attach(first.loaded.model),
-            tqdm(total=len(shared), desc=f"{len(self.members)} cells", unit="prompt", leave=False) as bar,
-        ):
-            for request in shared:
-                self._serve(request)
-                bar.update()
-        return ["" for _ in requests]
-
-    def _serve(self, request: Instance) -> None:
-        prefill: Prefill | None = None
-        for index, lm in enumerate(self.members):
-            if index in self.alone or lm.has(request):
-                continue
-            if prefill is None:
-                ids, question = lm.prompt(request)
-                prefill = record(lm.loaded.model, torch.tensor([ids[: len(ids) - question]]), lm.attn)
-            try:
-                lm.answer(request, prefill)
-            except OwnPrefill:
-                self.alone.add(index)
-            except Exception:  # the cell's own run will meet the same error and report it
-                self.alone.add(index)
-                prefill = None  # it may have been left half used
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
-        return [(0.0, False) for _ in requests]
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
-        return [0.0 for _ in requests]
+def _serve(members: list[HarnessLM], request: Instance, recorder: Recorder, alone: set[int]) -> None:
+    prefill: Prefill | None = None
+    waiting = [i for i, lm in enumerate(members) if i not in alone and not lm.has(request)]
+    for index in waiting:
+        lm = members[index]
+        try:
+            if prefill is None and (prefill := recorder.record(lm, request)) is None:
+                return
+            lm.answer(request, prefill)
+        except OwnPrefill:
+            alone.add(index)
+        except Exception:  # the cell's own run will meet the same error and report it
+            alone.add(index)
+            prefill = None  # it may have been left half used

@@ -1,0 +1,44 @@
+"""Engines: where the units of a run are computed. Each one knows a cluster; none knows what a unit is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pqcache.harness.config.launch import Launch, RayLaunch, SlurmLaunch
+from pqcache.harness.config.options import Refused
+from pqcache.harness.run.units import Job, Progress, Unit, UnitResult
+
+Report = Callable[[UnitResult | Progress], None]
+
+
+class Engine(Protocol):
+    """Runs units on workers."""
+
+    workers: int  # units that run at once
+
+    def run(self, job: Job, units: Sequence[Unit], report: Report, *, alone: bool) -> None:
+        """Run every unit and report each exactly once as a UnitResult. An engine that does not wait may leave units out.
+
+        A unit whose worker was lost runs again with the next attempt, `retries` times. alone: one worker per host at a time, with
+        nothing else of the run on it.
+        """
+
+    def close(self) -> None:
+        """Let the workers go."""
+
+
+def engine_for(launch: Launch) -> Engine:
+    """The engine that `launch` names. Raises Refused if its package is not installed or its cluster cannot be reached."""
+    try:
+        if isinstance(launch, RayLaunch):
+            from pqcache.harness.run.engines.ray_engine import RayEngine
+
+            return RayEngine(launch)
+        if isinstance(launch, SlurmLaunch):
+            from pqcache.harness.run.engines.slurm_engine import SlurmEngine
+
+            return SlurmEngine(launch)
+    except ModuleNotFoundError as error:
+        raise Refused([f"launch={launch.name}: {error}"]) from error
+    raise ValueError("launch=local has no engine")

@@ -1,0 +1,210 @@
+"""A worker: one process that runs units of a job and keeps the loaded model between them.
+
+    worker = Worker(job)                     raises Refused where this machine differs from the driver's
+    result = worker.run(unit, attempt=0)
+
+An exception fails its cell with the traceback; the other cells of the unit go on. What kills the worker is the engine's matter.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.config import environment
+from pqcache.harness.config.cells import Cell, make_plan, open_folder
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.files import CONFIGS
+from pqcache.harness.config.options import Refused
+from pqcache.harness.run.job import digest_of, source_digest
+from pqcache.harness.run.session import Session
+from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from pqcache.harness.run.adapter import HarnessLM
+    from pqcache.harness.run.sharing import Recorder
+    from pqcache.selective import Prefill
+
+Watch = Callable[[Progress], None]
+
+
+class Worker:
+    """Runs units in this process, one after the other."""
+
+    def __init__(self, job: Job) -> None:
+        """Go to the driver's folder and compose the cells. Raises Refused where code, versions or folders differ."""
+        if problems := differences(job):
+            raise Refused([f"{socket.gethostname()}: {line}" for line in problems])
+        os.chdir(job.cwd)
+        plan = make_plan(compose_all([*job.words, f"out={job.out}"], CONFIGS))
+        self.cells = {cell.name: cell for cell in plan.cells}
+        self.session = Session()
+        run = plan.cells[0].run
+        environment.keep_files_under(Path(run.out).expanduser(), Path(run.cache_dir).expanduser())
+        environment.quiet()
+
+    def run(self, unit: Unit, attempt: int = 0, on_sample: Watch | None = None) -> UnitResult:
+        """Run one unit; every finished sample is on disk. Samples that are on disk already are not computed again."""
+        start = time.monotonic()
+        run = _Run(self.session, unit, attempt, on_sample)
+        for name in unit.cells:
+            if name not in self.cells:
+                run.failures[name] = Failure("the worker composed other cells than its driver", "")
+        run.serve([self.cells[name] for name in unit.cells if name in self.cells])
+        return UnitResult(
+            unit.name,
+            "done",
+            attempt,
+            samples=run.samples,
+            prefills=run.prefills,
+            failures=run.failures,
+            host=socket.gethostname(),
+            seconds=time.monotonic() - start,
+        )
+
+
+def differences(job: Job) -> list[str]:
+    """What keeps this process from working for a job, one line each."""
+    problems = []
+    path, text = job.token
+    try:
+        seen = Path(path).read_text(encoding="utf-8")
+    except OSError:
+        seen = None
+    if seen != text:
+        problems.append(f"out={job.out}: this machine does not see the driver's folder (no {path})")
+    if not Path(job.cwd).is_dir():
+        problems.append(f"{job.cwd}: the driver's working folder does not exist here")
+    problems += [f"{p}: is missing here, or not what the driver has" for p, d in job.paths.items() if digest_of(p) != d]
+    commit = environment.git_commit()
+    if None not in (commit, job.commit) and commit != job.commit:
+        problems.append(f"commit {commit}, but the driver has {job.commit}")
+    elif source_digest() != job.source:
+        problems.append("the source files of pqcache and baselines differ from the driver's")
+    mine = environment.versions()
+    for package in {**mine, **job.versions}:
+        if mine.get(package) != job.versions.get(package):
+            problems.append(f"{package} {mine.get(package)}, but the driver has {job.versions.get(package)}")
+    return problems
+
+
+class _Run:
+    """One unit while it runs."""
+
+    def __init__(self, session: Session, unit: Unit, attempt: int, on_sample: Watch | None) -> None:
+        self.session, self.unit, self.attempt, self.on_sample = session, unit, attempt, on_sample
+        self.failures: dict[str, Failure] = {}
+        self.samples = self.prefills = 0
+
+    def serve(self, cells: list[Cell]) -> None:
+        if self.unit.whole:
+            for cell in cells:
+                self._guard(cell, partial(self._whole, cell))
+            return
+        from pqcache.harness.run.one_cell import make_adapter, recorder_of, requests_of
+        from pqcache.harness.run.samples import SampleLog
+        from pqcache.harness.run.sharing import Recorder
+        from pqcache.selective import attach
+
+        with ExitStack() as stack:
+            members: dict[str, tuple[Cell, HarnessLM]] = {}
+            tasks: Any = None
+            for cell in cells:
+
+                def member(cell: Cell = cell) -> None:
+                    nonlocal tasks
+                    log = SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt)
+                    stack.enter_context(log)
+                    lm, _, tasks = make_adapter(self.session, cell, log, recorder_of(cell))
+                    lm.timed = self.unit.timed
+                    lm.warm = lm.warm or not self.unit.timed  # times that are not kept need no warm kernels
+                    members[cell.name] = cell, lm
+
+                self._guard(cell, member)
+            if tasks is None:
+                return
+            requests = requests_of(tasks, cells[0].run.limit, cells[0].identity["seed"])
+            stop = float("inf") if self.unit.stop is None else self.unit.stop
+            requests = [r for r in requests if self.unit.first <= int(r.doc_id or 0) < stop]
+            share = cells[0].run.shared_prefill
+            recorder = Recorder(share if len(members) > 1 and not self.unit.timed else False)
+            with attach(next(iter(members.values()))[1].loaded.model):
+                for request in requests:
+                    self._request(members, request, recorder)
+            self.prefills += recorder.prompts
+
+    def _request(self, members: dict[str, tuple[Cell, HarnessLM]], request: Instance, recorder: Recorder) -> None:
+        """Answer one request by every cell that has not failed, from one prefill where they can share it."""
+        prefill: Prefill | None = None
+        text = request.request_type == "generate_until"
+        todo = [
+            (cell, lm)
+            for name, (cell, lm) in members.items()
+            if name not in self.failures and not (text and lm.has(request))
+        ]
+        shared = text and len(todo) > 1
+        if shared:
+            try:
+                prefill = recorder.record(todo[0][1], request)
+            except Exception:  # too long, or out of memory: each cell meets it by itself, and says so
+                prefill = None
+        for cell, lm in todo:
+            before = len(lm.log)
+            self._guard(cell, partial(self._answer, lm, request, prefill))
+            if len(lm.log) > before:
+                self.samples += 1
+                self._tell(cell, lm, request)
+            if cell.name in self.failures:
+                prefill = None  # it may have been left half used
+
+    def _answer(self, lm: HarnessLM, request: Instance, prefill: Prefill | None) -> None:
+        from pqcache.selective import OwnPrefill
+
+        if request.request_type == "loglikelihood":
+            lm.loglikelihood([request], disable_tqdm=True)
+            self.prefills += 1
+            return
+        if request.request_type == "loglikelihood_rolling":
+            lm.loglikelihood_rolling([request], disable_tqdm=True)
+            self.prefills += 1
+            return
+        if prefill is not None:
+            try:
+                lm.answer(request, prefill)
+                return
+            except OwnPrefill:
+                pass
+        lm.answer(request)
+        self.prefills += 1
+
+    def _tell(self, cell: Cell, lm: HarnessLM, request: Instance) -> None:
+        if self.on_sample is not None:
+            sample = next(reversed(lm.used.values()))
+            self.on_sample(Progress(self.unit.name, cell.name, sample["task"], sample["doc_id"], sample["score"]))
+
+    def _whole(self, cell: Cell) -> None:
+        """A cell that writes its row itself."""
+        from pqcache.harness.run.one_cell import run_latency
+        from pqcache.harness.run.samples import SampleLog
+
+        with SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt) as log:
+            before = len(log)
+            run_latency(self.session, cell, log)
+            self.samples += len(log) - before
+
+    def _guard(self, cell: Cell, work: Callable[[], None]) -> None:
+        """Do a cell's work; an exception fails the cell."""
+        try:
+            work()
+        except Exception as error:  # one cell's error, CUDA out of memory included, must not lose the others
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.failures[cell.name] = Failure(reason, traceback.format_exc())

@@ -1,0 +1,199 @@
+"""Runs in units: sharded, resumed and unsharded runs give the same rows; failed cells and lost workers lose nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqcache.harness.report.rows import Row
+from pqcache.harness.run import adapter, engines, job, worker
+from pqcache.harness.run.claims import claim
+from pqcache.harness.run.engines.processes import InProcess, Processes
+from pqcache.harness.run.units import Job, Unit, UnitResult
+from tests.harness.cells import Command, rows, status
+
+# what differs between two runs of one cell
+TIMES = ("timed_samples", "timed_alone", "tt2t_s", "tpot_p50_ms", "tpot_p95_ms", "prefill_s", "index_build_s")
+
+
+def same(a: Row, b: Row) -> None:
+    for key in Row.__annotations__:
+        if key not in TIMES:
+            assert a[key] == b[key], key  # type: ignore[literal-required]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`on(engine)`: launch=ray goes to this engine."""
+    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
+
+    def put(engine: Any) -> Any:
+        monkeypatch.setattr(engines, "engine_for", lambda _: engine)
+        return engine
+
+    return put
+
+
+class Recording(InProcess):
+    """Remembers what it was given; runs only as many units as it is told."""
+
+    def __init__(self, workers: int = 2, most: int | None = None) -> None:
+        super().__init__(workers)
+        self.units: list[Unit] = []
+        self.results: list[UnitResult] = []
+        self.most = most
+
+    def run(self, job: Job, units: Sequence[Unit], report: Any, *, alone: bool) -> None:
+        def keep(event: Any) -> None:
+            if isinstance(event, UnitResult):
+                self.results.append(event)
+            report(event)
+
+        assert all(unit.timed == alone for unit in units)
+        left = len(units) if self.most is None else max(0, self.most - len(self.units))
+        self.units += units[:left]
+        super().run(job, units[:left], keep, alone=alone)
+
+
+SWEEP = ("-m", "method=full,oracle,pqcache,snapkv,zipcache,infllm", "budget=0.25", "limit=8")
+
+
+@pytest.mark.rest
+def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp_path: Path, on: Any) -> None:
+    assert command(*SWEEP, "shared_prefill=false", out=tmp_path / "plain") == 0
+    engine = on(Recording())
+    assert command(*SWEEP, "launch=ray", out=tmp_path / "sharded") == 0
+    assert [(u.first, u.stop, u.timed) for u in engine.units] == [
+        (5, 6, False),
+        (6, 7, False),
+        (7, 8, False),
+        (0, 5, True),
+    ]
+    assert engine.units[0].cells[0].split("__")[1] == "full"
+    # one shared prefill and InfLLM's own for each of three prompts, then five of each cell
+    assert sum(r.prefills for r in engine.results) == 3 * 2 + 5 * 6
+    on(Recording(most=2))
+    assert command(*SWEEP, "launch=ray", out=tmp_path / "resumed") == 0  # pending
+    assert not rows(tmp_path / "resumed")
+    assert command(*SWEEP, "shared_prefill=true", out=tmp_path / "resumed") == 0
+    plain = rows(tmp_path / "plain")
+    assert len(plain) == 6
+    for other in ("sharded", "resumed"):
+        found = rows(tmp_path / other)
+        assert found.keys() == plain.keys()
+        for name, row in found.items():
+            same(row, plain[name])
+    sharded = rows(tmp_path / "sharded")
+    assert all(row["timed_samples"] == 5 and row["timed_alone"] and row["tt2t_s"] for row in sharded.values())
+    files = list((tmp_path / "sharded").glob("*/samples*.jsonl"))
+    lines = [json.loads(line) for path in files for line in path.open()]
+    assert len(lines) == 6 * 8  # no sample twice
+    assert not list((tmp_path / "sharded").glob("*/samples.jsonl"))
+
+
+@pytest.mark.rest
+def test_rows_without_times_say_so(command: Command, tmp_path: Path, on: Any) -> None:
+    on(Recording(most=3))
+    assert command("-m", "method=full,oracle", "limit=8", "launch=ray") == 0
+    for path in (tmp_path / "out").glob("*/samples-*.jsonl"):
+        assert all(json.loads(line)["tt2t_s"] is None for line in path.open())
+
+
+@pytest.mark.rest
+def test_a_failing_cell_fails_alone_with_its_traceback(
+    command: Command, tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = adapter.generate
+
+    def failing(model: Any, method: Any, *arguments: Any, **options: Any) -> Any:
+        if method.name == "oracle":
+            raise RuntimeError("CUDA out of memory")
+        return generate(model, method, *arguments, **options)
+
+    engine = on(Recording())
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "generate", failing)
+        assert command("-m", "method=full,oracle,snapkv", "budget=0.25", "limit=6", "launch=ray") == 1
+    ended = status(tmp_path / "out")
+    assert {name: one["status"] for name, one in ended.items()} == {"full": "ok", "oracle": "failed", "snapkv": "ok"}
+    assert "CUDA out of memory" in ended["oracle"]["reason"]
+    assert "in failing" in ended["oracle"]["traceback"]
+    assert len(engine.results) == len(engine.units)  # not retried
+    on(Recording())
+    assert command("-m", "method=full,oracle,snapkv", "budget=0.25", "limit=6", "launch=ray") == 0
+
+
+def test_another_drivers_cell_is_named_and_left_alone(
+    command: Command, tmp_path: Path, on: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(Recording())
+    assert command("method=full", "limit=1", "launch=ray") == 0
+    folder = next(path.parent for path in (tmp_path / "out").glob("*/row.json"))
+    with claim(folder):
+        assert command("-m", "method=full,oracle", "limit=1", "launch=ray") == 1
+    assert f"process {os.getpid()} on " in capsys.readouterr().err
+    assert rows(tmp_path / "out").keys() == {"full 1.0", "oracle 0.2"}
+
+
+def test_a_worker_with_other_code_versions_or_folders_refuses(
+    command: Command, tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[Job] = []
+
+    class Keeping(InProcess):
+        def run(self, job: Job, units: Sequence[Unit], report: Any, *, alone: bool) -> None:
+            jobs.append(job)
+            monkeypatch.setattr(worker, "source_digest", lambda: "other")
+            super().run(job, units, report, alone=alone)
+
+    on(Keeping())
+    assert command("method=full", "limit=1", "launch=ray") == 1
+    assert "the source files of pqcache and baselines differ" in capsys.readouterr().err
+    monkeypatch.undo()
+    (one,) = jobs
+    monkeypatch.setattr(worker.environment, "git_commit", lambda: "d")
+    assert any("commit d, but the driver has" in line for line in worker.differences(one))
+    monkeypatch.setattr(worker.environment, "versions", lambda: {**one.versions, "torch": "1"})
+    assert any("torch 1, but the driver has" in line for line in worker.differences(one))
+    Path(one.token[0]).unlink()
+    assert any("does not see the driver's folder" in line for line in worker.differences(one))
+    model = next(path for path in one.paths if path.endswith("tiny"))
+    assert job.digest_of(model) == one.paths[model]
+    assert job.digest_of(f"{model}/nowhere") == ""
+
+
+@pytest.mark.rest
+def test_a_lost_worker_is_retried_and_loses_no_sample(
+    command: Command, tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two spawned workers; one is killed when its first sample arrives."""
+
+    class Killing(Processes):
+        killed = False
+
+        def _receive(self, pool: Any, todo: Any, attempts: Any, report: Any) -> None:
+            def watching(event: Any) -> None:
+                report(event)
+                busy = [one for one in pool if one.unit is not None]
+                if not self.killed and not isinstance(event, UnitResult) and busy:
+                    self.killed = True
+                    busy[0].process.kill()
+
+            super()._receive(pool, todo, attempts, watching)
+
+    engine = on(Killing(2))
+    sweep = ("-m", "method=full,snapkv", "budget=0.25", "limit=8")
+    with monkeypatch.context() as patch:  # spawned workers have the real commit, and a real source
+        patch.setattr(worker.environment, "git_commit", lambda: None)
+        assert command(*sweep, "launch=ray", out=tmp_path / "killed") == 0
+    assert engine.killed
+    found = rows(tmp_path / "killed")
+    assert {name: row["n_samples"] for name, row in found.items()} == {"full 1.0": 8, "snapkv 0.25": 8}
+    lines = [json.loads(line) for p in (tmp_path / "killed").glob("*/samples*.jsonl") for line in p.open()]
+    keys = [(line["task"], line["doc_id"], line["budget_tokens"]) for line in lines]
+    assert len(keys) == len(set(keys)) == 16
