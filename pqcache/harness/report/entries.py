@@ -76,14 +76,15 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
     for cell in plan.cells:
         row = rows.get(cell.name)
         budget = None if cell.ignores_budget else cell.identity["budget"]
-        setting = ", ".join(f"{k.rpartition('.')[2]}={v}" for k in keys if (v := cell_label(cell, k)))
+        shown = _apart(plan, cell, keys) if cell.names and "seed" not in keys else keys
+        setting = ", ".join(f"{k.rpartition('.')[2]}={v}" for k in shown if (v := cell_label(cell, k)))
         common = {
             "experiment": plan.experiment or "",
             "model": cell.identity["model"]["name"],
             "line": ", ".join(cell.names) or cell.identity["method"]["name"],
             "method": cell.identity["method"]["name"],
             "budget": budget,
-            "setting": "" if cell.names and "seed" not in keys else setting,
+            "setting": setting,
             "samples": row["n_samples"] if row is not None else None,
             "status": status(cell)[0] if row is None else "ok",
             "folder": cell.name,
@@ -96,6 +97,18 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
                     numbers["measured"] = derived.derive(where, cell, rows, plan.cells, measured)
                 table.append(Entry(**common, **numbers, metric=metric))
     return [*table, *_best_of(plan, table)]
+
+
+def _apart(plan: RunPlan, cell: Cell, keys: Sequence[str]) -> list[str]:
+    """The keys in which cells of one name, model, task and budget differ: a cell that is swept over has several lines."""
+    same = [
+        c
+        for c in plan.cells
+        if c.names == cell.names
+        and c.identity["budget"] == cell.identity["budget"]
+        and all(c.identity[group]["name"] == cell.identity[group]["name"] for group in ("model", "task"))
+    ]
+    return [key for key in keys if len({cell_label(c, key) for c in same}) > 1]
 
 
 def _datasets(cell: Cell, row: Row | None, where: str) -> list[str]:
