@@ -1,11 +1,12 @@
-"""Whether the Triton kernels serve some tensors, decided without importing the kernels."""
+"""Whether the Triton kernels serve some tensors, and on which device they are launched; without importing the kernels."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -24,6 +25,23 @@ def on_device(*tensors: torch.Tensor) -> bool:
     """Whether the Triton kernels serve these tensors: on a CUDA device, no gradient, not switched off."""
     there = _state["interpreted"] or all(t.is_cuda for t in tensors)
     return there and triton_installed() and kernels.allowed(*tensors)
+
+
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which x's CUDA device is the current one: Triton launches on the current device and its stream."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor) -> Callable[..., None]:
+    """A function that launches a Triton kernel with its arguments on the device of x, whatever the current device is."""
+
+    def call(*args: Any, **options: Any) -> None:
+        with device_of(x):
+            kernel[grid](*args, **options)
+
+    return call
 
 
 @contextlib.contextmanager

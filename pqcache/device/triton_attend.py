@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pqcache.device.switch import launch
+
 _TILE = 64  # tokens per visit
 _ROWS = 16  # rows of the query tile, the least that a matrix instruction takes; a group is padded to it
 # how a source stores its tokens: in order, by a list of entries, in a ring
@@ -203,7 +205,7 @@ def gather(
     d = k.shape[-1]
     out = [torch.empty((n, h_kv, widest, d), dtype=k.dtype, device=indices.device) for _ in range(2)]
     tile = 32
-    _gather[(triton.cdiv(widest, tile), n * h_kv)](
+    launch(_gather, (triton.cdiv(widest, tile), n * h_kv), indices)(
         k, v, indices, plan, *out, n_sink, widest, k.stride(0), k.stride(1), k.stride(2),
         HEADS=h_kv, D=d, DIMS=triton.next_power_of_2(d), TILE=tile,
     )  # fmt: skip
@@ -258,14 +260,14 @@ def attend(
     strides = [x.stride(i) for x in (sinks[0], middle[0], local[0]) for i in range(3)]
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
     wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"
-    _attend[(n * h_kv, splits)](
+    launch(_attend, (n * h_kv, splits), q)(
         q.contiguous(), *sinks, *middle, *local, cursor if indices is None else indices, cursor, plan, parts, lse,
         scaling, ring, n_sink, 0 if indices is None else indices.shape[2], splits, *strides,
         HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, triton.next_power_of_2(g)), TILE=_TILE,
         CHOSEN=chosen is not None, CHOSEN_KIND=_IN_ORDER if indices is None else _PICKED, ONE=one, WIDE=wide,
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    _merge[(n * h,)](
+    launch(_merge, (n * h,), q)(
         parts, lse, out, cursor, splits,
         HEADS=h_kv, G=g, D=d, DIMS=triton.next_power_of_2(d), SPLITS=triton.next_power_of_2(splits), ADVANCE=advance,
     )  # fmt: skip

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pqcache.device.switch import launch
+
 # columns of a tally (n, 3) int64: look-ups and hits in tokens, blocks that came in
 LOOKUPS, HITS, REFILLS = 0, 1, 2
 _PARTS = 16  # programs per row that copy blocks: bytes enough under way for a link
@@ -171,7 +173,7 @@ def read(
     out = [torch.empty((n, h_kv, widest, d), dtype=host[0].dtype, device=indices.device) for _ in range(2)]
     strides = [x.stride(i) for x in (cache[0], host[0]) for i in range(3)]
     tile = 32
-    _read[(triton.cdiv(widest, tile), n * h_kv)](
+    launch(_read, (triton.cdiv(widest, tile), n * h_kv), indices)(
         *cache, *host, indices, slot, counts, tally, cursor, plan, *out, n_sink, widest, block, slot.shape[1], *strides,
         HEADS=h_kv, D=d, DIMS=triton.next_power_of_2(d), TILE=tile, HITS=HITS,
     )  # fmt: skip
@@ -208,7 +210,7 @@ def admit(
     order = counts.sort(dim=1, descending=True, stable=True)
     counts.zero_()
     sizes = [triton.next_power_of_2(x) for x in (n, slots, topk)]
-    _admit[(n,)](
+    launch(_admit, (n,), content)(
         order.indices, order.values, slot, content, uses, stamp, clock, incoming, tally, chance, cursor, plan,
         n, n_sink, block, columns, min_columns, min(topk, columns), topk, slots,
         HEADS=heads, LFU=lfu, ROWS=sizes[0], SLOTS=sizes[1], TOPK=sizes[2], LOOKUPS=LOOKUPS, REFILLS=REFILLS, LAST=_LAST,
@@ -224,6 +226,6 @@ def refill(
 ) -> None:
     """Copy blocks incoming[..., 0] of host rows into slots incoming[..., 1]; both are token-major, (n, capacity, h_kv, d)."""
     (n, _, h_kv, d), topk = host[0].shape, incoming.shape[1]
-    _refill[(_PARTS, n)](
+    launch(_refill, (_PARTS, n), incoming)(
         *cache, *host, incoming, topk, block * h_kv * d, cache[0].stride(0), host[0].stride(0), PARTS=_PARTS, TILE=2048
     )

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pqcache.device.switch import launch
+
 _JOINT = 4096  # entries of a table of joint codes that one program holds
 _BLOCK = 4096  # tokens per program
 
@@ -298,7 +300,7 @@ def histogram(
     n, _, capacity = codes.shape
     amount = torch.zeros((n, h_kv, size), dtype=torch.int32, device=codes.device)
     grid = (max(1, triton.cdiv(capacity, _BLOCK)), n * h_kv)
-    _histogram[grid](
+    launch(_histogram, grid, codes)(
         codes, cursor, plan, amount, n_sink, codes.stride(0), codes.stride(1),
         HEADS=h_kv, M=m, C=c, SIZE=size, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
@@ -333,7 +335,7 @@ def enter(
     tables = torch.empty((n, h_kv, g, m, c), dtype=torch.float32, device=k.device)
     a, b = near
     x, y = near if far is None else far
-    _enter[(n * h_kv * m,)](
+    launch(_enter, (n * h_kv * m,), k)(
         k.contiguous(), v.contiguous(), k if q is None else q.contiguous(), k if centroids is None else centroids,
         k if codes is None else codes, a, b, x, y, cursor, plan, tables, tables if amount is None else amount,
         scaling, ring, n_sink, 0 if codes is None else codes.stride(0), 0 if codes is None else codes.stride(1),
@@ -373,18 +375,22 @@ def select(
     block = {"BLOCK": _BLOCK, "num_warps": 8}
     padded = triton.next_power_of_2(blocks)
     if amount is not None:
-        _weigh[(n * h_kv,)](tables, amount, plan, bits, level, **shape, G=g, SIZE=width, num_warps=8)
+        launch(_weigh, (n * h_kv,), codes)(tables, amount, plan, bits, level, **shape, G=g, SIZE=width, num_warps=8)
     else:
         sums = torch.empty((n, h_kv, g, blocks, 2), dtype=torch.float32, device=codes.device)
-        _wide_sums[grid](codes, cursor, plan, tables, sums, *line, blocks, **shape, G=g, **block)
-        _wide_weigh[grid](
+        launch(_wide_sums, grid, codes)(codes, cursor, plan, tables, sums, *line, blocks, **shape, G=g, **block)
+        launch(_wide_weigh, grid, codes)(
             codes, cursor, plan, tables, sums, bits, *line, blocks, width, **shape, G=g, BLOCKS=padded, **block
         )
-        _wide_level[(n * h_kv,)](bits, cursor, plan, level, n_sink, width, HEADS=h_kv, TILE=_BLOCK, num_warps=16)
+        launch(_wide_level, (n * h_kv,), codes)(
+            bits, cursor, plan, level, n_sink, width, HEADS=h_kv, TILE=_BLOCK, num_warps=16
+        )
     counts = torch.empty((n, h_kv, 2, blocks), dtype=torch.int32, device=codes.device)
     out = torch.empty((n, h_kv, widest), dtype=torch.int32, device=codes.device)
-    _count[grid](codes, bits, cursor, plan, level, counts, *line, width, blocks, **shape, WIDE=wide, **block)
-    _compact[grid](
+    launch(_count, grid, codes)(
+        codes, bits, cursor, plan, level, counts, *line, width, blocks, **shape, WIDE=wide, **block
+    )
+    launch(_compact, grid, codes)(
         codes, bits, cursor, plan, level, counts, out, *line, width, blocks, widest,
         **shape, BLOCKS=padded, WIDE=wide, **block,
     )  # fmt: skip

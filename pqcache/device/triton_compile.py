@@ -41,8 +41,8 @@ class _NoDevice:
         return 0
 
 
-def _calls(quick: bool) -> None:
-    """Every kernel, in the variants that are used."""
+def calls(quick: bool) -> None:
+    """Call every kernel, in the variants that are used, on the default device."""
     n, h_kv, g, d, capacity, sinks = 1, 8, 4, 128, 8192, 32
     cursor = torch.zeros(n, dtype=torch.int32)
     plan = torch.zeros((n, 4), dtype=torch.int32)
@@ -123,7 +123,7 @@ def compile_all(target: int = 90, quick: bool = False) -> list[dict[str, Any]]:
     triton.runtime.driver.set_active(_NoDevice(target))
     JITFunction.__getitem__ = compile_only
     try:
-        _calls(quick)
+        calls(quick)
     finally:
         JITFunction.__getitem__ = before
     return [{"kernel": name, **_resources(binary, target)} for name, binary in built.values()]

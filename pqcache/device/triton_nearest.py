@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pqcache.device.switch import launch
+
 _TILE = 64  # points per visit
 _BLOCK = 4096  # points per program
 
@@ -76,7 +78,7 @@ def nearest(
     best = torch.empty((a, n), dtype=torch.float32, device=x.device)
     sums = torch.empty((a, blocks if add else 0, c, d), dtype=torch.float32, device=x.device)
     counts = torch.empty((a, blocks if add else 0, c), dtype=torch.int32, device=x.device)
-    _pass[(blocks, a)](
+    launch(_pass, (blocks, a), x)(
         x, groups, middle.reshape(a, d).contiguous(), centroids.contiguous(), centroids.square().sum(-1),
         codes, best, sums, counts, n, blocks, x.stride(0), x.stride(1),
         D=d, DIMS=max(16, triton.next_power_of_2(d)), C=c, CENTERS=max(16, triton.next_power_of_2(c)),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from pqcache.device.switch import on_device
+from pqcache.device.switch import device_of, on_device
 from pqcache.device.transfer import send
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.shape import NotApplicable
@@ -43,6 +43,12 @@ class CapturedSteps:
         self.token = token.clone()
         self.position = send(cache.past, torch.long, token.device)[:, None]
         self.model, self.left = model, tokens
+        with device_of(token):  # a graph is recorded, and launched, on the current device
+            self._record(token)
+        self.columns = cache.columns
+
+    def _record(self, token: torch.Tensor) -> None:
+        """Run the first step and record the second one."""
         # the first step is run, not recorded, on a stream of its own: it loads kernels and allocates workspaces
         stream, current = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
         stream.wait_stream(current)
@@ -51,14 +57,13 @@ class CapturedSteps:
         current.wait_stream(stream)
         self.fresh = True  # the first step's token has not been returned yet
         self.graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        cache.recording = True
+        torch.cuda.synchronize(token.device)
+        self.cache.recording = True
         try:
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=stream):  # its default stream is the first device's
                 self.recorded = self.forward()
         finally:
-            cache.recording = False
-        self.columns = cache.columns
+            self.cache.recording = False
 
     def forward(self) -> torch.Tensor:
         """One step from `token` at `position`, both of which it moves on: logits (n, vocabulary)."""
@@ -91,5 +96,6 @@ class CapturedSteps:
         cache.note_step()
         self.columns = cache.columns
         self.logits = self.recorded
-        self.graph.replay()
+        with device_of(self.token):
+            self.graph.replay()
         return self.token

@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch):
     """The CPU in a GPU's place."""
 
     @contextlib.contextmanager
-    def record(graph: Graph):
+    def record(graph: Graph, stream: Stream):
         steps = next(frame for frame in _frames() if isinstance(frame, CapturedSteps))
         graph.pass_ = steps
         held = [x for tensors in _tensors(steps) for x in tensors]
