@@ -12,6 +12,7 @@ import argparse
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from triton.runtime.jit import JITFunction
 from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest
 
 CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  # sub-spaces, centroids, type of a code
+# dimensions and centroids of K-Means: the first is 2 x 6 bits; 129 are ClusterKV's inner products
+KMEANS = ((64, 64), (128, 256), *((d, c) for d in (64, 96, 128, 129, 256) for c in (16, 64, 256, 1024, 4096)))
 
 
 class _NoDevice:
@@ -74,10 +77,10 @@ def calls(quick: bool) -> None:
                     amount=amount, scaling=0.1,
                 )  # fmt: skip
             triton_codes.select(tables, amount, codes, cursor, plan, sinks, 512, capacity)
-    for c in (64,) if quick else (64, 256):
-        x = torch.zeros((16, 8192, 64))
+    for d, c in KMEANS[:2] if quick else KMEANS:
+        x = torch.zeros((16, 8192, d))
         for add in (True,) if quick else (True, False):
-            triton_nearest.nearest(x, x[:, :c], x[:, :1], add=add)
+            triton_nearest.nearest(x, torch.zeros((16, c, d)), x[:, :1], add=add)
 
 
 def _block_cache(
@@ -105,8 +108,8 @@ def _block_cache(
         triton_blocks.refill(rows, rows, incoming, block)
 
 
-def compile_all(target: int = 90, quick: bool = False) -> list[dict[str, Any]]:
-    """Name, registers, spilled bytes and shared memory of every kernel variant; raises what the compiler raises.
+def compile_all(target: int = 90, quick: bool = False, calls: Callable[[bool], None] = calls) -> list[dict[str, Any]]:
+    """Name, registers, spilled bytes and shared memory of every kernel variant of `calls`; raises what the compiler raises.
 
     Afterwards this process compiles and runs nothing else.
     """

@@ -11,7 +11,7 @@ from pqcache import kernels
 from pqcache.device.switch import on_device
 
 _FEW = 64  # with fewer points per group the compiled kernel does not repay rearranging the centroids
-_MAX_CENTROIDS = 256  # centroids that fit on a GPU's multiprocessor beside their sums
+_MAX_CENTROIDS = 4096  # of the Triton kernels: one-hot sums of more centroids would take longer than torch's
 _SAMPLE = 160  # points per cluster that are enough to place its centroid in a round before the last
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 

@@ -24,7 +24,7 @@ def points(groups, n, d, seed):
 
 @settings(max_examples=5, deadline=None)
 @given(
-    groups=st.integers(1, 3), n=st.integers(1, 300), d=st.sampled_from([4, 24, 64]), c=st.sampled_from([1, 5, 32, 100]),
+    groups=st.integers(1, 3), n=st.integers(1, 300), d=st.sampled_from([4, 24, 64, 129]), c=st.sampled_from([1, 5, 32, 100, 300]),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_nearest_and_sums(groups, n, d, c, seed):
@@ -51,10 +51,20 @@ def test_ties_go_to_the_lowest_centroid():
     assert triton_nearest.nearest(x, centroids, torch.zeros_like(x[:, :1]))[0][0, 3] == 0
 
 
+def test_ties_of_two_tiles_go_to_the_lowest_centroid():
+    x = points(1, 70, 64, 0).mul(4).round()  # integers: no rounding parts the equal ones
+    centroids = torch.cat([x, x, x[:, :3]], 1)  # more than `_pass` serves
+    codes = triton_nearest.nearest(x, centroids, torch.zeros_like(x[:, :1]))[0]
+    assert torch.equal(codes[0], torch.arange(70, dtype=torch.int32, device=DEVICE))
+
+
 def test_blocks_are_added_in_order():
     x = points(1, 4200, 4, 1)
-    runs = [triton_nearest.nearest(x, x[:, :16], x[:, :1], add=True) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    wide = points(1, 4200, 64, 1)  # two kernels
+    for each, c in ((x, 16), (wide, 65)):
+        runs = [triton_nearest.nearest(each, each[:, :c], each[:, :1], add=True) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        assert runs[0][3].sum() == 4200
 
 
 def test_kmeans_as_in_plain_torch():
