@@ -202,32 +202,47 @@ def _wide_weigh(
 
 
 @triton.jit
-def _wide_level(
-    bits, cursor, plan, level, n_sink, width,
-    HEADS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Program = (row, KV head): the k-th largest weight, a digit of eight bits at a time."""
-    task = tl.program_id(0).to(tl.int64)
-    row = task // HEADS
-    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    left = tl.load(plan + row * 4 + 1)  # of the k tokens, those not in a larger digit
+def _wide_prefix(counts, left, DIGITS: tl.constexpr):
+    """First DIGITS digits of the k-th largest weight, 8 bits each, and how many of the k = `left` tokens share them.
+
+    counts (4, 256): tokens by their next digit, of those that share all digits before it.
+    """
     digit = tl.arange(0, 256)
     kth = tl.full([], 0, tl.int32)
-    for shift in tl.static_range(24, -1, -8):
-        counts = tl.zeros([256], tl.int32)
-        for start in range(0, tokens, TILE):
-            token = start + tl.arange(0, TILE)
-            own = tl.load(bits + task * width + token, mask=token < tokens, other=0)
-            mask = token < tokens
-            # only tokens that share the digits known so far; the first digit has none, and a shift by 32 is undefined
-            if shift < 24:
-                mask = mask & ((own >> (shift + 8)) == (kth >> (shift + 8)))
-            counts += tl.histogram((own >> shift) & 255, 256, mask=mask)
-        up_to = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # tokens of this digit or a larger one
-        # the first digit is at most 127: weights are not negative, so the sign bit is 0
-        level_digit = tl.minimum(tl.max(tl.where(up_to >= left, digit, 0), 0), 127 if shift == 24 else 255)
-        left -= tl.sum(tl.where(digit > level_digit, counts, 0), 0)
-        kth = kth | (level_digit << shift)
+    for i in tl.static_range(DIGITS):
+        own = tl.load(counts + i * 256 + digit)
+        up_to = tl.sum(own, 0) - tl.cumsum(own, 0) + own  # tokens of this digit or a larger one
+        level = tl.max(tl.where(up_to >= left, digit, 0), 0)
+        left -= tl.sum(tl.where(digit > level, own, 0), 0)
+        kth = kth | (level << (24 - 8 * i))
+    return kth, left
+
+
+@triton.jit
+def _wide_digits(
+    bits, cursor, plan, counts, n_sink, width,
+    HEADS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program = (block, row and KV head): its share of counts[..., DIGIT, :], see `_wide_prefix`; counts (n, HEADS, 4, 256)."""
+    task = tl.program_id(1).to(tl.int64)
+    row = task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    own = tl.load(bits + task * width + token, mask=mask, other=0)
+    mine = counts + task * 1024
+    if DIGIT > 0:
+        kth, left = _wide_prefix(mine, tl.load(plan + row * 4 + 1), DIGIT)
+        mask = mask & ((own >> (32 - 8 * DIGIT)) == (kth >> (32 - 8 * DIGIT)))
+    amount = tl.histogram((own >> (24 - 8 * DIGIT)) & 255, 256, mask=mask)
+    tl.atomic_add(mine + DIGIT * 256 + tl.arange(0, 256), amount, mask=amount > 0, sem="relaxed")
+
+
+@triton.jit
+def _wide_level(counts, plan, level, HEADS: tl.constexpr):
+    """Program = (row, KV head): the k-th largest weight, and how many tokens of just that weight belong to the k."""
+    task = tl.program_id(0).to(tl.int64)
+    kth, left = _wide_prefix(counts + task * 1024, tl.load(plan + task // HEADS * 4 + 1), 4)
     tl.store(level + task * 2, kth)
     tl.store(level + task * 2 + 1, left)
 
@@ -382,9 +397,13 @@ def select(
         launch(_wide_weigh, grid, codes)(
             codes, cursor, plan, tables, sums, bits, *line, blocks, width, **shape, G=g, BLOCKS=padded, **block
         )
-        launch(_wide_level, (n * h_kv,), codes)(
-            bits, cursor, plan, level, n_sink, width, HEADS=h_kv, TILE=_BLOCK, num_warps=16
-        )
+        # digit by digit, each by the whole device: one program per head would be the slowest part of a long step
+        digits = torch.zeros((n, h_kv, 4, 256), dtype=torch.int32, device=codes.device)
+        for digit in range(4):
+            launch(_wide_digits, grid, codes)(
+                bits, cursor, plan, digits, n_sink, width, HEADS=h_kv, DIGIT=digit, **block
+            )
+        launch(_wide_level, (n * h_kv,), codes)(digits, plan, level, HEADS=h_kv, num_warps=4)
     counts = torch.empty((n, h_kv, 2, blocks), dtype=torch.int32, device=codes.device)
     out = torch.empty((n, h_kv, widest), dtype=torch.int32, device=codes.device)
     launch(_count, grid, codes)(
