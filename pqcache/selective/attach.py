@@ -21,13 +21,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import LayerContext
@@ -37,6 +38,17 @@ NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hu
 _CONTEXT = "_pqcache_context"
 # arguments whose use needs every row of the last layer
 EVERY_ROW = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def selective_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of transformers' sdpa attention; none for one query without a 2-D mask, which attends to everything.
+
+    transformers builds that mask of ones whenever it may not look at tensors, as while a step is recorded.
+    """
+    plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    if kwargs.get("q_length") == 1 and kwargs.get("attention_mask") is None and plain:
+        return None
+    return sdpa_mask(*args, **kwargs)
 
 
 def selective_attention(
@@ -191,7 +203,7 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     check_architecture(model.config.get_text_config(decoder=True))
     hooks = Hooks(model)
     AttentionInterface.register(NAME, selective_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask, padded and continued inputs are silently wrong
+    AttentionMaskInterface.register(NAME, selective_mask)  # without one, padded and continued inputs are silently wrong
     previous = model.config._attn_implementation
     handles = hooks.register(model)
     model.set_attn_implementation(NAME)

@@ -1,0 +1,72 @@
+"""What a whole request asks of the device: buffers, tables, masks. On the CPU, kernels by Triton's interpreter."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, masking_utils
+from transformers.masking_utils import sdpa_mask
+
+from baselines.full import Full
+from pqcache import kernels
+from pqcache.device.switch import interpreted
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, attach, generate
+from pqcache.selective.attach import NAME, selective_mask
+from pqcache.store.buffer import Buffer
+from tests.device.tables import counted_tables
+from tests.invariants.drive import tokens
+
+if sys.platform != "linux":
+    pytest.skip("triton is for Linux", allow_module_level=True)
+
+
+def test_no_buffer_is_copied_between_prompt_and_last_token(llama: PreTrainedModel, monkeypatch) -> None:
+    made: list[int] = []
+    allocate = Buffer._allocate
+
+    def count(self: Buffer, n: int, heads: int, capacity: int, *rest: Any) -> torch.Tensor:
+        made.extend([capacity] if capacity else [])
+        return allocate(self, n, heads, capacity, *rest)
+
+    monkeypatch.setattr(Buffer, "_allocate", count)
+    with kernels.plain_torch():
+        generate(llama, Full(), torch.tensor([tokens(252, 1)]), max_new_tokens=8)
+    assert made == [512, 512]  # K and V
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/invariants/test_gpu.py compares the devices")
+def test_a_devices_tables_are_all_that_it_holds_more(llama: PreTrainedModel) -> None:
+    ids, method = torch.tensor([tokens(60, 1)]), PQCache(budget=Budget(ratio=0.2), b=2, n_sink=8)
+    with kernels.plain_torch():
+        plain = generate(llama, method, ids, max_new_tokens=3)
+    with interpreted(), counted_tables() as tables:
+        kernel = generate(llama, method, ids, max_new_tokens=3)
+    assert tables.bytes == 4 + 16 + 4 * 16  # one row's cursor and plan, one head's histogram of joint codes
+    assert kernel.resident_bytes == {"device": plain.resident_bytes["device"] + tables.bytes}
+
+
+def made_while_recording(monkeypatch: pytest.MonkeyPatch, make, **changes: Any) -> torch.Tensor | None:
+    """The mask for one query, where transformers may not look at tensors, as while a graph is recorded."""
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", lambda *args, **options: False)
+    sizes = {"batch_size": 1, "q_length": 1, "kv_length": 9, "q_offset": 8}
+    return make(**{**sizes, "mask_function": masking_utils.causal_mask_function, "attention_mask": None, **changes})
+
+
+def test_one_query_needs_no_mask(monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
+    assert made_while_recording(monkeypatch, sdpa_mask).shape == (1, 1, 1, 9)
+    assert made_while_recording(monkeypatch, selective_mask) is None
+    with attach(llama):
+        assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[NAME] is selective_mask
+
+
+def test_padded_rows_and_prompts_keep_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.tensor([[False, False, *[True] * 7]])
+    mask = made_while_recording(monkeypatch, selective_mask, attention_mask=real)
+    assert mask is not None and torch.equal(mask[0, 0, 0], real[0])
+    mask = made_while_recording(monkeypatch, selective_mask, q_length=3, q_offset=6)
+    assert mask is not None and torch.equal(mask[0, 0], torch.ones(3, 9, dtype=torch.bool).tril(6))
+    other = masking_utils.sliding_window_causal_mask_function(4)
+    mask = made_while_recording(monkeypatch, selective_mask, mask_function=other)
+    assert mask is not None and mask.sum() == 4
