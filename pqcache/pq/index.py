@@ -65,6 +65,7 @@ class PQIndex(Index):
             self.centroids = torch.zeros((n, h_kv, method.m, c, d // method.m), dtype=dtype, device=home)
             code = torch.uint8 if method.b <= 8 else torch.int16
             self.codes = Buffer(n, h_kv * method.m, (), code, home, pinned=far, token_major=far)
+            self.codes.expected = max(0, cache.expected - method.n_sink)
             self.far = FarCodes(k.device, cache.lanes, cache.ledger.move) if far else None
             self.fitted = [0] * n
         # too few keys for an index, or few new ones since the last fit: nothing to cluster

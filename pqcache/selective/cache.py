@@ -65,6 +65,7 @@ class SelectiveCache(Cache):
         self.pads: list[int] = []  # leading padding columns, per row
         self.prompt_lengths: list[int] | None = None
         self.token_ids: torch.Tensor | None = None
+        self.expected = 0  # tokens of the longest row when the request ends; 0 = unknown
         self._target: int | None = None  # columns at which the prompt or the turn ends
         self._announced = False  # the end of this prompt or turn, by begin or begin_turn
         self._decoded = False  # since the prompt or turn ended
@@ -98,6 +99,8 @@ class SelectiveCache(Cache):
         self._announced = True
         self._target = max(self.prompt_lengths)
         self.pads = [self._target - length for length in self.prompt_lengths]
+        if max_new_tokens:
+            self.expected = self._target + max_new_tokens
         self.check_window(self._target + max_new_tokens)
 
     def begin_turn(self, tokens: int) -> None:

@@ -59,6 +59,7 @@ class DenseLayer(SelectiveLayer):
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
+        self.store.expect(ctx.cache.expected)
         self.store.append(k, v, ctx.step.counts)
         return dense_prefill(q, k, v, mask, self.store, ctx)
 

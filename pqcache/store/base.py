@@ -36,6 +36,9 @@ class Store:
         """
         raise NotImplementedError
 
+    def expect(self, tokens: int) -> None:
+        """Announce how many tokens a row will hold at most, so that no buffer is copied on the way there. 0 = unknown."""
+
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Add one token to every row: k, v (n, h_kv, 1, d)."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ import torch
 from pqcache.store import pages
 
 STEP = 256  # tokens per growth step: one copy per 256 generated tokens instead of one per token
+GROWTH = 16  # a full buffer grows by 1/16 where that is more: it is copied as a whole
 
 
 def round_up(tokens: int, step: int = STEP) -> int:
@@ -42,6 +43,7 @@ class Buffer:
         self.data = self._allocate(n, heads, 0, tuple(rest), dtype, device)
         # entries that the fullest row holds, or that were reserved; the rest of `capacity` is slack
         self.filled = 0
+        self.expected = 0  # entries per row for which the next growth makes room; 0 = unknown
 
     def _allocate(
         self, n: int, heads: int, capacity: int, rest: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -94,7 +96,8 @@ class Buffer:
             return
         old = self.data
         n, heads, filled, *rest = old.shape
-        self.data = self._allocate(n, heads, round_up(tokens, self.step), tuple(rest), old.dtype, old.device)
+        room = round_up(max(tokens, self.expected, filled + filled // GROWTH), self.step)
+        self.data = self._allocate(n, heads, room, tuple(rest), old.dtype, old.device)
         self.data[:, :, :filled] = old
 
     def write(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:

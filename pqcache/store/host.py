@@ -14,7 +14,6 @@ from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
 
 HOST = torch.device("cpu")
 _SLACK = STEP // 2  # the window is moved to the front of its buffer at most once in this many tokens
-_GROWTH = 16  # a full host buffer grows by 1/16: pinned memory is slow to allocate, and the whole buffer is copied
 
 
 class HostStore(RetrievalStore):
@@ -34,6 +33,7 @@ class HostStore(RetrievalStore):
         self.moved = moved  # called with (kind, bytes) for every copy between tiers; the ledger's `move`
         self.lanes = Lanes()
         self.lengths: list[int] = []
+        self.expected = 0
         self.sinks: list[torch.Tensor] = []  # K, V
         self.local: list[Buffer] = []  # K, V; right-aligned columns, so rows of different length share them
         self.columns = 0  # filled columns of `local`
@@ -43,6 +43,9 @@ class HostStore(RetrievalStore):
 
     def use_lanes(self, lanes: Lanes) -> None:
         self.lanes = lanes
+
+    def expect(self, tokens: int) -> None:
+        self.expected = tokens
 
     def fence(self) -> None:
         """Wait until all copies to the host have ended."""
@@ -72,8 +75,8 @@ class HostStore(RetrievalStore):
             local = Buffer.like(x)
             local.reserve(round_up(self.n_local + _SLACK))
             host = Buffer.like(x, device=HOST, pinned=True, token_major=True) if known is None else known.host[i]
+            host.expected = max(0, self.expected - self.n_sink)
             host.reserve(max(ends) + 1)
-            host.step = max(STEP, round_up(host.capacity // _GROWTH))
             for row, length in enumerate(self.lengths):
                 take = min(span, length)
                 local.data[row, :, span - take : span] = x[row, :, length - take : length]

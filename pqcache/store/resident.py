@@ -21,6 +21,7 @@ class ResidentStore(RetrievalStore):
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.expected = 0
         self.k: Buffer | None = None
         self.v: Buffer | None = None
 
@@ -28,6 +29,9 @@ class ResidentStore(RetrievalStore):
         """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
         self.append(k, v)
         self.lengths = list(lengths)
+
+    def expect(self, tokens: int) -> None:
+        self.expected = tokens
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens per row. Before the first token there is no buffer, and this does nothing."""
@@ -40,6 +44,7 @@ class ResidentStore(RetrievalStore):
         n, _, t, _ = k.shape
         if self.k is None or self.v is None:
             self.k, self.v, self.lengths = Buffer.like(k), Buffer.like(v), [0] * n
+            self.k.expected = self.v.expected = self.expected
         counts = [t] * n if counts is None else list(counts)
         self.k.write(k, self.lengths, counts)
         self.v.write(v, self.lengths, counts)
@@ -106,7 +111,7 @@ class ResidentStore(RetrievalStore):
             kept = take_tokens(buffer.data, indices)
             fresh = Buffer.like(kept)
             fresh.write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
-            buffer.data, buffer.filled = fresh.data, fresh.filled
+            buffer.data, buffer.filled, buffer.expected = fresh.data, fresh.filled, 0
         self.lengths = list(counts)
 
     def drop(self, slots: torch.Tensor, rows: Sequence[bool]) -> None:

@@ -41,7 +41,12 @@ class Driven(Watcher):
         step = Step(decode, 1, past, [1] * len(past), self.lengths, ends_prompt=not decode, first=False)
         nothing: Any = None
         cache: Any = SimpleNamespace(
-            ledger=self.ledger, lanes=Lanes(), observers=[], watchers=[self] if decode else [], recording=False
+            ledger=self.ledger,
+            lanes=Lanes(),
+            observers=[],
+            watchers=[self] if decode else [],
+            recording=False,
+            expected=0,
         )
         ctx = LayerContext(0, nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
         ctx.scaling = SHAPE.d**-0.5
