@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from pqcache.store import pages
+from pqcache.store import pinned as pinned_memory
 
 STEP = 256  # tokens per growth step: one copy per 256 generated tokens instead of one per token
 GROWTH = 16  # a full buffer grows by 1/16 where that is more: it is copied as a whole
@@ -50,8 +51,10 @@ class Buffer:
     ) -> torch.Tensor:
         # zeros, not empty: a masked entry is still multiplied by weight 0, and 0 * NaN is NaN
         sizes = (n, capacity, heads, *rest) if self.token_major else (n, heads, capacity, *rest)
-        if self.pinned or device.type != "cpu":
-            data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
+        if self.pinned:
+            data = pinned_memory.zeros(sizes, dtype)
+        elif device.type != "cpu":
+            data = torch.zeros(sizes, dtype=dtype, device=device)
         else:
             data = torch.empty(sizes, dtype=dtype, device=device)
             pages.advise(data)
