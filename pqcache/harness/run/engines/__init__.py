@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pqcache.harness.config.launch import Launch, RayLaunch, SlurmLaunch
-from pqcache.harness.config.options import Refused
 from pqcache.harness.run.units import Job, Progress, Unit, UnitResult
 
 Report = Callable[[UnitResult | Progress], None]
@@ -30,15 +29,12 @@ class Engine(Protocol):
 
 def engine_for(launch: Launch) -> Engine:
     """The engine that `launch` names. Raises Refused if its package is not installed or its cluster cannot be reached."""
-    try:
-        if isinstance(launch, RayLaunch):
-            from pqcache.harness.run.engines.ray_engine import RayEngine
+    if isinstance(launch, RayLaunch):
+        from pqcache.harness.run.engines.ray_engine import RayEngine
 
-            return RayEngine(launch)
-        if isinstance(launch, SlurmLaunch):
-            from pqcache.harness.run.engines.slurm_engine import SlurmEngine
+        return RayEngine(launch)
+    if isinstance(launch, SlurmLaunch):
+        from pqcache.harness.run.engines.slurm_engine import SlurmEngine
 
-            return SlurmEngine(launch)
-    except ModuleNotFoundError as error:
-        raise Refused([f"launch={launch.name}: {error}"]) from error
+        return SlurmEngine(launch)
     raise ValueError("launch=local has no engine")

@@ -1,0 +1,47 @@
+"""What workers have finished, read from the files they write: any engine on any host can be followed in this way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pqcache.harness.run.units import Progress, Unit
+
+
+class Follower:
+    """Reports every sample that workers append to the cells' `samples-<unit>-<attempt>.jsonl`, once each."""
+
+    def __init__(self, out: str, units: Iterable[Unit], report: Callable[[Progress], None]) -> None:
+        self._out = Path(out)
+        self._units = {unit.name: unit for unit in units}
+        self._report = report
+        self._read: dict[Path, int] = {}  # bytes that were reported
+        for unit in self._units.values():  # an earlier driver's files: their samples were counted when this one began
+            for path in self._files(unit):
+                with contextlib.suppress(OSError):
+                    self._read[path] = path.stat().st_size
+
+    def poll(self) -> None:
+        """Report the samples written since the last call."""
+        for unit in self._units.values():
+            for path in self._files(unit):
+                self._follow(unit, path)
+
+    def _files(self, unit: Unit) -> list[Path]:
+        return [path for cell in unit.cells for path in (self._out / cell).glob(f"samples-{unit.name}-*.jsonl")]
+
+    def _follow(self, unit: Unit, path: Path) -> None:
+        try:
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                new = file.read()
+        except OSError:
+            return
+        whole = new.rfind(b"\n") + 1
+        self._read[path] = self._read.get(path, 0) + whole
+        for line in new[:whole].splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                sample = json.loads(line)
+                self._report(Progress(unit.name, path.parent.name, sample["task"], sample["doc_id"], sample["score"]))

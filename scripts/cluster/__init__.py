@@ -1,0 +1,1 @@
+"""Runs that are disturbed on purpose, and compared with undisturbed ones."""

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Try launch=slurm on a SLURM of one machine: a sweep is run, one of its array tasks is cancelled and one is killed, and the
+# rows are compared with those of an undisturbed run in one process.
+#
+#   scripts/try_slurm.sh [scratch folder]       needs the Debian packages slurm-wlm and munge, and root
+#
+# Everything lies in the scratch folder: keys, state, logs, results. The daemons are stopped at the end.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scratch=$(realpath "${1:-$(mktemp -d)}")
+python=${PYTHON:-.venv/bin/python}
+sweep=(-m method=full,pqcache,streaming,snapkv budget=0.2,0.1 task=pocket_qa task.length=1024 limit=8 wandb=disabled)
+export OMP_NUM_THREADS=1
+
+for program in munged slurmctld slurmd sbatch squeue scancel; do
+    command -v "$program" > /dev/null || { echo "$program is not installed (Debian: slurm-wlm munge)" >&2; exit 2; }
+done
+
+host=$(hostname -s)
+mkdir -p "$scratch"/{state,spool,log,munge}
+chmod 700 "$scratch/munge"
+head -c 1024 /dev/urandom > "$scratch/munge/key"
+chmod 600 "$scratch/munge/key"
+cat > "$scratch/slurm.conf" << CONF
+ClusterName=one
+SlurmctldHost=$host(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=$scratch/munge/socket
+CredType=cred/munge
+SlurmctldPort=16817
+SlurmdPort=16818
+StateSaveLocation=$scratch/state
+SlurmdSpoolDir=$scratch/spool
+SlurmctldPidFile=$scratch/slurmctld.pid
+SlurmdPidFile=$scratch/slurmd.pid
+SlurmctldLogFile=$scratch/log/slurmctld.log
+SlurmdLogFile=$scratch/log/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+ReturnToService=2
+KillWait=3
+NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
+PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE State=UP
+CONF
+export SLURM_CONF=$scratch/slurm.conf
+
+stop() {
+    scancel --quiet --me 2> /dev/null || true
+    for name in slurmd slurmctld; do [ -f "$scratch/$name.pid" ] && kill "$(cat "$scratch/$name.pid")" || true; done
+    [ -f "$scratch/munge/pid" ] && kill "$(cat "$scratch/munge/pid")" || true
+}
+trap stop EXIT
+munged --force --key-file="$scratch/munge/key" --socket="$scratch/munge/socket" --pid-file="$scratch/munge/pid" \
+    --log-file="$scratch/munge/log" --seed-file="$scratch/munge/seed"
+slurmctld -c
+slurmd -c
+for _ in $(seq 30); do sinfo --noheader -o %T 2> /dev/null | grep -q idle && break; sleep 1; done
+sinfo
+
+running() { squeue --noheader --array --me --states=RUNNING --format=%i 2> /dev/null | sort; }
+started() { find "$scratch/slurm" -name 'samples-*.jsonl' -size +0 2> /dev/null | wc -l; }
+await() { for _ in $(seq 300); do "$@" && return 0; sleep 1; done; echo "waited 300 s: $*" >&2; return 1; }
+
+echo "== undisturbed, one process"
+"$python" run.py "${sweep[@]}" out="$scratch/local" > "$scratch/local.txt" 2>&1
+
+echo "== launch=slurm, two workers"
+"$python" run.py "${sweep[@]}" out="$scratch/slurm" launch=slurm launch.workers=2 launch.time=60 > "$scratch/slurm.txt" 2>&1 &
+driver=$!
+await test -n "$(running)" || true
+samples_from() { [ "$(started)" -ge "$1" ]; }
+await samples_from 1
+victim=$(running | head -n 1)
+echo "cancel array task $victim"
+scancel "$victim"
+count=$(started)
+await samples_from $((count + 1))
+victim=$(pgrep -f 'submitit.core._submit' | tail -n 1)
+echo "kill -9 the worker with process id $victim"
+kill -9 "$victim"
+status=0
+wait "$driver" || status=$?
+echo "exit code $status"
+tail -n 12 "$scratch/slurm.txt"
+
+echo "== wait=false: submit, end, and collect with the same command"
+"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 launch.wait=false 2>&1 | tail -n 3
+await test -z "$(squeue --noheader --me)" || true
+idle() { [ -z "$(squeue --noheader --me)" ]; }
+await idle
+"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 launch.wait=false 2>&1 | tail -n 3
+await idle
+"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 2>&1 | tail -n 3
+
+echo "== rows"
+"$python" -m scripts.cluster.same_rows "$scratch/local" "$scratch/slurm"
+"$python" -m scripts.cluster.same_rows "$scratch/local" "$scratch/later"
+exit "$status"

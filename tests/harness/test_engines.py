@@ -1,0 +1,216 @@
+"""launch=ray and launch=slurm: units are handed out, lost workers are replaced, nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness.config.launch import RayLaunch, SlurmLaunch
+from pqcache.harness.config.options import Refused
+from pqcache.harness.run.engines import slurm_engine
+from pqcache.harness.run.engines.follow import Follower
+from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
+from scripts.cluster.same_rows import differences
+
+UNITS = [Unit("m", ("cell",), "task", first, first + 1) for first in range(4)]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), {}, "", None, {})
+
+
+def ended(events: list[Any]) -> dict[str, UnitResult]:
+    results = [event for event in events if isinstance(event, UnitResult)]
+    assert len({result.unit for result in results}) == len(results), "a unit was reported twice"
+    return {result.unit: result for result in results}
+
+
+# -- what workers have finished -------------------------------------------------------------------------------------
+
+
+def test_samples_are_reported_once_and_whole_lines_only(tmp_path: Path) -> None:
+    cell, seen = tmp_path / "cell", []
+    cell.mkdir()
+    line = json.dumps({"task": "t", "doc_id": 3, "score": 50.0})
+    (cell / f"samples-{UNITS[0].name}-0.jsonl").write_text(f"{line}\n")  # an earlier driver's
+    follower = Follower(str(tmp_path), UNITS, seen.append)
+    follower.poll()
+    assert seen == []
+    path = cell / f"samples-{UNITS[0].name}-1.jsonl"
+    path.write_text(f"{line}\n{line[:10]}")
+    follower.poll()
+    follower.poll()
+    assert seen == [Progress(UNITS[0].name, "cell", "t", 3, 50.0)]
+    path.write_text(f"{line}\n{line}\nnot a sample\n")
+    follower.poll()
+    assert len(seen) == 2
+
+
+# -- SLURM: a queue and a scheduler that are pretended -----------------------------------------------------------------
+
+
+class Queue:
+    """Stands for sbatch and squeue. `deeds`: array task -> how many of its units it finishes before it is lost."""
+
+    def __init__(self, results: Path) -> None:
+        self.results = results
+        self.deeds: list[int | None] = []
+        self.submitted: list[list[str]] = []
+        self.queued: set[str] = set()
+        self.done_at_once = True
+
+    def map_array(
+        self, work: Any, jobs: Any, lists: list[list[Unit]], attempts: list[list[int]], where: Any
+    ) -> list[Any]:
+        number = len(self.submitted)
+        made = []
+        for index, (units, tries) in enumerate(zip(lists, attempts, strict=True)):
+            self.submitted.append([unit.name for unit in units])
+            finishes = self.deeds.pop(0) if self.deeds else None
+            task = type("Task", (), {"job_id": f"{number}_{index}"})
+            made.append(task)
+            if self.done_at_once:
+                for unit, attempt in list(zip(units, tries, strict=True))[:finishes]:
+                    failures = {"cell": Failure("E: no", "trace")} if unit is UNITS[3] else {}
+                    slurm_engine._store(
+                        where[index], attempt, UnitResult(unit.name, "done", attempt, failures=failures)
+                    )
+            else:
+                self.queued.add(task.job_id)
+        return made
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue(tmp_path)
+    monkeypatch.setattr(slurm_engine, "POLL", 0.01)
+    monkeypatch.setattr(slurm_engine, "GRACE", 0.02)
+    monkeypatch.setattr(slurm_engine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(slurm_engine._Round, "_executor", lambda self, number: queue)
+    monkeypatch.setattr(slurm_engine._Round, "_queue", lambda self: queue.queued)
+    return queue
+
+
+def test_slurm_runs_every_unit_in_few_tasks(queue: Queue, job: Job) -> None:
+    events: list[Any] = []
+    slurm_engine.SlurmEngine(SlurmLaunch(workers=2)).run(job, UNITS, events.append, alone=False)
+    results = ended(events)
+    assert results.keys() == {unit.name for unit in UNITS}
+    assert all(result.status == "done" for result in results.values())
+    assert results[UNITS[3].name].failures == {"cell": Failure("E: no", "trace")}
+    assert [len(units) for units in queue.submitted] == [2, 2]
+
+
+def test_a_lost_slurm_task_is_submitted_again_and_named_at_last(queue: Queue, job: Job) -> None:
+    queue.deeds = [1, 0, 0]  # the first task loses its second unit, which is lost again and again
+    events: list[Any] = []
+    slurm_engine.SlurmEngine(SlurmLaunch(workers=1, retries=2)).run(job, UNITS, events.append, alone=False)
+    results = ended(events)
+    assert [results[unit.name].status for unit in UNITS] == ["done", "lost", "done", "done"]
+    assert results[UNITS[1].name].attempt == 2
+    assert "left the queue without a result" in results[UNITS[1].name].reason
+    names = [unit.name for unit in UNITS]
+    assert queue.submitted == [names, names[1:], names[1:], names[2:]]
+
+
+def test_slurm_without_waiting_submits_once_and_collects_later(queue: Queue, job: Job) -> None:
+    queue.done_at_once = False
+    launch = SlurmLaunch(workers=1, wait=False)
+    for _ in range(2):  # the second driver finds the task in the queue
+        events: list[Any] = []
+        slurm_engine.SlurmEngine(launch).run(job, UNITS, events.append, alone=False)
+        assert events == []
+    assert len(queue.submitted) == 1
+    folder = Path(job.out) / slurm_engine.FOLDER / "results"
+    for unit in UNITS[:2]:
+        slurm_engine._store(str(folder), 0, UnitResult(unit.name, "done"))
+    events = []
+    slurm_engine.SlurmEngine(launch).run(job, UNITS[:3], events.append, alone=False)
+    assert ended(events).keys() == {unit.name for unit in UNITS[:2]}
+    queue.queued.clear()  # cancelled: what is left is submitted again
+    slurm_engine.SlurmEngine(launch).run(job, UNITS[2:3], events.append, alone=False)
+    assert queue.submitted[1:] == [[UNITS[2].name]]
+
+
+def test_a_slurm_worker_that_is_alone_asks_for_the_whole_host(tmp_path: Path, job: Job) -> None:
+    launch = SlurmLaunch(
+        partition="gpu", gpus_per_worker=1, cpus_per_worker=8, mem="64G", time=30, setup=["module load x"]
+    )
+    shared, alone = (
+        slurm_engine._Round(launch, job, [], lambda _: None, one).launch_options() for one in (False, True)
+    )
+    assert "exclusive" not in shared
+    assert alone["exclusive"] is True
+    expected = {"partition": "gpu", "gpus_per_node": 1, "cpus_per_task": 8, "mem": "64G", "time": 30}
+    assert expected.items() <= shared.items()
+    assert shared["setup"] == ["export OMP_NUM_THREADS=8", "module load x"]
+
+
+def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_engine.shutil, "which", lambda name: None)
+    with pytest.raises(Refused, match="launch=slurm: sbatch, squeue, srun not found"):
+        slurm_engine.SlurmEngine(SlurmLaunch())
+    import sys
+
+    from pqcache.harness.run.engines.ray_engine import RayEngine
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(Refused, match="the package ray is not installed"):
+        RayEngine(RayLaunch())
+
+
+# -- Ray: two real workers on this machine ----------------------------------------------------------------------------------
+
+
+def _kill_a_worker_once(out: Path) -> None:
+    """Kill a busy worker as soon as there is a sample."""
+    end = time.monotonic() + 240
+    while time.monotonic() < end and not any(path.stat().st_size for path in out.glob("*/samples-*.jsonl")):
+        time.sleep(0.05)
+    found = subprocess.run(["pgrep", "-f", "ray::RayWorker"], capture_output=True, text=True, check=False)
+    mine = [int(pid) for pid in found.stdout.split() if _is_below(int(pid), os.getpid())]
+    if mine:
+        os.kill(mine[0], signal.SIGKILL)
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == ancestor
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(600)
+def test_two_ray_workers_of_which_one_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    words = [
+        "-m",
+        "method=full,pqcache,snapkv",
+        "budget=0.25",
+        "task=pocket_qa",
+        "task.length=512",
+        "limit=8",
+        "wandb=disabled",
+    ]
+    assert run.main([*words, f"out={tmp_path / 'plain'}"]) == 0
+    killer = threading.Thread(target=_kill_a_worker_once, args=[tmp_path / "ray"], daemon=True)
+    killer.start()
+    ray = ["launch=ray", "launch.workers=2", "launch.gpus_per_worker=0"]
+    assert run.main([*words, f"out={tmp_path / 'ray'}", *ray]) == 0
+    assert differences(tmp_path / "plain", tmp_path / "ray") == []
+    rows = [json.loads(path.read_text()) for path in (tmp_path / "ray").glob("*/row.json")]
+    assert len(rows) == 3
+    assert all(row["timed_alone"] and row["tt2t_s"] and row["timed_samples"] == 5 for row in rows)
