@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,6 +95,10 @@ class UnitResult:
     def refused(cls, unit: Unit, reason: str) -> UnitResult:
         """A unit that no worker would run."""
         return cls(unit.name, "refused", reason=reason)
+
+
+# What an engine tells its driver.
+Report = Callable[[UnitResult | Progress], None]
 
 
 def groups(cells: Iterable[Cell]) -> list[list[Cell]]:

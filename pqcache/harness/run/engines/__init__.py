@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from pqcache.harness.config.launch import Launch, RayLaunch, SlurmLaunch
-from pqcache.harness.run.units import Job, Progress, Unit, UnitResult
-
-Report = Callable[[UnitResult | Progress], None]
+from pqcache.harness.run.units import Job, Report, Unit
 
 
 class Engine(Protocol):

@@ -11,8 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pqcache.harness.config.options import Refused
-from pqcache.harness.run.engines import Report
-from pqcache.harness.run.units import Job, Unit, UnitResult
+from pqcache.harness.run.units import Job, Report, Unit, UnitResult
 from pqcache.harness.run.worker import Worker
 
 

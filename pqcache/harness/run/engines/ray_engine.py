@@ -15,9 +15,8 @@ from typing import Any
 
 from pqcache.harness.config.launch import RayLaunch
 from pqcache.harness.config.options import Refused
-from pqcache.harness.run.engines import Report
 from pqcache.harness.run.engines.follow import Follower
-from pqcache.harness.run.units import Job, Unit, UnitResult
+from pqcache.harness.run.units import Job, Report, Unit, UnitResult
 
 POLL = 1.0  # seconds between two looks at what workers have written
 ROOT = Path(__file__).resolve().parents[4]  # holds the packages pqcache and baselines

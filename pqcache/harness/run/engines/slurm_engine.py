@@ -21,9 +21,8 @@ from typing import Any
 from pqcache.atomic import write_text
 from pqcache.harness.config.launch import SlurmLaunch
 from pqcache.harness.config.options import Refused
-from pqcache.harness.run.engines import Report
 from pqcache.harness.run.engines.follow import Follower
-from pqcache.harness.run.units import Failure, Job, Unit, UnitResult
+from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
 
 POLL = 5.0  # seconds between two looks at the queue and the results
 GRACE = 15.0  # seconds for which a task may be out of the queue before its result is visible on the driver's disk
