@@ -33,6 +33,7 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.transfer import table
 
 MODES = ("dynamic", "static")
 
@@ -189,9 +190,9 @@ class H2O(EvictionMethod):
         length = layer.store.length
         position, sums = layer.positions.view(length), scorer.sums.view(length)
         device = position.device
-        first = torch.tensor([plan.sinks for plan in layer.plans], device=device)[:, None, None]
+        first = table([plan.sinks for plan in layer.plans], device)[:, None, None]
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
-        candidate = (position >= first) & (position < torch.tensor(ends, device=device)[:, None, None])
+        candidate = (position >= first) & (position < table(ends, device)[:, None, None])
         valid = row_mask(layer.store.lengths, length, device)
         candidate = candidate if valid is None else candidate & valid
         sums = sums.masked_fill(~candidate, torch.inf)

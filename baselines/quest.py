@@ -28,6 +28,7 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
+from pqcache.store.transfer import table
 
 
 def page_bound(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -70,8 +71,8 @@ class PageIndex(Index):
         assert self.low is not None and self.high is not None
         new = k[:, :, 0].detach()
         rows = torch.arange(len(lengths), device=k.device)
-        page = torch.tensor([(length - 1) // self.page for length in lengths], device=k.device)
-        opens = torch.tensor([(length - 1) % self.page == 0 for length in lengths], device=k.device)[:, None, None]
+        page = table([(length - 1) // self.page for length in lengths], k.device)
+        opens = table([(length - 1) % self.page == 0 for length in lengths], k.device)[:, None, None]
         for buffer, extreme in ((self.low, torch.minimum), (self.high, torch.maximum)):
             buffer.reserve((max(lengths) - 1) // self.page + 1)
             buffer.data[rows, :, page] = torch.where(opens, new, extreme(buffer.data[rows, :, page], new))
@@ -85,7 +86,7 @@ class PageIndex(Index):
         pages = [-(-end // size) for end in ends]
         counts = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
         column = torch.arange(first, max(pages), device=device)
-        last = torch.tensor(pages, device=device)[:, None, None] - 1
+        last = table(pages, device)[:, None, None] - 1
         low, high = (buffer.view(max(pages))[:, :, first:] for buffer in (self.low, self.high))
         bound = page_bound(q, low, high) * ctx.scaling
         weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
@@ -97,9 +98,7 @@ class PageIndex(Index):
         if self.newest and cut == 0 and len(set(ends)) == 1 and len(set(counts)) == 1:
             return Selection(positions[..., : positions.shape[2] - (pages[0] * size - ends[0])])
         chosen = chosen[..., None].expand(-1, -1, -1, size).flatten(2)
-        inside = (
-            (chosen >= 0) & (positions >= cand.sinks) & (positions < torch.tensor(ends, device=device)[:, None, None])
-        )
+        inside = (chosen >= 0) & (positions >= cand.sinks) & (positions < table(ends, device)[:, None, None])
         return Selection(torch.where(inside, positions, -1), padded=True)
 
 

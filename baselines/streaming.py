@@ -26,6 +26,7 @@ from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.resident import ResidentStore
+from pqcache.store.transfer import table
 
 _NEVER = torch.iinfo(torch.int32).max  # a position later than any
 MODES = ("static", "dynamic", "rolling")
@@ -94,7 +95,7 @@ class StreamingLLM(EvictionMethod):
         assert layer.positions is not None
         position = layer.positions.view(layer.store.length)
         sinks = [self.sinks_within(self.capacity(plan)) for plan in layer.plans]
-        first = torch.tensor(sinks, device=position.device)[:, None, None]
+        first = table(sinks, position.device)[:, None, None]
         candidates = position.masked_fill(position < first, _NEVER)
         valid = row_mask(layer.store.lengths, position.shape[2], position.device)
         return (candidates if valid is None else candidates.masked_fill(~valid, _NEVER)).argmin(-1)
@@ -119,7 +120,7 @@ class RollingLayer(EvictionLayer):
                 self.coming = [final - past for final, past in zip(ctx.step.final, ctx.step.past, strict=True)]
                 self.staged, self.coming = self.unpack(), None
             held = self.staged.lengths if self.staged is not None else self.store.lengths
-            at = torch.tensor(held, device=q.device)[:, None] + torch.arange(q.shape[2], device=q.device)
+            at = table(held, q.device)[:, None] + torch.arange(q.shape[2], device=q.device)
             q, k = self._rotated_to(q, at, ctx), self._rotated_to(k, at, ctx)
             self.by_rank = True
         return super().prefill(q, k, v, mask, ctx)
@@ -153,7 +154,7 @@ class RollingLayer(EvictionLayer):
         self.module, self.rotary = ctx.module, ctx.rotary
         at = torch.arange(k.shape[2], device=k.device)[None]
         if not self.by_rank and ctx.position_ids is not None:  # a caller may count padding columns as positions
-            last = torch.tensor(ctx.step.total, device=k.device)[:, None] - 1
+            last = table(ctx.step.total, k.device)[:, None] - 1
             at = at + ctx.position_ids[:, -1:] - last
         super().settle(rope.unrotate(ctx.module, k, *rope.tables(ctx.rotary, k, at)), v, lengths, ctx)
 
@@ -168,7 +169,7 @@ class RollingLayer(EvictionLayer):
         if valid is not None:
             position = position.masked_fill(~valid[:, 0], _NEVER)
         rank = position.argsort(-1).argsort(-1)
-        newest = torch.tensor(self.store.lengths, device=q.device)[:, None] - 1
+        newest = table(self.store.lengths, q.device)[:, None] - 1
         keys = rope.rotate(ctx.module, keys, *rope.tables(ctx.rotary, keys, rank))
         return self._rotated_to(q, newest, ctx), keys, values
 

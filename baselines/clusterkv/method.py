@@ -37,6 +37,7 @@ from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
 from pqcache.selective.shape import ModelShape
+from pqcache.store.transfer import table
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,11 @@ class ClusterIndex(Index):
         indices = self.order.gather(2, place.view(n, h_kv, -1)).view(n, heads, -1).long()
         whole = [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)]
         if any(whole):  # rows that attend everything beside rows that do not; a dense row may have no clusters
-            everything = torch.tensor(whole, device=q.device)[:, None, None]
+            everything = table(whole, q.device)[:, None, None]
             indices = torch.where(everything, slot + cand.sinks, indices)
         padded = len(set(cand.k)) > 1
         if padded:
-            indices = indices.masked_fill(slot >= torch.tensor(cand.k, device=q.device)[:, None, None], -1)
+            indices = indices.masked_fill(slot >= table(cand.k, q.device)[:, None, None], -1)
         return Selection(indices, padded)
 
     def _spans(self, cand: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +173,7 @@ class ClusterIndex(Index):
         if cand.sinks == self.method.n_sink and all_of_them:
             return starts, sizes
         # candidates are only a part of the clustered tokens, where this index makes another one's shortlist
-        top = torch.tensor(cand.ends, device=sizes.device)[:, None, None]
+        top = table(cand.ends, sizes.device)[:, None, None]
         below = F.pad((self.order < cand.sinks).cumsum(-1), (1, 0))
         inside = F.pad(((self.order >= cand.sinks) & (self.order < top)).cumsum(-1), (1, 0))
         ends = starts + sizes  # positions ascend inside a cluster, so its candidates are consecutive
@@ -192,7 +193,7 @@ class ClusterIndex(Index):
         """
         if not isinstance(self.layer.store, RecentStore):
             return
-        requested = torch.tensor(cand.k, device=rank.device)[:, None, None]
+        requested = table(cand.k, rank.device)[:, None, None]
         count = ((before < requested) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
         column = torch.arange(rank.shape[2], device=rank.device)
         now = torch.zeros_like(rank, dtype=torch.bool).scatter(2, rank, (column < count) & (sizes > 0))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pqcache.store.buffer import STEP, Buffer
+from pqcache.store.transfer import table
 
 HOST = torch.device("cpu")
 
@@ -47,7 +48,7 @@ class BlockStore:
 
         heads: h, the number of query heads.
         """
-        first = torch.tensor(rows, device=ids.device)[:, None, None] * self.blocks.capacity
+        first = table(rows, ids.device)[:, None, None] * self.blocks.capacity
         return self._gather(self.blocks.data, first + ids.clamp_min(0), heads)
 
     def _gather(self, data: torch.Tensor, at: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:

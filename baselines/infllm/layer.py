@@ -18,6 +18,7 @@ from pqcache.selective.index import Candidates, Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, Step
 from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
+from pqcache.store.transfer import table
 
 if TYPE_CHECKING:
     from baselines.infllm.method import InfLLM
@@ -247,7 +248,7 @@ class InfLLMLayer(SelectiveLayer):
         key = ("infllm", windows)
         cos, sin = self._tables(ctx)
         if key not in ctx.step.masks:
-            at = torch.tensor(windows, device=q.device)[:, None] - 1
+            at = table(windows, q.device)[:, None] - 1
             c, s = pure_rotation(*rope.tables(ctx.rotary, cos, at))
             ctx.step.masks[key] = (c * cos + s * sin, s * cos - c * sin)
         return rope.rotate(ctx.module, q.to(cos.dtype), *ctx.step.masks[key])

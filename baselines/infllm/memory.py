@@ -18,6 +18,7 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
+from pqcache.store.transfer import table
 
 if TYPE_CHECKING:
     from baselines.infllm.method import InfLLM
@@ -110,9 +111,9 @@ class BlockMemory:
             return Reach(span, (lo, hi), (first, end), sinks)
 
         device = self.reps.data.device
-        pad, start, edge = (torch.tensor(x, device=device)[:, None, None] for x in (pads, starts, left))
-        position = torch.tensor(at, device=device)[:, None] + torch.arange(t, device=device)
-        window = torch.tensor(windows, device=device)[:, None]
+        pad, start, edge = (table(x, device)[:, None, None] for x in (pads, starts, left))
+        position = table(at, device)[:, None] + torch.arange(t, device=device)
+        window = table(windows, device)[:, None]
         edge = torch.maximum(edge, (position + 1 - window)[..., None])  # (n', t, 1)
         column = torch.arange(lo, hi, device=device) - pad
         window_mask = ((column >= edge) & (column <= position[..., None]))[:, None]
@@ -180,7 +181,7 @@ class BlockMemory:
         column = torch.arange(max(counts), device=q.device)
         valid = None
         if len(set(counts)) > 1:
-            valid = (column[None] < torch.tensor(counts, device=q.device)[:, None])[:, None]
+            valid = (column[None] < table(counts, q.device)[:, None])[:, None]
         if k == counts:
             ids = column.expand(len(rows), self.units, -1)
             return ids if valid is None else torch.where(valid, ids, -1)

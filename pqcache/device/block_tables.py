@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from pqcache.device.transfer import to_device
 from pqcache.store.base import Lent
 from pqcache.store.lanes import NOTHING, TO_DEVICE, Work
+from pqcache.store.transfer import to_device
 
 if TYPE_CHECKING:
     from pqcache.selective.ledger import Ledger

@@ -14,7 +14,7 @@ import torch
 
 from pqcache.device.block_tables import BlocksOnDevice
 from pqcache.device.switch import on_device
-from pqcache.device.transfer import send
+from pqcache.store.transfer import send
 
 if TYPE_CHECKING:
     from pqcache.selective.ledger import Ledger

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pqcache.store.transfer import table
+
 
 def pack(q: torch.Tensor, heads: int) -> torch.Tensor:
     """One query token per row, (n, h, 1, d) -> (n, heads, h / heads, d): a group's queries share one read of K and V."""
@@ -38,7 +40,7 @@ def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Ten
     """(n, 1, length) bool, True where row r has a token; None if all rows are full."""
     if len(set(lengths)) == 1:
         return None
-    return (torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None])[:, None]
+    return (torch.arange(length, device=device)[None] < table(lengths, device)[:, None])[:, None]
 
 
 def causal_mask(past: Sequence[int], counts: Sequence[int], t: int, length: int, device: torch.device) -> torch.Tensor:
@@ -48,8 +50,8 @@ def causal_mask(past: Sequence[int], counts: Sequence[int], t: int, length: int,
     used, and an empty softmax would be NaN.
     """
     column = torch.arange(t, device=device)[None]
-    pads = t - torch.tensor(counts, device=device)[:, None]
-    position = torch.tensor(past, device=device)[:, None] + column - pads  # (n, t)
+    pads = t - table(counts, device)[:, None]
+    position = table(past, device)[:, None] + column - pads  # (n, t)
     padding = column < pads
     seen = torch.arange(length, device=device)[None, None] <= position[..., None]
     return (seen | padding[..., None])[:, None]

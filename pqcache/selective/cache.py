@@ -16,6 +16,7 @@ from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import Lanes, lanes_for
+from pqcache.store.transfer import table
 
 
 class SelectiveCache(Cache):
@@ -188,7 +189,7 @@ class SelectiveCache(Cache):
                 raise ValueError("prompt_lengths differ, but no attention_mask says where the padding is")
             return
         column = torch.arange(seen.shape[-1], device=seen.device)
-        pads = torch.tensor(self.pads, device=seen.device)
+        pads = table(self.pads, seen.device)
         last_real = pads < self.columns + t  # a row that is still all padding sees nothing
         if not torch.equal(seen & last_real[:, None], (column[None] >= pads[:, None]) & last_real[:, None]):
             raise ValueError(

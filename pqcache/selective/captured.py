@@ -18,9 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pqcache.device.switch import device_of, on_device
-from pqcache.device.transfer import send
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.shape import NotApplicable
+from pqcache.store.transfer import send
 
 
 class CapturedSteps:

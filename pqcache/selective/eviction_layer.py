@@ -19,6 +19,7 @@ from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer
 from pqcache.store.buffer import Buffer, dense, take_tokens
 from pqcache.store.resident import ResidentStore
+from pqcache.store.transfer import send, table
 
 if TYPE_CHECKING:
     from pqcache.selective.eviction import EvictionMethod
@@ -89,8 +90,8 @@ class Evictor:
         entry = torch.arange(longest, dtype=torch.int32, device=noted.device)
         # generated tokens: position minus entry is the number of tokens that the row dropped
         dropped = [seen - length for seen, length in zip(self.seen, lengths, strict=True)]
-        consecutive = entry + torch.tensor(dropped, dtype=torch.int32, device=noted.device)[:, None, None]
-        is_noted = entry < torch.tensor(self.noted, device=noted.device)[:, None, None]
+        consecutive = entry + send(dropped, torch.int32, noted.device)[:, None, None]
+        is_noted = entry < table(self.noted, noted.device)[:, None, None]
         noted = torch.nn.functional.pad(noted, (0, longest - noted.shape[2]))
         return torch.where(is_noted, noted, consecutive)
 
@@ -98,7 +99,7 @@ class Evictor:
         """One token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: record its position."""
         if self.method.is_dynamic:  # entries do not stay in order
             assert self.positions is not None
-            position = torch.tensor(self.seen, dtype=torch.int32, device=like.device)[:, None, None]
+            position = send(self.seen, torch.int32, like.device)[:, None, None]
             self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
         self.seen = [s + 1 for s in self.seen]
 

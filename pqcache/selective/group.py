@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from pqcache.store.transfer import table
+
 REDUCTIONS = ("none", "sum_softmax", "max_softmax", "sum_logit", "max_logit", "mean_logit")
 
 
@@ -58,7 +60,7 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
     if same_k:
         threshold = best.amin(-1, keepdim=True)
     else:
-        count = torch.as_tensor(k, device=weights.device)[:, None, None]
+        count = (k if isinstance(k, torch.Tensor) else table(k, weights.device))[:, None, None]
         threshold = best.gather(-1, (count - 1).clamp_min(0).expand(n, heads, 1))
     above = weights > threshold
     equal = weights == threshold

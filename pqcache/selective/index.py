@@ -20,6 +20,7 @@ from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index_options import IndexOptions
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.row_state import RowState
+from pqcache.store.transfer import table
 
 SCOPES = ("candidates", "all")
 
@@ -43,12 +44,12 @@ class Candidates:
         if len(set(self.ends)) == 1:
             return None
         column = torch.arange(self.sinks, max(self.ends), device=device)
-        return (column[None] < torch.tensor(self.ends, device=device)[:, None])[:, None]
+        return (column[None] < table(self.ends, device)[:, None])[:, None]
 
     def select_all(self, device: torch.device) -> Selection:
         """Every candidate of every row, the same for all heads."""
         column = torch.arange(self.sinks, max(self.ends), device=device)
-        inside = column[None] < torch.tensor(self.ends, device=device)[:, None]
+        inside = column[None] < table(self.ends, device)[:, None]
         return Selection(torch.where(inside, column[None], -1)[:, None], padded=len(set(self.ends)) > 1)
 
 

@@ -21,6 +21,7 @@ from pqcache.selective.staged import StagedLayer, exact_copy
 from pqcache.selective.substitute import StepParts
 from pqcache.store.base import RetrievalStore, Served
 from pqcache.store.resident import ResidentStore
+from pqcache.store.transfer import table
 
 if TYPE_CHECKING:
     from pqcache.selective.retrieval import RetrievalMethod
@@ -252,8 +253,8 @@ def _valid(
     overlap = lengths[0] < cand.sinks + local[0] + 1 or newest != local[0] + 1  # of sinks and window, in a short row
     if not ragged and not overlap and (selection is None or not selection.padded):
         return None
-    ends = torch.tensor(lengths, device=device)[:, None]
-    n_local = torch.tensor(local, device=device)[:, None]
+    ends = table(lengths, device)[:, None]
+    n_local = table(local, device)[:, None]
     n, heads = len(lengths), 1 if selection is None else selection.indices.shape[1]
     first = torch.arange(sinks, device=device)[None] < ends
     position = ends - newest + torch.arange(newest, device=device)[None]

@@ -69,7 +69,7 @@ class PinnedBlocks:
 
     def _wait(self) -> None:
         for device in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(device):  # to wait for an unused device would set it up
+            if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]  # an unused one stays unused
                 torch.cuda.synchronize(device)
         for block in self._free:
             block.idle = True

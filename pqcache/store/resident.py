@@ -9,6 +9,7 @@ import torch
 from pqcache import kernels
 from pqcache.store.base import Lent, RetrievalStore
 from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.transfer import table
 
 
 class ResidentStore(RetrievalStore):
@@ -68,7 +69,7 @@ class ResidentStore(RetrievalStore):
                 parts.append(torch.cat([data[:, :, :sinks], *chosen, data[:, :, length - local : length]], dim=2))
             return parts[0], parts[1]
         device = self.k.data.device
-        ends = torch.tensor(self.lengths, device=device)
+        ends = table(self.lengths, device)
         n = len(self.lengths)
         heads = 1 if indices is None else indices.shape[1]
         pieces = [torch.arange(sinks, device=device).expand(n, heads, -1)]

@@ -15,3 +15,9 @@ def to_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 def send(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Values as a small table on the device."""
     return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def table(values: Sequence, device: torch.device) -> torch.Tensor:
+    """Values as a small table on the device, int64, or bool for bools. torch.tensor(..., device=device) would wait for a GPU."""
+    there = torch.tensor(values)
+    return to_device(there, device) if device.type == "cuda" else there
