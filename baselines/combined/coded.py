@@ -33,7 +33,7 @@ from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.quantization import QuantizationMethod, attend_coded
 from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
 from pqcache.selective.retrieval_layer import RetrievalLayer
-from pqcache.selective.shape import ModelShape
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import exact_copy
 from pqcache.store.resident import ResidentStore
 
@@ -193,6 +193,10 @@ class Coded(ComposedMethod):
             )
         else:
             self.require("policy_options", not self.chooser.is_dynamic, "an evictor that prunes once (mode: static)")
+            if self.protocol == "release" and self.chooser.repeats_kv:
+                raise NotApplicable(
+                    f"protocol=release: {self.name} has no codec for repeated K and V, as {self.policy} keeps them"
+                )
             self.require("policy_options", not self.chooser.repeats_kv, "one choice per KV head (repeat_kv: false)")
         cls = self.part_class("codec", codes)
         common = {"protocol": self.protocol}

@@ -24,7 +24,7 @@ from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.retrieval_layer import RetrievalLayer
-from pqcache.selective.shape import ModelShape
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.resident import ResidentStore
 
 
@@ -129,6 +129,10 @@ class EvictRetrieve(ComposedMethod):
         cls, share = self.part_class("evict", evicts), Budget(ratio=float(self.keep))
         self.evictor = self.make_part("evict_options", cls, {**common, "budget": share}, **cls.static_options)
         self.require("evict_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
+        if self.protocol == "release" and self.evictor.repeats_kv:
+            raise NotApplicable(
+                f"protocol=release: {self.name} does not search repeated K and V, as {self.evict} keeps them"
+            )
         self.require("evict_options", not self.evictor.repeats_kv, "one choice per KV head (repeat_kv: false)")
         cls = self.part_class("retrieve", retrieves)
         self.retriever = self.make_part("retrieve_options", cls, {**common, "budget": self.budget})

@@ -13,7 +13,6 @@ from baselines.gear import GEAR
 from baselines.gear.blocks import split_outliers
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
-from baselines.snapkv import SnapKV
 from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.probes import ProbeRule
 from baselines.zipcache.salient_store import SalientStore
@@ -27,18 +26,19 @@ pytestmark = pytest.mark.rest
 FIFTH = {"budget": Budget(ratio=0.2)}
 
 
-def test_who_has_a_released_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_a_released_code() -> None:
     for cls, hyper in ((MiKV, FIFTH), (Int8, {})):
         with pytest.raises(NotApplicable, match=f"no code of {cls.name} is published"):
             cls(protocol="release", **hyper)
     for cls, hyper in ((ZipCache, FIFTH), (KIVI, {}), (GEAR, {})):
         assert cls(protocol="release", **hyper).released
-    monkeypatch.setattr(SnapKV, "released", "a repository")
     for protocol in ("paper", "release"):
-        coded = Coded(**FIFTH, policy="snapkv", codec="kivi", protocol=protocol)
+        coded = Coded(**FIFTH, policy="pqcache", codec="kivi", protocol=protocol)
         assert coded.chooser.protocol == coded.coder.protocol == protocol
     with pytest.raises(NotApplicable, match="no code of int8 is published"):
-        Coded(**FIFTH, policy="snapkv", codec="int8", protocol="release")
+        Coded(**FIFTH, policy="pqcache", codec="int8", protocol="release")
+    with pytest.raises(NotApplicable, match="no codec for repeated K and V, as snapkv keeps them"):
+        Coded(**FIFTH, policy="snapkv", codec="kivi", protocol="release")
 
 
 def test_kivi_is_the_same_under_every_protocol() -> None:
