@@ -64,8 +64,10 @@ for _ in $(seq 30); do sinfo --noheader -o %T 2> /dev/null | grep -q idle && bre
 sinfo
 
 running() { squeue --noheader --array --me --states=RUNNING --format=%i 2> /dev/null | sort; }
-started() { find "$scratch/slurm" -name 'samples-*.jsonl' -size +0 2> /dev/null | wc -l; }
-await() { for _ in $(seq 300); do "$@" && return 0; sleep 1; done; echo "waited 300 s: $*" >&2; return 1; }
+samples() { cat "$scratch"/slurm/*/samples-*.jsonl 2> /dev/null | wc -l; }
+samples_are() { [ "$(samples)" -ge "$1" ] && [ -n "$(running)" ]; }
+queue_is_empty() { [ -z "$(squeue --noheader --me 2> /dev/null)" ]; }
+await() { for _ in $(seq 600); do "$@" && return 0; sleep 0.5; done; echo "waited 300 s: $*" >&2; return 1; }
 
 echo "== undisturbed, one process"
 "$python" run.py "${sweep[@]}" out="$scratch/local" > "$scratch/local.txt" 2>&1
@@ -73,14 +75,11 @@ echo "== undisturbed, one process"
 echo "== launch=slurm, two workers"
 "$python" run.py "${sweep[@]}" out="$scratch/slurm" launch=slurm launch.workers=2 launch.time=60 > "$scratch/slurm.txt" 2>&1 &
 driver=$!
-await test -n "$(running)" || true
-samples_from() { [ "$(started)" -ge "$1" ]; }
-await samples_from 1
+await samples_are 1
 victim=$(running | head -n 1)
 echo "cancel array task $victim"
 scancel "$victim"
-count=$(started)
-await samples_from $((count + 1))
+await samples_are $(($(samples) + 2))
 victim=$(pgrep -f 'submitit.core._submit' | tail -n 1)
 echo "kill -9 the worker with process id $victim"
 kill -9 "$victim"
@@ -90,13 +89,14 @@ echo "exit code $status"
 tail -n 12 "$scratch/slurm.txt"
 
 echo "== wait=false: submit, end, and collect with the same command"
-"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 launch.wait=false 2>&1 | tail -n 3
-await test -z "$(squeue --noheader --me)" || true
-idle() { [ -z "$(squeue --noheader --me)" ]; }
-await idle
-"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 launch.wait=false 2>&1 | tail -n 3
-await idle
-"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 2>&1 | tail -n 3
+"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 launch.wait=false > "$scratch/later.txt" 2>&1
+tail -n 4 "$scratch/later.txt"
+await queue_is_empty
+"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 launch.wait=false > "$scratch/later.txt" 2>&1
+tail -n 4 "$scratch/later.txt"
+await queue_is_empty
+"$python" run.py "${sweep[@]}" out="$scratch/later" launch=slurm launch.workers=2 launch.time=60 > "$scratch/later.txt" 2>&1
+tail -n 4 "$scratch/later.txt"
 
 echo "== rows"
 "$python" -m scripts.cluster.same_rows "$scratch/local" "$scratch/slurm"

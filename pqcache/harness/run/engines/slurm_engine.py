@@ -60,7 +60,7 @@ def _read(path: Path) -> UnitResult:
 class _Task:
     """An array task that was submitted: its id in the queue, and the units it works on in order."""
 
-    id: str  # <job>_<index>
+    id: str  # <job>_<index>; <job> alone for an array of one, which submitit submits as a plain job
     units: list[str]
     gone_since: float | None = field(default=None, compare=False)
 
@@ -205,8 +205,7 @@ class _Round:
                 [str(self._results)] * number,
             )
         for submitted, part in zip(jobs, lists, strict=True):
-            task_id = submitted.job_id if "_" in submitted.job_id else f"{submitted.job_id}_0"
-            self._tasks.append(_Task(task_id, [unit.name for unit in part]))
+            self._tasks.append(_Task(submitted.job_id, [unit.name for unit in part]))
         self._write_ledger()
 
     def _executor(self, number: int) -> Any:
