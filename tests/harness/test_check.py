@@ -65,6 +65,7 @@ def test_differences_need_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Here m is 2.", "noted"),
         ("The paper has 4 sub-spaces.", "noted"),
         ("The paper has 14 data sets.", "DIFFERS"),
+        ("As section 4.1.3 says.", "DIFFERS"),
         ("Memory differs.", "DIFFERS"),
     ],
 )

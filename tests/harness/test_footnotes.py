@@ -53,7 +53,7 @@ def test_what_a_table_says_of_its_cells(tmp_path: Path) -> None:
     notes = {note.title: note.lines for note in footnotes(plan, {})}
     assert notes["Chosen here, because the paper does not say"] == ("The book is the first.",)
     assert notes["Differs from what was printed"] == ("One layer.",)
-    assert any("2 dense layers" in line and "clusterkv" in line for line in notes["Protocol"])
+    assert notes["Protocol"] == ("paper, 2 dense layers: all lines",)
     assert any("at most 31500 tokens" in line and "decode path" in line for line in notes["Prompts"])
     assert list(notes["Deviations of quest"]) == deviations(method_class("quest"))
     assert notes["Samples"] == (f"{len(plan.cells)} cells not measured yet",)

@@ -28,7 +28,13 @@ def test_one_cell_has_its_folder_and_prints_its_row(
     assert name == "tiny__oracle__0.2__needle_pocket__seed3__method.n_sink=8__task.length=256"
     assert len(digest) == 8
     assert int(digest, 16) >= 0
-    assert {p.name for p in folder.iterdir()} == {"config.yaml", "samples.jsonl", "row.json", "status.json"}
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml",
+        "samples.jsonl",
+        "row.json",
+        "status.json",
+        "owner-1.json",
+    }
     kept = yaml.safe_load((folder / "config.yaml").read_text())
     assert kept["method"]["n_sink"] == 8
     assert not {"out", "wandb", "limit", "cache_dir"} & kept.keys()

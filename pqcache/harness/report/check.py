@@ -109,7 +109,7 @@ def _note(plan: RunPlan, setting: Setting, key: str, printed: Any) -> str:
     for line in plan.report.get("notes") or ():
         text = str(line).lower().replace("_", " ")
         for word in words:
-            if re.search(rf"(?<![\w.]){re.escape(word.lower().replace('_', ' '))}(?!\w)", text):
+            if re.search(rf"(?<![\w.]){re.escape(word.lower().replace('_', ' '))}(?!\w|\.\d)", text):
                 return str(line)
     return ""
 
