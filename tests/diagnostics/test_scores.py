@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,7 +19,9 @@ __all__ = ["_one_thread", "llama"]
 def test_scores_are_the_model_s_own_weights(llama: PreTrainedModel) -> None:
     ids, scores = torch.tensor([tokens(100, 1)]), Scores()
     generate(llama, Full(), ids, max_new_tokens=3, watchers=[scores])
-    eager = AutoModelForCausalLM.from_config(llama.config, attn_implementation="eager", dtype=llama.dtype)
+    eager = AutoModelForCausalLM.from_config(
+        copy.deepcopy(llama.config), attn_implementation="eager", dtype=llama.dtype
+    )
     eager.load_state_dict(llama.state_dict())
     with torch.no_grad():
         weights = torch.stack(eager(ids, output_attentions=True).attentions)[:, 0].float()  # (layers, h, 100, 100)
