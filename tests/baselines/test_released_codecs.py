@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +16,7 @@ from baselines.zipcache.probes import ProbeRule
 from baselines.zipcache.salient_store import SalientStore
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from tests.baselines.fed import Fed, drawn, rounded
-from tests.baselines.test_zipcache import shares
+from tests.baselines.test_zipcache import observed, shares
 from tests.invariants.drive import Session, tokens
 
 pytestmark = pytest.mark.rest
@@ -141,14 +139,7 @@ def test_zipcache_ranks_as_its_release(llama: PreTrainedModel, monkeypatch: pyte
     """A prompt by the probes' sums over all queries that see a token; generated tokens by the last one's attention alone."""
     s, method = 140, ZipCache(**FIFTH, gap=20, protocol="release")
     assert method.norm == "full" and ZipCache(**FIFTH, protocol="paper").norm == "probes"
-    seen: dict[SalientStore, tuple[torch.Tensor, torch.Tensor]] = {}
-    observe = SalientStore.observe
-
-    def spy(self: SalientStore, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
-        seen[self] = (q[0], keys[0])
-        observe(self, q, keys, stored, ctx)
-
-    monkeypatch.setattr(SalientStore, "observe", spy)
+    seen = observed(monkeypatch)
     cache = SelectiveCache(llama, method)
     layer, queries = cache.layers[1], []
     cache.observers.append(lambda at, q, selected: queries.append(q.clone()) if at is layer else None)

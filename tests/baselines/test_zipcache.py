@@ -110,6 +110,19 @@ def test_special_tokens_are_found_in_the_tokenizer() -> None:
     assert named.rule().special_ids == (3,)
 
 
+def observed(monkeypatch: pytest.MonkeyPatch) -> dict[SalientStore, tuple[torch.Tensor, torch.Tensor]]:
+    """Store -> the queries (h, t, d) and keys (h_kv, t, d) of the first row that it has seen last."""
+    seen: dict[SalientStore, tuple[torch.Tensor, torch.Tensor]] = {}
+    observe = SalientStore.observe
+
+    def spy(self: SalientStore, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
+        seen[self] = (q[0], keys[0])
+        observe(self, q, keys, stored, ctx)
+
+    monkeypatch.setattr(SalientStore, "observe", spy)
+    return seen
+
+
 def shares(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
     """Causal attention (h, s, s), naively."""
     g = q.shape[0] // k.shape[0]
@@ -138,14 +151,7 @@ def test_salient_tokens_are_those_of_the_definition(
     """The second layer's salient tokens against normalised attention computed from its own queries and keys."""
     s, method = 140, ZipCache(**FIFTH, **options)
     cache = SelectiveCache(llama, method)
-    seen: dict[SalientStore, tuple[torch.Tensor, torch.Tensor]] = {}
-    observe = SalientStore.observe
-
-    def spy(self: SalientStore, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
-        seen[self] = (q[0], keys[0])
-        observe(self, q, keys, stored, ctx)
-
-    monkeypatch.setattr(SalientStore, "observe", spy)
+    seen = observed(monkeypatch)
     with attach(llama):
         Session(llama, cache, [tokens(s, 1)])
     store = cache.layers[1].store

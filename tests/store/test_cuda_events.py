@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from pqcache.harness.run.latency_rounds import make_lanes
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import CudaLanes, Lanes
+from tests.store.fake_streams import current_and_stream
 
 if torch.cuda.is_available():
     pytest.skip("tests/invariants/test_gpu.py runs the real ones", allow_module_level=True)
@@ -52,19 +52,11 @@ class Event:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`copy_(..., non_blocking=True)` returns before it copies, as from a GPU to pinned memory."""
-    own = threading.local()
     main = Stream()
     Stream.made = 0
     copy_now = torch.Tensor.copy_
 
-    def current(_: object = None) -> Stream:
-        return getattr(own, "stream", main)
-
-    @contextlib.contextmanager
-    def on(stream: Stream):
-        before, own.stream = current(), stream
-        yield
-        own.stream = before
+    current, on = current_and_stream(main)
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if not non_blocking:

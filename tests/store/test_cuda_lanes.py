@@ -15,6 +15,7 @@ from pqcache.selective.ledger import Ledger
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.lanes import TO_DEVICE, TO_HOST, CudaLanes, Lanes
 from tests.invariants.conftest import _one_thread, llama
+from tests.store.fake_streams import current_and_stream
 from tests.store.test_lanes import METHODS, left_behind, run
 
 __all__ = ["_one_thread", "llama"]
@@ -58,18 +59,10 @@ LOG: list[tuple[str, str, str]] = []
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch):
     LOG.clear()
-    own = threading.local()
     main = Stream()
     main.name = "main"
 
-    def current(_: object = None) -> Stream:
-        return getattr(own, "stream", main)
-
-    @contextlib.contextmanager
-    def on(stream: Stream):
-        before, own.stream = current(), stream
-        yield
-        own.stream = before
+    current, on = current_and_stream(main)
 
     for name, fake in (("Stream", Stream), ("Event", Event), ("current_stream", current), ("stream", on)):
         monkeypatch.setattr(torch.cuda, name, fake)

@@ -162,7 +162,8 @@ def cache_bytes(
     if isinstance(method, EvictionMethod):
         plans = [method.plan(prompt_tokens, layer, shape.n_layers).total for layer in rest]
         entries = sum(round_up(min(prompt_tokens, plan) + new_tokens) for plan in plans)
-        return {DEVICE: whole * dense + entries * (kept + ENTRY * shape.h_kv)}
+        copies = shape.group if method.repeats_kv else 1
+        return {DEVICE: whole * dense + entries * copies * (kept + ENTRY * shape.h_kv)}
     if method.budget.tokens is not None and not isinstance(method, RetrievalMethod):
         method = _with_ratio(method, min(1.0, method.budget.tokens / tokens))
     fit = _measured(_Keyed(repr(method), method), shape.group, shape.d, dtype) if measured else None

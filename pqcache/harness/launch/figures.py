@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.launch.documents import Document
-from pqcache.harness.tasks.longbench.data_sets import DATASETS, DATASETS_E, max_length
+from pqcache.harness.tasks.longbench.data_sets import DATASETS, DATASETS_E
 from pqcache.harness.tasks.ruler.constructed import NEW_TOKENS as RULER_NEW_TOKENS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def documents(task: Task[Any], limit: int | None, model: str, room: int | None) 
 
 def _longbench(task: Task[Any], limit: int | None, model: str, room: int | None) -> list[Document]:
     known, per_word = figures()["longbench"]["documents"], figures()["tokens_per_word"]["value"]
-    cut = task.options.max_length or max_length(model) or room
+    cut = task.longest(limit=limit, model_name=model).prompt or room
     made = task.options.constructed_tokens if task.options.source == "constructed" else None
     result = []
     for dataset in task.datasets():  # type: ignore[attr-defined]

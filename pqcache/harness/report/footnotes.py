@@ -193,7 +193,7 @@ def _sentences(plan: RunPlan, key: str) -> tuple[str, ...]:
 
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
-    """How many samples each line has, and the cells and samples that are missing, with the reason."""
+    """How many samples each line has, and the cells that are missing, with the reason."""
     counts: list[tuple[str, str]] = []
     left_out: dict[str, dict[str, None]] = {}
     missing = 0
@@ -201,9 +201,6 @@ def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
         row = rows.get(cell.name)
         if row is not None:
             counts.append((f"{row['n_samples']} samples", line_name(cell)))
-            skipped = row.get("skipped_samples")
-            if isinstance(skipped, int) and skipped:
-                left_out.setdefault(f"{skipped} samples skipped", {})[line_name(cell)] = None
             continue
         state, reason = status(cell)
         if state == "missing":

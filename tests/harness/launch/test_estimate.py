@@ -44,6 +44,15 @@ def test_the_cache_is_what_a_run_holds(model: LlamaForCausalLM, name: str, budge
     assert sum(predicted.values()) == pytest.approx(sum(run.resident_bytes.values()), rel=0.25)
 
 
+def test_repeated_keys_and_values_are_counted_as_often(model: LlamaForCausalLM) -> None:
+    ids = torch.randint(16, 64, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    for name in ("h2o", "snapkv", "kvcrush"):
+        method = method_class(name)(budget=Budget.parse(0.2), repeat_kv=True)
+        predicted = sum(estimate.cache_bytes(CONFIG, method, PROMPT, NEW, "float32").values())
+        held = generate(model, method, ids, max_new_tokens=NEW).resident_bytes
+        assert predicted == pytest.approx(sum(held.values()), rel=0.25), name
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("store", ["host", "block_cache"])
 def test_the_host_holds_the_rest(model: LlamaForCausalLM, store: str) -> None:

@@ -84,7 +84,7 @@ def test_samples_on_disk_are_not_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("name", "cells", "samples"), [("pqcache_table2", 11, 2750)])
+@pytest.mark.parametrize(("name", "cells", "samples"), [("pqcache_table2", 11, 2750), ("kvcrush_table3", 26, 3250)])
 def test_a_papers_table_offline(
     name: str,
     cells: int,
