@@ -10,21 +10,12 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.report.rows import Row
 from pqcache.harness.run import adapter, engines, job, worker
 from pqcache.harness.run.claims import claim
 from pqcache.harness.run.engines.processes import InProcess, Processes
 from pqcache.harness.run.units import Job, Unit, UnitResult
+from scripts.cluster.same_rows import differences
 from tests.harness.cells import Command, rows, status
-
-# what differs between two runs of one cell
-TIMES = ("timed_samples", "timed_alone", "tt2t_s", "tpot_p50_ms", "tpot_p95_ms", "prefill_s", "index_build_s")
-
-
-def same(a: Row, b: Row) -> None:
-    for key in Row.__annotations__:
-        if key not in TIMES:
-            assert a[key] == b[key], key  # type: ignore[literal-required]
 
 
 @pytest.fixture
@@ -84,10 +75,7 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     plain = rows(tmp_path / "plain")
     assert len(plain) == 6
     for other in ("sharded", "resumed"):
-        found = rows(tmp_path / other)
-        assert found.keys() == plain.keys()
-        for name, row in found.items():
-            same(row, plain[name])
+        assert differences(tmp_path / "plain", tmp_path / other) == []
     sharded = rows(tmp_path / "sharded")
     assert all(row["timed_samples"] == 5 and row["timed_alone"] and row["tt2t_s"] for row in sharded.values())
     files = list((tmp_path / "sharded").glob("*/samples*.jsonl"))

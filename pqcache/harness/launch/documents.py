@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -75,6 +73,7 @@ def text_side(cell: Cell) -> LoadedModel:
 def count(cell: Cell, session: Session) -> Counted:
     """The cell's documents. Raises OSError or ValueError if data or tokenizer is not at hand."""
     from pqcache.harness.run.adapter import HarnessLM
+    from pqcache.harness.run.one_cell import requests_of
 
     loaded = text_side(cell)
     spec, tasks = session.task(cell, loaded)
@@ -91,17 +90,13 @@ def count(cell: Cell, session: Session) -> Counted:
         tokens=spec.tokens,
         smoke=cell.run.smoke,
     )
-    requests = []
-    for task in tasks["tasks"].values():
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
-            task.build_all_requests(limit=cell.run.limit, rank=0, world_size=1)
-        requests += [(task, request) for request in task.instances]
-    size = sum(len(str(request.args[0])) for _, request in requests)
+    requests = requests_of(tasks, cell.run.limit, cell.identity["seed"])
+    size = sum(len(str(request.args[0])) for request in requests)
     every = max(1, round(size / COUNTED_CHARACTERS))
     read: list[Document] = []
-    for index, (task, request) in enumerate(requests):
+    for index, request in enumerate(requests):
         if index % every == 0:
-            read.append(_document(lm, task, request, spec.tokens))
+            read.append(_document(lm, tasks["tasks"][str(request.task_name)], request, spec.tokens))
         else:
             near = read[-1]
             read.append(Document(str(request.task_name), int(request.doc_id or 0), near.prompt, near.new, near.answer))

@@ -175,11 +175,12 @@ def make_adapter(
 
 
 def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Any]:
-    """The requests that `run_evaluation` makes, in its order."""
+    """The requests that `run_evaluation` makes, in its order. lm-eval's own progress bars are muted."""
     requests = []
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        with contextlib.redirect_stderr(io.StringIO()):
+            task.build_all_requests(limit=limit, rank=0, world_size=1)
         requests += task.instances
     return requests
 
