@@ -23,7 +23,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pqcache.harness.config.options import Refused
-from pqcache.harness.config.overrides import EXPERIMENT, VALUE, parse, texts, valid, yaml_text
+from pqcache.harness.config.overrides import (
+    EXPERIMENT,
+    MOST_CELLS,
+    VALUE,
+    count,
+    parse,
+    shortened,
+    texts,
+    valid,
+    yaml_text,
+)
 from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 
@@ -71,6 +81,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     arguments = parse_arguments(argv)
     errors: list[str] = []
     overrides = valid(parse(arguments.overrides, errors), config_dir, errors)
+    _check_size(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve())):
         compose_once = _composer()
         hydra, head = compose_once(tuple(_first(overrides)))
@@ -93,6 +104,9 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
             composed += _cells(choice, head, config_dir, sweep, compose_once)
     best_of = _best_of(head, {c.cell for c in composed}, errors)
     report = head.get("report") or {}
+    if not isinstance(report, dict):
+        errors.append(f"report={shortened(show(report))}: belongs into an experiment file")
+        report = {}
     words = tuple(argv)
     return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, words, errors)
 
@@ -116,7 +130,14 @@ def _first(overrides: list[Override]) -> list[str]:
     return [texts(o, Path())[0] for o in overrides if o.key_or_group != CELL and not isinstance(o.value(), Glob)]
 
 
+def _check_size(overrides: list[Override]) -> None:
+    """Refuse a sweep that is too large to be listed, before it is."""
+    if (points := count(overrides)) > MOST_CELLS:
+        raise Refused([f"this sweep has {points} points: at most {MOST_CELLS} cells are run by one command"])
+
+
 def _product(overrides: list[Override], config_dir: Path) -> list[list[str]]:
+    _check_size(overrides)
     by_key = {o.get_key_element().lstrip("+"): texts(o, config_dir) for o in overrides}  # the last one wins
     return [list(choice) for choice in itertools.product(*by_key.values())]
 
@@ -207,14 +228,14 @@ def _composer() -> Composer:
     def compose_once(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         groups = tuple(text for text in overrides if not text.startswith(VALUE))
         hydra, chosen = base(groups)
-        parsed = OverridesParser.create().parse_overrides([text for text in overrides if text.startswith(VALUE)])
         config = OmegaConf.create(chosen)
         try:
+            parsed = OverridesParser.create().parse_overrides([text for text in overrides if text.startswith(VALUE)])
             for override in parsed:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
             values = OmegaConf.to_container(config, resolve=True)
-        except OmegaConfBaseException as error:
-            raise Refused([" ".join(str(error).split())]) from error
+        except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
+            raise Refused([shortened(error)]) from error
         assert isinstance(values, dict)
         return hydra, {str(k): v for k, v in values.items()}
 
@@ -235,7 +256,7 @@ def _choose(groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         OmegaConf.set_struct(composed, False)
         del composed["hydra"]
         config = OmegaConf.to_container(composed, resolve=False)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise Refused([" ".join(str(error).split())]) from error
+    except (HydraException, OmegaConfBaseException, AssertionError, ValueError) as error:
+        raise Refused([shortened(error)]) from error
     assert isinstance(config, dict)
     return hydra, {str(k): v for k, v in config.items()}

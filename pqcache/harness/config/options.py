@@ -16,11 +16,23 @@ LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "plan")
 
 
+LONGEST_LINE = 2000  # characters
+
+
+def one_line(text: object) -> str:
+    """A text in one printable line of at most LONGEST_LINE characters, whatever a value in it holds."""
+    line = " ".join(str(text).split())
+    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 100]}... ({len(line)} characters)"
+
+
 class Refused(Exception):
     """The command is wrong: one line per error, exit code 2, nothing was loaded."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.lines = list(dict.fromkeys(lines))  # a sweep meets the same error in every cell: say it once
+        self.lines = list(
+            dict.fromkeys(map(one_line, lines))
+        )  # a sweep meets the same error in every cell: say it once
         super().__init__("\n".join(self.lines))
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from pqcache.harness.config.options import GROUPS
+from pqcache.harness.config.options import GROUPS, one_line
 from pqcache.harness.config.values import show
 from pqcache.methods import METHODS
 from pqcache.naming import suggestion
@@ -24,6 +26,11 @@ from pqcache.naming import suggestion
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # Hydra's own settings that we read
 # The prefix of overrides that set a value. Those that choose a file have none.
 VALUE = "++"
+LONGEST = 10_000  # characters of one override
+DEEPEST = 20  # brackets within brackets
+MOST_CELLS = 100_000  # of one command
+# Environment variables that a configuration may not read: it is written to disk and to logs.
+SECRET = re.compile(r"oc\.env:[^}]*(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 # The package is given here. In an experiment file it would have to be the first line, which is the command that runs it.
 EXPERIMENT = "experiment@_global_"
 
@@ -38,13 +45,55 @@ def parse(texts: Iterable[str], errors: list[str]) -> list[Override]:
     parsed = []
     for text in texts:
         if "=" not in text and not text.startswith("~"):
-            errors.append(f"{text}: expected <key>=<value>")
-            continue
-        try:
-            parsed.append(parser.parse_override(text))
-        except HydraException:
-            errors.append(f"{text}: not a valid <key>=<value>; quote special characters: \"key='value'\"")
+            errors.append(f"{shortened(text)}: expected <key>=<value>")
+        elif why := _too_much(text):
+            errors.append(f"{shortened(text)}: {why}")
+        else:
+            try:
+                parsed.append(parser.parse_override(text))
+            except (HydraException, RecursionError, ValueError):  # ValueError: thousands of digits
+                errors.append(
+                    f"{shortened(text)}: not a valid <key>=<value>; quote special characters: \"key='value'\""
+                )
     return parsed
+
+
+def shortened(text: object) -> str:
+    """A text in one line of at most 200 characters, for messages."""
+    line = one_line(text)
+    return line if len(line) <= 200 else f"{line[:180]}... ({len(line)} characters)"
+
+
+def _too_much(text: str) -> str | None:
+    """Why an override is refused before it is parsed."""
+    if len(text) > LONGEST:
+        return f"at most {LONGEST} characters are read"
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    if deepest > DEEPEST:
+        return f"at most {DEEPEST} brackets within brackets are read"
+    if SECRET.search(text):
+        return "a variable that may hold a secret (KEY, TOKEN, SECRET, PASSWORD) cannot be read into a configuration"
+    return None
+
+
+def count(overrides: Iterable[Override]) -> int:
+    """How many points a sweep over these overrides has; nothing is expanded."""
+    return math.prod(_points(override) for override in {o.get_key_element(): o for o in overrides}.values())
+
+
+def _points(override: Override) -> int:
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return len(value.list)
+    if isinstance(value, RangeSweep):
+        start, stop, step = value.start or 0, value.stop, 1 if value.step is None else value.step
+        if stop is None or step == 0 or not all(math.isfinite(x) for x in (start, stop, step)):
+            return MOST_CELLS + 1  # it has no end
+        return max(0, math.ceil((stop - start) / step))
+    return 1
 
 
 def valid(overrides: list[Override], config_dir: Path, errors: list[str], origin: str = "") -> list[Override]:
@@ -66,7 +115,7 @@ def valid(overrides: list[Override], config_dir: Path, errors: list[str], origin
 def _check_override(override: Override, config_dir: Path, errors: list[str], origin: str = "") -> None:
     """Check one override by its key and value, before anything is composed."""
     key = override.key_or_group
-    text = override.input_line or key
+    text = shortened(override.input_line or key)
     if override.is_delete():
         errors.append(f"{text}: keys cannot be deleted{origin}")
     elif override.package is not None:
@@ -77,6 +126,10 @@ def _check_override(override: Override, config_dir: Path, errors: list[str], ori
     elif key in GROUPS:
         wrong = (_wrong_choice(key, value, config_dir) for value in _values(override, config_dir))
         errors += [line + origin for line in wrong if line]
+    elif isinstance(override.value(), IntervalSweep):
+        errors.append(f"{text}: interval() names no values; use choice(...), range(...) or a list a,b{origin}")
+    elif _points(override) > MOST_CELLS:
+        errors.append(f"{text}: more than {MOST_CELLS} values{origin}")
     elif isinstance(override.value(), Glob):
         errors.append(f"{text}: glob() works for {', '.join(GROUPS)} only{origin}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from pqcache.harness.config.options import RunOptions
 from pqcache.harness.config.values import show
 from pqcache.methods import method_class
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+NAME = 255  # bytes of a file's name
 
 
 def check_run(run: RunOptions, errors: list[str]) -> None:
@@ -23,16 +25,41 @@ def check_run(run: RunOptions, errors: list[str]) -> None:
         errors.append(f"seed={run.seed}: must be from 0 to {2**32 - 1}")
     if run.dense_layers is not None and run.dense_layers < 0:
         errors.append(f"dense_layers={run.dense_layers}: must be 0 or more, or null for the method's own number")
-    if not run.out.strip():
-        errors.append("out='': must name a folder")
+    if why := bad_path(run.out):
+        errors.append(f"out={show(run.out)[:60]}: {why}")
     elif not os.path.isdir(existing := nearest_existing(Path(run.out).expanduser())):
         errors.append(f"out={run.out}: {existing} is a file; must name a folder")
     elif not os.access(existing, os.W_OK | os.X_OK):
         errors.append(f"out={run.out}: {existing} cannot be written")
+    if why := _bad_cache(run.cache_dir):
+        errors.append(f"cache_dir={show(run.cache_dir)[:60]}: {why}")
     if run.attn == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         errors.append(
             "attn=flash_attention_2: the package flash-attn is not installed; allowed here: auto, sdpa, standard"
         )
+
+
+def _bad_cache(text: str) -> str | None:
+    """Why a text cannot be the folder of prepared data."""
+    if why := bad_path(text):
+        return why
+    existing = nearest_existing(Path(text).expanduser())
+    return None if existing.is_dir() else f"{existing} is a file; must name a folder"
+
+
+def bad_path(text: str) -> str | None:
+    """Why a text cannot name a folder, whatever is on disk; None if it can."""
+    if not text.strip():
+        return "must name a folder"
+    if any(not character.isprintable() for character in text):
+        return "must not hold line breaks or other unprintable characters"
+    if any(len(part.encode(errors="replace")) > NAME for part in Path(text).parts):
+        return f"a folder's name has at most {NAME} bytes"
+    try:
+        Path(text).expanduser().resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself, a user without a home
+        return " ".join(str(error).split())[:200]
+    return None
 
 
 def nearest_existing(path: Path) -> Path:
@@ -70,7 +97,7 @@ def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
     if isinstance(longest, int) and longest < 1:
         errors.append(f"model.max_length={longest}: must be at least 1, or null for what the model's config says")
     device = options.get("device")
-    if isinstance(device, str) and device.split(":")[0] not in DEVICES:
+    if isinstance(device, str) and not DEVICE.fullmatch(device):
         errors.append(f"model.device={device}: expected auto, cpu, cuda, cuda:<n> or mps")
 
 

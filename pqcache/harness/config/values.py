@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
+LARGEST = 2**63  # numbers below it have an exact place in every file and tensor
 NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
 
 
@@ -48,10 +48,10 @@ def _coerce_plain(value: Any, kind: Any) -> Any:
         if isinstance(value, bool):
             return value
     elif kind is int:
-        if isinstance(value, int) and number:
+        if isinstance(value, int) and number and abs(value) < LARGEST:
             return value
     elif kind is float:
-        if number and math.isfinite(value):
+        if number and abs(value) < LARGEST:  # false for NaN and infinity
             return float(value)
     elif kind is str:
         if isinstance(value, str):

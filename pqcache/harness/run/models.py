@@ -296,6 +296,8 @@ def device_error(device: str) -> str | None:
     kind, _, number = device.partition(":")
     if kind == "cuda" and not torch.cuda.is_available():
         return f"model.device={device}: there is no CUDA device here; use model.device=cpu or auto"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        return f"model.device={device}: there is no MPS device here; use model.device=cpu or auto"
     if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
         return f"model.device={device}: there are {torch.cuda.device_count()} CUDA devices here"
     return None
