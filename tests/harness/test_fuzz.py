@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import run
 from pqcache.fields import option_fields
 from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.compose import ALONE, _choose, _chosen, compose_all
 from pqcache.harness.config.options import ModelOptions, Refused, RunOptions
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import task_class
@@ -90,22 +90,20 @@ line = st.builds(
 
 def compose(argv: list[str]) -> None:
     began = time.monotonic()
+    plan, lines = None, ["usage"]
     try:
         plan = make_plan(compose_all(argv, run.CONFIGS))
     except Refused as refused:
-        assert refused.lines
-        for text in refused.lines:
-            assert "\n" not in text, argv
-            assert "\r" not in text, argv
-            assert len(text) < 2500, argv
-            text.encode()
+        lines = refused.lines
     except SystemExit as usage:  # argparse: flags that are none of ours
-        assert usage.code == 2
-    else:
-        assert plan.cells
-        for cell in plan.cells[:3]:
-            assert cell.name
-            assert cell.yaml()
+        lines = ["usage"] if usage.code == 2 else []
+    assert plan is not None or lines, argv
+    for text in lines:
+        assert "\n" not in text and "\r" not in text and len(text) < 2500, argv
+        text.encode()
+    for cell in plan.cells[:3] if plan is not None else []:
+        assert cell.name
+        assert cell.yaml()
     assert time.monotonic() - began < SECONDS, argv
 
 
@@ -125,3 +123,13 @@ def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None
 @given(line)
 def test_many_command_lines(argv: list[str]) -> None:
     compose(argv)
+
+
+@pytest.mark.parametrize(
+    "group", [*ALONE[:1], *(pytest.param(group, marks=pytest.mark.rest) for group in ("task", "launch"))]
+)
+def test_groups_compose_as_hydra_composes_them(group: str) -> None:
+    folder = run.CONFIGS.resolve()
+    for name in options_of(group, folder):
+        choice = (f"{group}={name}",)
+        assert _chosen(folder, (), choice) == _choose.__wrapped__(folder, (), choice)

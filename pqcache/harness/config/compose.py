@@ -10,7 +10,7 @@ import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ from pqcache.harness.config.overrides import (
 from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 
+ALONE = ("model", "method", "task", "launch")  # groups whose files set the keys of one node
 CELL = "cell"  # the key that sweeps over an experiment's `cells:`
 
+Files = tuple[tuple[str, int, int], ...]  # path, time of change and size of every configuration file
 Composer = Callable[[tuple[str, ...]], tuple[dict[str, Any], dict[str, Any]]]
 
 
@@ -82,26 +84,25 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     errors: list[str] = []
     overrides = valid(parse(arguments.overrides, errors), config_dir, errors)
     _check_size(overrides)
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve())):
-        compose_once = _composer()
-        hydra, head = compose_once(tuple(_first(overrides)))
-        params = {str(k): v for k, v in (hydra["sweeper"].get("params") or {}).items()}
-        sweep = arguments.multirun or str(hydra["mode"]).endswith("MULTIRUN")
-        experiment = hydra["runtime"]["choices"].get(EXPERIMENT)
-        typed = {o.get_key_element() for o in overrides}
-        params |= _paper_scale(head, errors)
-        from_file = parse([f"{k}={yaml_text(v)}" for k, v in params.items() if k not in typed], errors)
-        from_file = valid(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
-        if not sweep:
-            for override in overrides:
-                if override.is_sweep_override():
-                    errors.append(f"{override.input_line}: several values need -m (python run.py -m ...)")
-        for key in ("experiment", "scale"):
-            if any(o.key_or_group == key and o.is_sweep_override() for o in overrides):
-                raise Refused([*errors, f"{key}: one at a time"])
-        composed = []
-        for choice in _product([*from_file, *overrides], config_dir):
-            composed += _cells(choice, head, config_dir, sweep, compose_once)
+    compose_once = _composer(config_dir.resolve())
+    hydra, head = compose_once(tuple(_first(overrides)))
+    params = {str(k): v for k, v in (hydra["sweeper"].get("params") or {}).items()}
+    sweep = arguments.multirun or str(hydra["mode"]).endswith("MULTIRUN")
+    experiment = hydra["runtime"]["choices"].get(EXPERIMENT)
+    typed = {o.get_key_element() for o in overrides}
+    params |= _paper_scale(head, errors)
+    from_file = parse([f"{k}={yaml_text(v)}" for k, v in params.items() if k not in typed], errors)
+    from_file = valid(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
+    if not sweep:
+        for override in overrides:
+            if override.is_sweep_override():
+                errors.append(f"{override.input_line}: several values need -m (python run.py -m ...)")
+    for key in ("experiment", "scale"):
+        if any(o.key_or_group == key and o.is_sweep_override() for o in overrides):
+            raise Refused([*errors, f"{key}: one at a time"])
+    composed = []
+    for choice in _product([*from_file, *overrides], config_dir):
+        composed += _cells(choice, head, config_dir, sweep, compose_once)
     best_of = _best_of(head, {c.cell for c in composed}, errors)
     report = head.get("report") or {}
     if not isinstance(report, dict):
@@ -201,9 +202,8 @@ def _composed(
     hydra, config = compose_once(tuple(overrides))
     choices = hydra["runtime"]["choices"]
     defaults = {}
-    for group in ("model", "method", "task", "launch"):
-        loaded = OmegaConf.to_container(OmegaConf.load(config_dir / group / f"{choices[group]}.yaml"))
-        defaults[group] = {str(k): v for k, v in loaded.items()} if isinstance(loaded, dict) else {}
+    for group in ALONE:
+        defaults[group] = _group_file(config_dir / group / f"{choices[group]}.yaml") or {}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     if experiment := choices.get(EXPERIMENT):
@@ -218,16 +218,13 @@ def _task_keys(config_dir: Path, experiment: str) -> tuple[str, ...]:
     return tuple(file.get("task") or ())
 
 
-def _composer() -> Composer:
-    """A function that composes overrides.
-
-    Each choice of groups goes through Hydra once. Values are set afterwards.
-    """
-    base = cache(_choose)
+def _composer(config_dir: Path) -> Composer:
+    """A function that composes overrides. Groups are chosen first, values set afterwards."""
+    files = tuple((str(path), (facts := path.stat()).st_mtime_ns, facts.st_size) for path in config_dir.rglob("*.yaml"))
 
     def compose_once(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         groups = tuple(text for text in overrides if not text.startswith(VALUE))
-        hydra, chosen = base(groups)
+        hydra, chosen = _chosen(config_dir, files, groups)
         config = OmegaConf.create(chosen)
         try:
             parsed = OverridesParser.create().parse_overrides([text for text in overrides if text.startswith(VALUE)])
@@ -242,10 +239,51 @@ def _composer() -> Composer:
     return cache(compose_once)
 
 
-def _choose(groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compose a choice of groups. Returns (Hydra's own settings, all other keys) as plain containers."""
+def _chosen(config_dir: Path, files: Files, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A choice of groups as plain containers: (Hydra's own settings, all other keys).
+
+    Without an experiment, a group is what its file says. Hydra composes the defaults once, and again what the files do
+    not decide alone: composing every point of a sweep would take a good part of a second each.
+    """
+    plain, rest = {}, []
+    for text in groups:
+        group, _, name = text.partition("=")
+        own = _group_file(config_dir / group / f"{name}.yaml") if group in ALONE else None
+        if own is None:
+            rest.append(text)
+        else:
+            plain[group] = name, own
+    if any(text.startswith(EXPERIMENT) for text in rest):
+        return _choose(config_dir, files, groups)
+    hydra, config = _choose(config_dir, files, tuple(rest))
+    choices = {**hydra["runtime"]["choices"], **{group: name for group, (name, _) in plain.items()}}
+    return {**hydra, "runtime": {"choices": choices}}, {**config, **{group: own for group, (_, own) in plain.items()}}
+
+
+def _group_file(path: Path) -> dict[str, Any] | None:
+    """What a group's file sets; None if there is no such file, or it asks Hydra for more than its keys."""
     try:
-        composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
+        facts = path.stat()
+    except (OSError, ValueError):
+        return None
+    return _read_group(path, facts.st_mtime_ns, facts.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _read_group(path: Path, changed: int, size: int) -> dict[str, Any] | None:
+    text = path.read_text(encoding="utf-8")
+    own = OmegaConf.to_container(OmegaConf.create(text))
+    if not isinstance(own, dict) or "defaults" in own or "@package" in text:
+        return None
+    return {str(key): value for key, value in own.items()}
+
+
+@lru_cache(maxsize=1024)
+def _choose(config_dir: Path, files: Files, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A choice of groups, composed by Hydra; see `_chosen`. files: what it depends on."""
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
+            composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
         hydra_node = composed.hydra
         params = hydra_node.sweeper.params
         hydra = {
