@@ -12,6 +12,7 @@ Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded)
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -42,8 +43,15 @@ def main(argv: list[str]) -> int:
             return show(plan)
         # lm-eval and all the rest: only once the command is known to be right
         from pqcache.harness.run.runner import run_plan
+        from pqcache.harness.run.streams import guarded
 
-        return run_plan(plan)
+        with guarded() as out:
+            code = run_plan(plan)
+            out.flush()
+            if out.error is not None and out.error.errno != errno.EPIPE:
+                print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)
+                code = code or 1
+        return code
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from pqcache.harness.config.values import fits
 from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM, cut, stopper
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.models import LoadedModel, opening_tokens
-from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks, fingerprint
 from pqcache.methods import method_class
 from pqcache.selective import Budget
 
@@ -207,7 +208,7 @@ def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> 
         lm = HarnessLM(loaded, method, log)
         lm.generate_until([ask("The farmer walked to the river and back. " * 8, max_gen_toks=6)])
         sample = lm.used["some_task", 0]
-    assert sample.keys() == Sample.__annotations__.keys()
+    assert sample.keys() == Sample.__annotations__.keys() - SampleMarks.__annotations__.keys()
     assert 0.4 * sample["prompt_tokens"] < (sample["budget_tokens"] or 0) < 0.65 * sample["prompt_tokens"]
     assert len(sample["step_s"]) == sample["new_tokens"] - 1
     assert sample["resident_bytes"]["device"] > 0
@@ -217,7 +218,10 @@ def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> 
 
 
 def sample(doc_id: int = 0, **changed: Any) -> Sample:
-    values: dict[str, Any] = dict.fromkeys(Sample.__annotations__, 0)
+    kinds = {name: kind for name, kind in get_type_hints(Sample).items() if name not in SampleMarks.__annotations__}
+    values: dict[str, Any] = {
+        name: None if fits(None, kind) else (get_origin(kind) or kind)() for name, kind in kinds.items()
+    }
     return {**values, "task": "t", "doc_id": doc_id, "fingerprint": "f", "response": "grün\n", **changed}  # type: ignore
 
 

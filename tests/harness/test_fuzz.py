@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import run
 from pqcache.fields import option_fields
 from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import ALONE, _choose, _chosen, compose_all
+from pqcache.harness.config.compose import _choose, _chosen, compose_all
 from pqcache.harness.config.options import ModelOptions, Refused, RunOptions
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import task_class
@@ -126,7 +126,7 @@ def test_many_command_lines(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "group", [*ALONE[:1], *(pytest.param(group, marks=pytest.mark.rest) for group in ("task", "launch"))]
+    "group", ["launch", *(pytest.param(group, marks=pytest.mark.rest) for group in ("model", "task"))]
 )
 def test_groups_compose_as_hydra_composes_them(group: str) -> None:
     folder = run.CONFIGS.resolve()

@@ -66,7 +66,18 @@ def test_other_weights_under_the_same_path_are_computed_again(
     assert len(generated) == 1
     os.utime(copy / "model.safetensors", ns=(1, 1))
     assert command("method=full", f"model.path={copy}", "limit=1") == 0
-    assert len(generated) == 2
+    assert len(generated) == 1  # the same content
+    for count, name in enumerate(("model.safetensors", "config.json", "generation_config.json"), 2):
+        path = copy / name
+        facts, data = path.stat(), path.read_bytes()
+        at = data.index(b"1e-06") if name == "config.json" else len(data) - 1
+        path.write_bytes(
+            data[:at] + (b"1e-05" if name == "config.json" else b" ") + data[at + (5 if name == "config.json" else 1) :]
+        )
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        assert path.stat().st_size == facts.st_size
+        assert command("method=full", f"model.path={copy}", "limit=1") == 0
+        assert len(generated) == count, name
 
 
 def test_smaller_limit_prints_its_figures_and_leaves_the_row(

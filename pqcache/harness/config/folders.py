@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Collection
 from functools import cached_property
@@ -94,24 +95,22 @@ def read_config(folder: Path) -> Any:
     """The configuration that a folder was made for; None if it is missing or unreadable."""
     try:
         return yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
 
 
 def foreign(folder: Path, about: Identity) -> str | None:
     """One line if a cell's folder holds another configuration."""
-    if not (folder / CONFIG).exists():
-        return None
     stored = read_config(folder)
-    if about.matches(stored):
+    if not isinstance(stored, dict) or about.matches(stored):  # `open_folder` sets what cannot be read aside
         return None
-    keys = _differing(about.filled(stored), about.options) if isinstance(stored, dict) else ["unreadable"]
+    keys = _differing(about.filled(stored), about.options)
     return f"{folder}: holds another configuration ({', '.join(keys[:5])}); move it away or choose another out="
 
 
 def _differing(a: Any, b: Any, prefix: str = "") -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        return [line for k in sorted({*a, *b}) for line in _differing(a.get(k), b.get(k), f"{prefix}{k}.")]
+        return [line for k in sorted({*a, *b}, key=str) for line in _differing(a.get(k), b.get(k), f"{prefix}{k}.")]
     return [] if a == b else [prefix.rstrip(".")]
 
 
@@ -119,9 +118,21 @@ def open_folder(folder: Path, about: Identity) -> Path:
     """Make a cell's folder and its config.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / CONFIG
-    if not path.exists():
+    if not isinstance(read_config(folder), dict):
+        _set_aside(folder)
         write_text(path, yaml.safe_dump(about.shown, sort_keys=False))
     return folder
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a configuration that cannot be read, and samples that do not say themselves which configuration is theirs."""
+    damaged = [path for path in [folder / CONFIG] if path.exists()]
+    for path in folder.glob("samples*.jsonl"):
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+        damaged += [path] if any(b'"cell": "' not in line for line in lines) else []
+    for path in damaged:
+        path.replace(path.with_name(f"{path.name}.set-aside"))
+        print(f"{path}: its configuration cannot be read; kept as {path.name}.set-aside, not used", file=sys.stderr)
 
 
 def write_status(folder: Path, status: str, **facts: Any) -> None:

@@ -63,8 +63,13 @@ class Identity:
     @property
     def digest(self) -> str:
         """8 hex digits of what is hashed."""
+        return self.mark[:8]
+
+    @property
+    def mark(self) -> str:
+        """16 hex digits of what is hashed; each sample carries them."""
         text = json.dumps(self._without(self.newer), sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def shown(self) -> Options:

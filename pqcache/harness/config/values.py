@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from pathlib import Path
@@ -63,6 +64,24 @@ def _coerce_plain(value: Any, kind: Any) -> Any:
     elif kind is Path and isinstance(value, str):
         return Path(value)
     raise TypeError(describe(kind))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value that was read from JSON is of a type: numbers are finite, true is no number."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in args)
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, args[1]) for item in value.values())
+    if kind is types.NoneType or isinstance(value, bool):
+        return value is None if kind is types.NoneType else kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
 
 
 def describe(kind: Any) -> str:

@@ -31,6 +31,7 @@ class Document:
     answer: int | None = None  # tokens of the reference answer
     mark: str | None = None  # the sample's fingerprint; None where the prompt was not tokenized
     fed: int = 0  # prompt tokens that go through the decode path
+    old_mark: str | None = None  # the same as older samples have it
     longest: int | None = None  # an upper bound of `prompt`, where that is a mean
 
 
@@ -108,9 +109,8 @@ def _document(lm: Any, task: Any, request: Any, tokens: Any) -> Document:
     if request.request_type == "generate_until":
         prepared = lm._read(request)
         answer = _answer(lm.loaded, task, request.doc)
-        return Document(
-            name, doc_id, len(prepared.ids), prepared.new_tokens, answer, prepared.mark, lm._question(prepared)
-        )
+        size, marks = len(prepared.ids), (prepared.mark, prepared.question, prepared.old_mark)
+        return Document(name, doc_id, size, prepared.new_tokens, answer, *marks)
     if tokens is not None:
         ids, _, prefill = tokens(request.doc)
         return Document(name, doc_id, prefill, len(ids) - prefill, len(ids) - prefill)
@@ -139,7 +139,8 @@ def done(cell: Cell, documents: Iterable[Document]) -> set[tuple[str, int]]:
     known: set[tuple[str, int, str | None]] = set()
     for path in sorted(cell.folder.glob("samples*.jsonl")):
         known |= keys(path)
-    return {(d.task, d.doc_id) for d in documents if (d.task, d.doc_id, d.mark) in known}
+    marks = [(d, mark) for d in documents for mark in (d.mark, d.old_mark or d.mark)]
+    return {(d.task, d.doc_id) for d, mark in marks if (d.task, d.doc_id, mark) in known}
 
 
 def keys(path: Path) -> set[tuple[str, int, str | None]]:

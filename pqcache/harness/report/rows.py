@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
+from pqcache.harness.config.options import one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
+from pqcache.harness.config.values import fits
 from pqcache.harness.report import score_statistics
+
+# what no reader goes without; null in another field costs its column
+NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
+MOST = 100 + 1e-6  # a score, rounding included
+_said: set[str] = set()
 
 
 class Diagnostics(TypedDict):
@@ -66,6 +75,7 @@ class Row(TypedDict):
     data: dict[str, Any]  # what the task read: source, revision, sha256 by file; {} where it makes its documents itself
     seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
     n_samples: int
+    unverified_samples: int  # of older lines that do not name their configuration; config.yaml does
     protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
     attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
@@ -153,17 +163,65 @@ def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
 def read_row(path: Path) -> Row | None:
     """A row from its file; None if there is no file or it holds no complete row."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _skipped(path, str(error))
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _skipped(path, f"no JSON: {error}")
         return None
     if isinstance(value, dict):
         value.setdefault("diagnostics", None)  # rows written before there were any
         value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
         value.setdefault("timed_alone", bool(value["timed_samples"]))
         value.setdefault("data", {})
+        value.setdefault("unverified_samples", 0)
         value.setdefault("smoke", False)
-    complete = isinstance(value, dict) and Row.__annotations__.keys() <= value.keys()
-    return cast(Row, value) if complete else None
+    why = damage(value)
+    if why is not None:
+        _skipped(path, why)
+        return None
+    return cast(Row, value)
+
+
+def damage(value: Any) -> str | None:
+    """What is wrong with a row that was read; None if nothing is."""
+    if not isinstance(value, dict):
+        return "no row"
+    kinds = _kinds()
+    if missing := [key for key in kinds if key not in value]:
+        return f"lacks {', '.join(missing[:5])}"
+    for key, kind in kinds.items():
+        if not (value[key] is None and key not in NEEDED or fits(value[key], kind)):
+            return f"{key} is {one_line(value[key])[:60]}"
+    if any(not 0 <= score <= MOST for scores in value["sample_scores"].values() for score in scores.values()):
+        return "a sample's score is not between 0 and 100"
+    if value["sample_scores"]:
+        if value["n_samples"] != (count := sum(map(len, value["sample_scores"].values()))):
+            return f"n_samples is {value['n_samples']}, but it has {count} scores"
+        mean = score_statistics.mean(value["sample_scores"])
+        if value["score"] is not None and (mean is None or abs(value["score"] - mean) > MOST - 100):
+            return f"score is {value['score']}, but its samples' mean is {mean}"
+    elif value["score"] is not None and not 0 <= value["score"] <= MOST:
+        return f"score is {value['score']}"
+    return None
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Row)
+
+
+def _skipped(path: Path, why: str) -> None:
+    """Say once in a process that a file is left out."""
+    line = f"{path}: is no row and is left out ({one_line(why)[:200]})"
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr)
 
 
 def row_files(folder: Path) -> list[Path]:

@@ -50,6 +50,7 @@ class _Prepared:
     until: list[str]  # stop strings
     new_tokens: int  # maximum
     mark: str  # the sample's fingerprint
+    old_mark: str  # the same as older lines have it
     stop_token: str | None  # its last token ends the answer and cannot begin it
     wrapper: str  # see LoadedModel.wrapper
     cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
@@ -141,14 +142,16 @@ class HarnessLM(LikelihoodLM):
     def has(self, request: Instance) -> bool:
         """Whether the log holds the sample."""
         prepared = self._read(request)
-        return self.log.find(prepared.task, prepared.doc_id, prepared.mark) is not None
+        return self.log.find(prepared.task, prepared.doc_id, prepared.mark, prepared.old_mark) is not None
 
     def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
         """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
         prepared = self._read(request)
         task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
-        sample = self.log.find(task, doc_id, mark)
-        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
+        sample = self.log.find(task, doc_id, mark, prepared.old_mark)
+        if sample is None or (
+            self.recorder is not None and not self.recorder.complete(task, doc_id, sample["fingerprint"])
+        ):
             sample = self._generate(prepared, request.doc, prefill)
             if prepared.cut is not None:
                 sample["extra"]["cut_tokens"] = prepared.cut[1]
@@ -180,7 +183,8 @@ class HarnessLM(LikelihoodLM):
         if question and question_start(text, markers) != question_start(text) and question != self._question(text):
             rules["question_tokens"] = question
         mark = fingerprint(ids, rules)
-        return _Prepared(task, doc_id, text, ids, until, new_tokens, mark, stop_token, wrapper, cut, question)
+        old_mark = fingerprint(ids, {**rules, "weights": self.loaded.old_weights})
+        return _Prepared(task, doc_id, text, ids, until, new_tokens, mark, old_mark, stop_token, wrapper, cut, question)
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
         bos = self.loaded.tokenizer.bos_token_id

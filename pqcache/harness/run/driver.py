@@ -116,7 +116,7 @@ def _missing_units(cells: list[Cell], session: Session, workers: int, outcomes: 
 
 
 def _reduced(cell: Cell, session: Session) -> Outcome:
-    log = SampleLog.to_read(cell.folder)
+    log = SampleLog.to_read(cell.folder, cell.about.mark)
     outcome = reduce.reduce_cell(session, cell, log)
     write_status(cell.folder, "ok", n_samples=outcome.row["n_samples"] if outcome.row is not None else None)
     return outcome

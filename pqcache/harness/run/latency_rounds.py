@@ -68,11 +68,13 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
         "attn": cell.run.attn,
         "new_tokens": task["new_tokens"],
     }
-    mark = fingerprint(ids[0, :64].tolist(), {**settings, "length": task["length"]})
+    settings["length"] = task["length"]
+    mark = fingerprint(ids[0, :64].tolist(), settings)
+    old_mark = fingerprint(ids[0, :64].tolist(), {**settings, "model": loaded.old_weights})
     samples: list[Sample] = []
     fresh = False
     for index in range(task["rounds"]):
-        sample = log.find("latency", index, mark)
+        sample = log.find("latency", index, mark, old_mark)
         if sample is None:
             if not fresh:  # warm up at the same length: kernels and allocators depend on it
                 with contextlib.suppress(ValueError):

@@ -189,9 +189,13 @@ class LikelihoodLM(LM):
         """The sample of one scored sequence, from the log or computed now."""
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         self.check_length(task, doc_id, len(ids) - 1, 0)
-        mark = fingerprint(ids, {"first": first, "prefill": prefill, "weights": self.loaded.weights})
-        sample = self.log.find(task, doc_id, mark)
-        if sample is None or (self.recorder is not None and not self.recorder.complete(task, doc_id, mark)):
+        rules = {"first": first, "prefill": prefill}
+        mark = fingerprint(ids, {**rules, "weights": self.loaded.weights})
+        old_mark = fingerprint(ids, {**rules, "weights": self.loaded.old_weights})
+        sample = self.log.find(task, doc_id, mark, old_mark)
+        if sample is None or (
+            self.recorder is not None and not self.recorder.complete(task, doc_id, sample["fingerprint"])
+        ):
             self.begin(task, doc_id, ids[:prefill])
             scored = likelihood(
                 self.loaded.model,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.run import marks
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,11 @@ class LoadedModel:
     chat: bool
     system: str | None
     max_length: int | None  # tokens of prompt + answer the model was made for
-    weights: str = ""  # identifies the weights behind the name: see weights_mark
+    weights: str = ""  # identifies the weights and configuration behind the name: see marks.weights_mark
+    old_weights: str = ""  # the same as older samples have it; empty: no other
+
+    def __post_init__(self) -> None:
+        self.old_weights = self.old_weights or self.weights
 
     @property
     def device(self) -> str:
@@ -210,9 +215,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
     limit = longest(config, options)
-    return LoadedModel(
-        name, model, tokenizer, chat, options["system"], limit, weights_mark(name, options, model.config)
-    )
+    return LoadedModel(name, model, tokenizer, chat, options["system"], limit, *_marks(name, options, model.config))
 
 
 def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
@@ -239,7 +242,20 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
 
         tokenizer = AutoTokenizer.from_pretrained(local_or_hub(options), revision=options["revision"])
     chat = wraps_chat(name, options, tokenizer)
-    return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, weights_mark(name, options, config))
+    return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, *_marks(name, options, config))
+
+
+def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tuple[str, str]:
+    """(the mark of a model's weights and configuration, the one that older samples have)."""
+    folder = Path(local_or_hub(options)) if name != "embedded" else None
+    if name == "embedded":
+        from pqcache.embedded import model_dir
+
+        folder = model_dir()
+    if folder is None or not folder.is_dir():
+        commit = str(getattr(config, "_commit_hash", None) or "")
+        return commit, commit
+    return marks.weights_mark(folder), marks.old_mark(folder, by_content=name == "embedded")
 
 
 def random_dtype(options: dict[str, Any]) -> str:
@@ -266,27 +282,6 @@ def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
 def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:
     """Tokens of prompt + answer the model was made for: model.max_length, or what its (text) config says."""
     return options["max_length"] or getattr(config, "max_position_embeddings", None)
-
-
-def weights_mark(name: str, options: dict[str, Any], config: PreTrainedConfig) -> str:
-    """The commit of a hub model, or for a local folder a hash over its weight files' names, sizes and times.
-
-    For the embedded model the content is hashed: its files are small, and copies do not keep their times.
-    """
-    if name == "embedded":
-        from pqcache.embedded import model_dir
-
-        folder = model_dir()
-    else:
-        folder = Path(local_or_hub(options))
-        if not folder.is_dir():
-            return str(getattr(config, "_commit_hash", None) or "")
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        facts = path.stat()
-        own = hashlib.sha256(path.read_bytes()).hexdigest() if name == "embedded" else facts.st_mtime_ns
-        digest.update(f"{path.name} {facts.st_size} {own}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def device_error(device: str) -> str | None:

@@ -49,7 +49,7 @@ def run_or_record(session: Session, cell: Cell) -> Outcome:
         if cell.skip is not None:
             write_status(folder, "not applicable", reason=cell.skip)
             return Outcome("not applicable", reason=cell.skip)
-        with SampleLog(folder / "samples.jsonl") as log:
+        with SampleLog(folder / "samples.jsonl", cell.about.mark) as log:
             return _run_logged(session, cell, log)
     except Busy as busy:
         return Outcome("failed", reason=str(busy))
@@ -126,7 +126,11 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     if old is not None and old["n_samples"] > row["n_samples"]:
         return Outcome("ok", row, kept=True)
     _draw(task_of_cell(cell).figures, answers, cell.folder, cell.label)
-    if old is not None and lm.resumed == len(lm.used) and old["sample_scores"] == row["sample_scores"]:
+    if (
+        old is not None
+        and lm.resumed == len(lm.used)
+        and all(old[key] == row[key] for key in ("sample_scores", "unverified_samples"))
+    ):
         return Outcome("ok", old)  # nothing was measured: the row stays as it is
     write_row(path, row)
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)

@@ -36,6 +36,7 @@ def build_row(
         "data": dict(data or {}),
         "seed": cell.identity["seed"],
         "n_samples": sum(len(s) for s in scores.values()),
+        "unverified_samples": sum("cell" not in s for s in samples),
         "protocol": cell.identity["protocol"],
         "prompt_protocol": {**prompt_protocol, **question},
         "attn": _joined(s["attn"] for s in samples) or "",

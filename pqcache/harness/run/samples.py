@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self, TypedDict
+from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
+from pqcache.harness.config.values import fits
 from pqcache.harness.run.claims import Claim
 
 if TYPE_CHECKING:
@@ -22,11 +25,24 @@ if TYPE_CHECKING:
     from pqcache.selective import GenerationResult
 
 
+Key = tuple[str, int, str]  # task, document, fingerprint
+# What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
+SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
+_said: set[str] = set()
+
+
 class Missing(RuntimeError):
     """A sample is not in the log, and the model has no weights to compute it."""
 
 
-class Sample(TypedDict):
+class SampleMarks(TypedDict, total=False):
+    """What older lines lack."""
+
+    cell: str  # the configuration's 16 hex digits (config.identity)
+    settles: bool  # computed again because earlier lines of the same sample contradict each other
+
+
+class Sample(SampleMarks):
     """One finished sample. Times in seconds on a synchronised clock, bytes measured by the ledger."""
 
     task: str  # the lm-eval task
@@ -108,20 +124,23 @@ class SampleLog:
     Samples of workers lie beside samples.jsonl, as samples-<unit>-<attempt>.jsonl. All are read as one.
     """
 
-    def __init__(self, path: Path) -> None:
-        """A cell's samples.jsonl. Takes the cell's claim, raises Busy if a live process has it, and drops a half-written line."""
-        self.path = path
+    def __init__(self, path: Path, cell: str = "") -> None:
+        """A cell's samples.jsonl. Takes the cell's claim, raises Busy if a live process has it, and drops a half-written line.
+
+        cell: the configuration's mark. Lines of another one are not used; lines without one are, see `find`.
+        """
+        self.path, self.cell = path, cell
         self._claim: Claim | None = Claim(path.parent)
         try:
             self._file: IO[bytes] | None = open(path, "ab+")  # noqa: SIM115 - `close` closes it
             _drop_half_line(self._file)
-            self._samples = _read_all(path.parent, path.stem)
+            self._samples, self._contradicted = _read_all(path.parent, path.stem, cell)
         except BaseException:
             self._claim.release()
             raise
 
     @classmethod
-    def of_worker(cls, folder: Path, unit: str, attempt: int) -> SampleLog:
+    def of_worker(cls, folder: Path, unit: str, attempt: int, cell: str = "") -> SampleLog:
         """A new file of its own for a worker, which has no claim. `attempt` is raised while the file exists."""
         while True:
             path = folder / f"samples-{unit}-{attempt}.jsonl"
@@ -130,26 +149,34 @@ class SampleLog:
             except FileExistsError:
                 attempt += 1
                 continue
-            return cls._without_claim(folder, path, file)
+            return cls._without_claim(folder, path, file, cell)
 
     @classmethod
-    def to_read(cls, folder: Path) -> SampleLog:
+    def to_read(cls, folder: Path, cell: str = "") -> SampleLog:
         """A cell's samples. Nothing can be appended."""
-        return cls._without_claim(folder, folder / "samples.jsonl", None)
+        return cls._without_claim(folder, folder / "samples.jsonl", None, cell)
 
     @classmethod
-    def _without_claim(cls, folder: Path, path: Path, file: IO[bytes] | None) -> SampleLog:
+    def _without_claim(cls, folder: Path, path: Path, file: IO[bytes] | None, cell: str) -> SampleLog:
         log = cls.__new__(cls)
-        log.path, log._claim, log._file = path, None, file
-        log._samples = _read_all(folder, "samples")
+        log.path, log.cell, log._claim, log._file = path, cell, None, file
+        log._samples, log._contradicted = _read_all(folder, "samples", cell)
         return log
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def find(self, task: str, doc_id: int, mark: str) -> Sample | None:
-        """The recorded sample of a document; mark: its fingerprint."""
-        return self._samples.get((task, doc_id, mark))
+    def find(self, task: str, doc_id: int, mark: str, old_mark: str | None = None) -> Sample | None:
+        """The recorded sample of a document; mark: its fingerprint.
+
+        old_mark: its fingerprint in lines that do not name their configuration. The folder's config.yaml is the cell's
+        then; the row counts them as unverified.
+        """
+        sample = self._samples.get((task, doc_id, mark))
+        if sample is None and old_mark is not None:
+            old = self._samples.get((task, doc_id, old_mark))
+            sample = old if old is not None and "cell" not in old else None
+        return sample
 
     def append(self, sample: Sample) -> None:
         """Record a finished sample; it is on disk when this returns. Raises Busy if the claim was lost."""
@@ -157,6 +184,10 @@ class SampleLog:
             raise ValueError(f"{self.path}: was opened to be read")
         if self._claim is not None:
             self._claim.check()
+        if self.cell:
+            sample["cell"] = self.cell
+        if _key(sample) in self._contradicted:
+            sample["settles"] = True
         self._file.write(json.dumps(sample, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -187,18 +218,44 @@ def sample_files(folder: Path, stem: str = "samples") -> list[Path]:
     return [*sorted(folder.glob(f"{stem}-*.jsonl")), *([own] if own.exists() else [])]
 
 
-def _read_all(folder: Path, stem: str) -> dict[tuple[str, int, str], Sample]:
-    """Key -> sample. Of two with the same key the later one counts, but none without times replaces one with times."""
-    samples: dict[tuple[str, int, str], Sample] = {}
+def _read_all(folder: Path, stem: str, cell: str) -> tuple[dict[Key, Sample], set[Key]]:
+    """(key -> sample, the keys whose lines contradict each other). Lines of another cell are left out.
+
+    Of two that say the same the later one counts, but none without times replaces one with times. Contradictory lines
+    are left out until the sample is computed again.
+    """
+    samples: dict[Key, Sample] = {}
+    contradicted: set[Key] = set()
     for path in sample_files(folder, stem):
-        for line in path.read_bytes().split(b"\n"):
+        bad: list[int] = []
+        foreign = 0
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             sample = _read(line)
             if sample is None:
+                bad += [number] if line.strip() else []
                 continue
-            known = samples.get(_key(sample))
+            if cell and sample.get("cell", cell) != cell:
+                foreign += 1
+                continue
+            key = _key(sample)
+            known = samples.get(key)
+            if known is not None and known.get("settles", False) != sample.get("settles", False):
+                if sample.get("settles", False):
+                    contradicted.discard(key)
+                    samples[key] = sample
+                continue
+            if known is not None and any(known[name] != sample[name] for name in SAYS):  # type: ignore[literal-required]
+                contradicted.add(key)
             if known is None or known["tt2t_s"] is None or sample["tt2t_s"] is not None:
-                samples[_key(sample)] = sample
-    return samples
+                samples[key] = sample
+        if bad:
+            _say(f"{path}: {len(bad)} lines are no samples (the first is line {bad[0]}); they are computed again")
+        if foreign:
+            _say(f"{path}: {foreign} samples are of another configuration; they are not used")
+    for key in contradicted:
+        _say(f"{folder}: the lines of {key[0]} sample {key[1]} contradict each other; it is computed again")
+        del samples[key]
+    return samples, contradicted
 
 
 def _drop_half_line(file: IO[bytes]) -> None:
@@ -209,7 +266,7 @@ def _drop_half_line(file: IO[bytes]) -> None:
         file.truncate(whole)
 
 
-def _key(sample: Sample) -> tuple[str, int, str]:
+def _key(sample: Sample) -> Key:
     return sample["task"], sample["doc_id"], sample["fingerprint"]
 
 
@@ -217,7 +274,22 @@ def _read(line: bytes) -> Sample | None:
     """A sample from its line. None for a damaged line: its sample is computed again."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    complete = isinstance(value, dict) and Sample.__annotations__.keys() <= value.keys()
-    return value if complete else None
+    if not isinstance(value, dict):
+        return None
+    marks = SampleMarks.__annotations__
+    whole = all(fits(value[key], kind) if key in value else key in marks for key, kind in _kinds().items())
+    return cast(Sample, value) if whole else None
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Sample)
+
+
+def _say(line: str) -> None:
+    """Print a line once in a process: a command opens a log several times."""
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr)

@@ -122,7 +122,7 @@ class _Run:
 
                 def member(cell: Cell = cell) -> None:
                     nonlocal tasks
-                    log = SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt)
+                    log = SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt, cell.about.mark)
                     stack.enter_context(log)
                     lm, _, tasks = make_adapter(self.session, cell, log, recorder_of(cell))
                     lm.timed = self.unit.timed
@@ -196,7 +196,7 @@ class _Run:
         from pqcache.harness.run.one_cell import run_latency
         from pqcache.harness.run.samples import SampleLog
 
-        with SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt) as log:
+        with SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt, cell.about.mark) as log:
             before = len(log)
             run_latency(self.session, cell, log)
             self.samples += len(log) - before
