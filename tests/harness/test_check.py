@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pqcache.harness.report.entries import table_entries
 from pqcache.harness.report.items import PAPERS, Item, Setting, covers, items, models, reports
 
 REPEATED = reproducing.named_experiments()
+PAGE = reproducing.PAGE.read_text(encoding="utf-8")
 
 
 @cache
@@ -107,6 +109,27 @@ def test_every_experiment_is_what_its_paper_says_or_says_why_not(name: str) -> N
     comparisons = [(one.name, c) for one in own for c in check.compare(plan_of(name), one)]
     wrong = [(where, c.key, c.ours, c.printed) for where, c in comparisons if c.state == "DIFFERS"]
     assert own and wrong == []
+    lines = [
+        line for one in own for line in reproducing.status(replace(one, experiments=(name,)), {name: plan_of(name)}, {})
+    ]
+    lines.append([name, *(", ".join(tests) for tests in reproducing.tests_of(plan_of(name)))])
+    assert [line for line in lines if f"| {' | '.join(line)} |" not in PAGE] == []  # else make the page again
+
+
+@pytest.mark.rest
+def test_the_page_has_every_item_and_number_of_the_text() -> None:
+    """With the lines that the test above compares, the page is as `python -m pqcache.harness.report.reproducing` makes it."""
+    shown = [line.split(" | ")[:3] for line in PAGE.splitlines() if line.startswith("| ") and line.count(" | ") == 6]
+    expected = []
+    for one in items():
+        expected += [[f"| {one.name}", one.shows, "a drawing: nothing to measure"]] if one.drawing else []
+        expected += [[f"| {one.name}", one.shows, f"`{name}`"] for name in one.experiments]
+    assert [[name, what, by.partition(" (")[0]] for name, what, by in shown if name != "| item"] == expected
+    for paper, title in PAPERS.items():
+        assert f"## {title}" in PAGE
+        assert prose.table({}, paper).rstrip() in PAGE
+    measurable = [one for one in items() if not one.drawing]
+    assert f"{len(measurable)} tables, figures and panels" in PAGE
 
 
 # -- the numbers of the papers' texts ----------------------------------------------------------------------------------

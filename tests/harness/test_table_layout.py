@@ -71,6 +71,26 @@ def test_rows_and_columns_as_a_paper_prints_them() -> None:
     assert text(block, 1, "0.1, PQCache") == "*31.00* (*39*)"
 
 
+def test_lines_of_a_model_stand_together_and_the_printed_ones_come_first() -> None:
+    made = [entry(line, None, "gsm8k", 1.0, model=m) for line in ("new", "full", "zip") for m in ("a", "b")]
+    made += [entry("zip", None, "gsm8k", 2.0, model=m, metric="ratio", to_full=5.0) for m in ("a", "b")]
+    report = {"layout": {"rows": ["model", "line"], "columns": ["metric"], "lines": ["full", "zip"]}}
+    (block,) = blocks(made, report, {})
+    names = [(line[0][0].text, line[1][0].text) for line in block.body]
+    assert names == [(m, line) for m in ("a", "b") for line in ("full", "zip", "new")]
+    assert "to Full" not in block.head  # of the score, which has none here
+
+
+def test_lines_of_one_printed_name_differ_in_their_labels() -> None:
+    made = [entry("a", None, "gsm8k", 1.0), entry("b", None, "gsm8k", 2.0)]
+    report = {"layout": {"rows": ["line"], "columns": ["metric"]}, "names": {"a": "crush", "b": "crush"}}
+    (block,) = blocks(made, report | {"labels": {"a": {"hh-cl": "1-3"}, "b": {"hh-cl": "3-1"}}}, {})
+    assert [[part[0].text for part in line] for line in block.body] == [
+        ["crush", "1-3", "1.00"],
+        ["crush", "3-1", "2.00"],
+    ]
+
+
 def test_differences_are_a_block_of_their_own_where_lines_are_columns() -> None:
     report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}}
     one = entry(

@@ -67,8 +67,8 @@ class Cell:
 
     @property
     def labels(self) -> list[str]:
-        """Names that this cell's line may have in results/published."""
-        return [*self.names, self.identity["method"]["name"]]
+        """Names of this cell's line in results/published: the experiment's, or the method where it has none."""
+        return self.names or [self.identity["method"]["name"]]
 
     @property
     def ignores_budget(self) -> bool:

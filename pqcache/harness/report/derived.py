@@ -63,7 +63,7 @@ def _line(name: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell])
     alike = [
         one
         for one in cells
-        if name in one.labels
+        if name in (*one.names, one.identity["method"]["name"])
         and one.name in rows
         and all(one.identity[key] == cell.identity[key] for key in ("model", "task", "seed"))
     ]

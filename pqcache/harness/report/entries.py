@@ -196,13 +196,10 @@ def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> tuple[floa
         dataset = next(iter(of_table))
     where: dict[str, Any] = {"model": model, "dataset": dataset, "metric": metric}
     budget = None if cell.ignores_budget else cell.identity["budget"]
-    named = {name for other in plan.cells if other.identity["model"]["name"] == model for name in other.names}
-    # a number printed for a method is of the cell that has its name, if there is one
-    labels = [label for label in cell.labels if label in cell.names or label not in named]
-    values = [published.value(experiment, method=name, budget=budget, **where) for name in labels]
+    values = [published.value(experiment, method=name, budget=budget, **where) for name in cell.labels]
     printed = next((value for value in values if value is not None), None)
     full = published.value(experiment, method="full", budget=None, **where)
-    return printed, None if "full" in labels else full
+    return printed, None if cell.identity["method"]["name"] == "full" else full
 
 
 def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,7 +49,17 @@ class FigureRequest:
         devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
         title = self.plan.report.get("title") or self.plan.experiment
         smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
-        return f"{smoke}{title}. {each} samples a cell, {prompt:.0f} prompt tokens on average, {devices}."
+        dtypes = "/".join(dict.fromkeys(str(row["kv_dtype"]) for row in rows))
+        protocols = "/".join(dict.fromkeys(row["protocol"] for row in rows if row["method"] != "full"))
+        run = f"batch 1, {dtypes}, " + (f"protocol {protocols}, " if protocols else "")
+        noun = "sample" if each == "1" else "samples"
+        return f"{smoke}{title}. {each} {noun} a cell, {prompt:.0f} prompt tokens on average, {run}{devices}."
+
+    def point_title(self, entry: Entry) -> str:
+        """A line's printed name, with its budget and setting where these tell lines of one name apart."""
+        alike = {(e.budget, e.setting) for e in self.entries if e.line == entry.line}
+        name = str((self.plan.report.get("names") or {}).get(entry.line, entry.line))
+        return line_title(replace(entry, line=name)) if len(alike) > 1 else name
 
     def limits(
         self, metric: str, values: Iterable[float | None], *, difference: bool = False

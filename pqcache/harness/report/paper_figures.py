@@ -35,7 +35,7 @@ from pqcache.harness.report.bar_figure import draw_bars
 from pqcache.harness.report.clusterkv_figures import draw_line_panels, draw_ranks_and_pages
 from pqcache.harness.report.diagnostic_figures import draw_ranks
 from pqcache.harness.report.entries import Entry
-from pqcache.harness.report.figure_request import FigureRequest, cell_title, line_title
+from pqcache.harness.report.figure_request import FigureRequest, cell_title
 from pqcache.harness.report.heat_maps import heat_maps
 from pqcache.harness.report.line_figure import draw_lines
 from pqcache.harness.report.memory_figure import draw_memory
@@ -72,23 +72,25 @@ def _latency(plan: RunPlan, rows: Mapping[str, Row], path: Path) -> Path | None:
 
 
 def _scatter(request: FigureRequest) -> Path:
-    """A named point per line; its area grows with the column `size`."""
+    """A point per line, named in the legend; its area grows with the column `size`."""
     x_name, y_name, size_name = (str(request.options.get(k, "")) for k in ("x", "y", "size"))
     points: dict[str, dict[str, float | None]] = {}
     for e in request.entries:
-        points.setdefault(line_title(e), {})[e.metric] = e.measured
+        points.setdefault(request.point_title(e), {})[e.metric] = e.measured
     looks = drawing.looks(list(points))
     figure, (axis,) = drawing.panels(1, 5.6, 3.8)
     for line, values in points.items():
         x, y, size = values.get(x_name), values.get(y_name), values.get(size_name) or 1.0
         if x is None or y is None:
             continue
-        axis.scatter([x], [y], s=40 * size, color=looks[line].color, alpha=0.75, edgecolor="white", clip_on=False)
-        axis.annotate(line, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8)
+        style = {"color": looks[line].color, "marker": looks[line].marker, "alpha": 0.75, "edgecolor": "white"}
+        axis.scatter([x], [y], s=40 * size, clip_on=False, **style)
+        axis.scatter([], [], s=40, label=line, **style)
     labels = request.options.get("labels") or {}
     axis.margins(0.18)
     drawing.style(axis, "", str(labels.get(x_name, x_name)), str(labels.get(y_name, y_name)))
     axis.set_ylim(*request.limits(y_name, (values.get(y_name) for values in points.values())))
+    drawing.legend(figure, [axis])
     area = f" Area: {labels.get(size_name, size_name)}." if size_name else ""
     return drawing.save(figure, request.path, request.caption() + area)
 

@@ -107,7 +107,7 @@ def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> s
     sizes = (
         "nothing measured yet"
         if not counts
-        else f"{'-'.join(map(str, dict.fromkeys([counts[0], counts[-1]])))} samples"
+        else f"{'-'.join(map(str, dict.fromkeys([counts[0], counts[-1]])))} sample{'s' if counts[-1] > 1 else ''}, batch 1,"
     )
     machines = " / ".join(dict.fromkeys(row["device"] for row in rows.values()))
     text = f"{title_of(plan)}: {sizes}{f' on {machines}' if machines else ''}."

@@ -127,7 +127,7 @@ class Row(TypedDict):
     versions: dict[str, str | None]
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
-    extra: dict[str, Any]  # means of what the method reports of itself
+    extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
 
 

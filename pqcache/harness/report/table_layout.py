@@ -1,13 +1,14 @@
 """The entries of an experiment laid out as printed: which numbers are lines, which are columns, and which are the best.
 
-`report.layout` of an experiment file: {rows: [...], columns: [...]} of model, line, budget, setting, dataset, metric. The
-default is a block per model with a line per cell and a column per data set and metric; differences to Full are columns of
-their own. In any other layout they are a block of their own, laid out alike.
+`report.layout` of an experiment file: {rows: [...], columns: [...], lines: [...]}. Rows and columns are of model, line, budget,
+setting, dataset, metric; `lines` are those that come first, in their printed order. The default is a block per model with a
+line per cell and a column per data set and metric; differences to Full are columns of their own. In any other layout they are
+a block of their own, laid out alike.
 
     names: {h2o_512_0: H2O 512-0}                    printed name of a cell
     labels: {zipcache: {Bit-width: 4/2}}             printed columns of a line that are no measurements
     datasets: [average]                              the data sets that are shown; all by default
-    best: budget | column | none                     what the best is chosen among: lines of one budget, or all lines
+    best: budget | column | none                     what the best is chosen among: lines of one budget, all; none: figures
     lower: [latency]                                 further columns in which the lowest number is the best
 """
 
@@ -58,6 +59,8 @@ def blocks(table: Sequence[Entry], report: Mapping[str, Any], best_of: Mapping[s
         raise ValueError(f"report.layout: rows and columns are different ones of {', '.join(KEYS)}")
     if chosen := report.get("datasets"):
         table = [e for e in table if e.dataset in chosen]
+    if first := layout.get("lines"):
+        table = sorted(table, key=lambda e: first.index(e.line) if e.line in first else len(first))
     candidates = {name for names in best_of.values() for name in names} if best_of else set()
     best = _best(table, report, candidates)
     names = {str(k): str(v) for k, v in (report.get("names") or {}).items()}
@@ -120,26 +123,37 @@ class _Frame:
         return [e for part in several for e in part]
 
     def block(self, title: str, show: Callable[[Entry], Field], *, headline: bool = False) -> Block:
-        """The block; headline: with the difference to Full of the average, or of the first column, at the right."""
+        """The block; headline: with the difference to Full of the average, of the score, or of the first column, at the right."""
         across = self._ordered(self.columns)
         cells: dict[tuple[str, ...], dict[tuple[str, ...], Entry]] = {}
         for e in self.table:
-            cells.setdefault(self._key(e, self.rows), {})[self._key(e, self.columns)] = e
+            cells.setdefault(self._line(e), {})[self._key(e, self.columns)] = e
         extra = list(dict.fromkeys(c for e in self.table for c in self.labels.get(e.line, {})))
         extra = extra if "line" in self.rows else []
         head = [HEADS.get(k, k) for k in self.rows] + extra + [", ".join(p for p in c if p) for c in across]
         body = []
-        for key, members in cells.items():
+        lines = list(cells.values())
+        if "model" in self.rows:  # a model's lines stand together
+            models = list(dict.fromkeys(e.model for e in self.table))
+            lines.sort(key=lambda members: models.index(next(iter(members.values())).model))
+        for members in lines:
             first = next(iter(members.values()))
             own = self.labels.get(first.line, {})
-            line = [(Text(part),) for part in key] + [(Text(str(own.get(c, ""))),) for c in extra]
+            line = [(Text(part),) for part in self._key(first, self.rows)] + [
+                (Text(str(own.get(c, ""))),) for c in extra
+            ]
             body.append([*line, *(show(members[c]) if c in members else (Text(""),) for c in across)])
         if headline:
-            self._add_differences(head, body, list(cells.values()), across)
+            self._add_differences(head, body, lines, across)
         return Block(title, head, body, len(self.rows) + len(extra))
 
     def _key(self, entry: Entry, keys: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(self.names.get(entry.line, entry.line) if k == "line" else _show(entry, k) for k in keys)
+
+    def _line(self, entry: Entry) -> tuple[str, ...]:
+        """What a line of the table is known by: lines of one printed name may differ in their labels."""
+        labels = self.labels.get(entry.line, {}) if "line" in self.rows else {}
+        return (*self._key(entry, self.rows), *map(str, labels.values()))
 
     def _ordered(self, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The columns in the order of the entries, grouped by their first key, the average last."""
@@ -163,7 +177,8 @@ class _Frame:
         texts = []
         for cells in lines:
             average = next((e for e in cells.values() if e.dataset == AVERAGE), None)
-            texts.append(_differences(average or cells.get(across[0]) or next(iter(cells.values()))))
+            score = next((e for e in cells.values() if e.p is not None or e.metric == "score"), None)
+            texts.append(_differences(average or score or cells.get(across[0]) or next(iter(cells.values()))))
         for i, name in enumerate(("to Full", "95 %", "p", "printed to Full")):
             if any(line[i] for line in texts):
                 head.append(name)
@@ -222,22 +237,23 @@ def _best(
     table: Sequence[Entry], report: Mapping[str, Any], candidates: set[str]
 ) -> dict[tuple, tuple[float | None, float | None]]:
     """Place -> (the best measured number, the best printed one) among the lines that it is compared with."""
-    rule = report.get("best") or _rule(table)
+    rule = report.get("best") or ("none" if report.get("figure") else _rule(table))
     if rule not in ("budget", "column", "none"):
         raise ValueError(f"report.best={rule}: allowed is budget, column, none")
     groups: dict[tuple, list[Entry]] = {}
     for e in table:
-        if rule == "none" or e.method in NOT_RANKED or e.line in candidates:
+        if rule == "none" or e.method in NOT_RANKED:
             continue
         groups.setdefault((e.model, e.dataset, e.metric, e.budget if rule == "budget" else None), []).append(e)
     best: dict[tuple, tuple[float | None, float | None]] = {}
     for (_, _, metric, _), group in groups.items():
         choose = min if metric.endswith(LOWER_IS_BETTER) or metric in (report.get("lower") or ()) else max
         pair = []
-        for values in ([e.measured for e in group], [e.published for e in group]):
+        ranked = [e.measured for e in group if e.line not in candidates]
+        for values in (ranked, [e.published for e in group]):
             known = [v for v in values if v is not None]
             pair.append(choose(known) if len(known) > 1 else None)
-        best |= {_place(e): (pair[0], pair[1]) for e in group}
+        best |= {_place(e): (None if e.line in candidates else pair[0], pair[1]) for e in group}
     return best
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from pqcache.harness.config.cells import Cell
@@ -163,12 +164,15 @@ def _by_key(objects: list[dict[str, float]], combine: Callable[[list[float]], fl
 
 
 def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """key -> the mean of numbers, or the value that all samples share. Other keys are left out."""
+    """key -> the mean of numbers (of seconds the median), or the value that all samples share. Other keys are left out.
+
+    A median, because the first sample's seconds may include the compilation of kernels.
+    """
     merged: dict[str, Any] = {}
     for key in _keys(objects):
         values = [o[key] for o in objects if key in o]
         if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-            merged[key] = sum(values) / len(values)
+            merged[key] = median(values) if key.endswith("_s") else sum(values) / len(values)
         elif all(v == values[0] for v in values):
             merged[key] = values[0]
     return merged
