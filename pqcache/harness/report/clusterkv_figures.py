@@ -90,7 +90,7 @@ def _draw_ranks(axis: Axes, arrays: dict[str, torch.Tensor], steps: int) -> None
         axis, f"(a) layer {layer}, query head {head}", "decode step", "rank by attention weight (1 = heaviest)"
     )
     axis.invert_yaxis()
-    axis.legend(fontsize=7, ncols=2, frameon=False)
+    axis.legend(fontsize=7, ncols=2, framealpha=0.85, edgecolor="none")
 
 
 def _draw_pages(axis: Axes, arrays: dict[str, torch.Tensor], name: str, share: float) -> AxesImage:

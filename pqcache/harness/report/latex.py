@@ -49,7 +49,11 @@ def fragment(title: str, caption: str, tables: Sequence[Block], notes: Sequence[
         pieces = _pieces(block)
         for i, (columns, lines) in enumerate(pieces):
             part = f" (part {i + 1} of {len(pieces)})" if len(pieces) > 1 else ""
-            name = rf"\footnotesize\textbf{{{escaped(block.title + part)}}}\par\smallskip" if block.title + part else ""
+            name = (
+                rf"\footnotesize\textbf{{{escaped(block.title + part)}}}\par\nopagebreak\smallskip"
+                if block.title + part
+                else ""
+            )
             parts.append(f"{{{name}\n{_tabular(block, columns, lines)}\\par}}\\medskip")
     if notes:
         texts = [rf"\textit{{{escaped(note.title)}.}} {escaped('; '.join(_bare(note.lines)))}." for note in notes]

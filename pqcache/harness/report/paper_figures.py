@@ -83,7 +83,12 @@ def _scatter(request: FigureRequest) -> Path:
         x, y, size = values.get(x_name), values.get(y_name), values.get(size_name) or 1.0
         if x is None or y is None:
             continue
-        style = {"color": looks[line].color, "marker": looks[line].marker, "alpha": 0.75, "edgecolor": "white"}
+        style: dict[str, Any] = {
+            "color": looks[line].color,
+            "marker": looks[line].marker,
+            "alpha": 0.75,
+            "edgecolor": "white",
+        }
         axis.scatter([x], [y], s=40 * size, clip_on=False, **style)
         axis.scatter([], [], s=40, label=line, **style)
     labels = request.options.get("labels") or {}

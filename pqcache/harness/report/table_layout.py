@@ -5,7 +5,7 @@ setting, dataset, metric; `lines` are those that come first, in their printed or
 line per cell and a column per data set and metric; differences to Full are columns of their own. In any other layout they are
 a block of their own, laid out alike.
 
-    names: {h2o_512_0: H2O 512-0}                    printed name of a cell
+    names: {h2o_512_0: H2O 512-0}                    printed name of a cell, or of a model
     labels: {zipcache: {Bit-width: 4/2}}             printed columns of a line that are no measurements
     datasets: [average]                              the data sets that are shown; all by default
     best: budget | column | none                     what the best is chosen among: lines of one budget, all; none: figures
@@ -148,7 +148,11 @@ class _Frame:
         return Block(title, head, body, len(self.rows) + len(extra))
 
     def _key(self, entry: Entry, keys: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(self.names.get(entry.line, entry.line) if k == "line" else _show(entry, k) for k in keys)
+        return tuple(self._name(entry, k) for k in keys)
+
+    def _name(self, entry: Entry, key: str) -> str:
+        shown = entry.line if key == "line" else _show(entry, key)
+        return self.names.get(shown, shown) if key in ("line", "model") else shown
 
     def _line(self, entry: Entry) -> tuple[str, ...]:
         """What a line of the table is known by: lines of one printed name may differ in their labels."""
