@@ -7,7 +7,8 @@
       hit_rate: "percent:row:extra.cluster_hit_rate"
       clustering: "share:index:prefill"            percent of the prefill's time
 
-The other line is the cell of that name, or the method, with the same model, task and seed, and the same budget if it has one.
+The other line is the cell of that name, or the method where cells have no names, with the same model, task and seed, and the
+same budget if it has one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _line(name: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell])
     alike = [
         one
         for one in cells
-        if name in (*one.names, one.identity["method"]["name"])
+        if name in one.labels
         and one.name in rows
         and all(one.identity[key] == cell.identity[key] for key in ("model", "task", "seed"))
     ]
