@@ -49,9 +49,11 @@ class FigureRequest:
         devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
         title = self.plan.report.get("title") or self.plan.experiment
         smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
-        dtypes = "/".join(dict.fromkeys(str(row["kv_dtype"]) for row in rows))
-        protocols = "/".join(dict.fromkeys(row["protocol"] for row in rows if row["method"] != "full"))
-        run = f"batch 1, {dtypes}, " + (f"protocol {protocols}, " if protocols else "")
+        dtypes = dict.fromkeys(str(row.get("kv_dtype")) for row in rows if row.get("kv_dtype"))
+        own = dict.fromkeys(str(r.get("protocol")) for r in rows if r.get("protocol") and r.get("method") != "full")
+        run = "".join(
+            f"{text}, " for text in ("batch 1", "/".join(dtypes), f"protocol {'/'.join(own)}" if own else "") if text
+        )
         noun = "sample" if each == "1" else "samples"
         return f"{smoke}{title}. {each} {noun} a cell, {prompt:.0f} prompt tokens on average, {run}{devices}."
 
