@@ -35,8 +35,8 @@ def draw(experiment: str, rows: Labelled, path: Path) -> Path | None:
         panels = len(_answers(rows))
     figure = drawing.new_figure(5.6 * panels + 0.6, 4.4)
     paint(list(figure.subplots(1, panels, squeeze=False)[0]), rows)
-    figure.suptitle(f"{experiment}: {_caption([row for _, row in rows])}", fontsize=8)
-    return drawing.save(figure, path)
+    smoke = "SMOKE RUN, no results. " if any(row.get("smoke") for _, row in rows) else ""
+    return drawing.save(figure, path, f"{smoke}{experiment}: {_caption([row for _, row in rows])}.")
 
 
 def _caption(rows: Sequence[Row]) -> str:
@@ -46,7 +46,7 @@ def _caption(rows: Sequence[Row]) -> str:
     dtypes = ", ".join(dict.fromkeys(row["kv_dtype"] for row in rows))
     configuration = f"{models}; budget {budgets or 'none'}; batch 1, {dtypes}"
     samples = rows[0]["n_samples"]
-    return f"{configuration}\n{devices}; {samples} sample{'' if samples == 1 else 's'} a point"
+    return f"{configuration}; {devices}; {samples} sample{'' if samples == 1 else 's'} a point"
 
 
 def _model(row: Row) -> str:
