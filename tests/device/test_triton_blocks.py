@@ -85,7 +85,7 @@ def fresh(store, step=None):
 
 
 @pytest.mark.parametrize("policy", thin(["lru", "lfu"], 2))
-@pytest.mark.parametrize(("slots", "topk"), [(3, 6), (6, 4)])
+@pytest.mark.parametrize(("slots", "topk"), [pytest.param(3, 6, marks=pytest.mark.rest), (6, 4)])
 def test_a_long_trace_of_counts(policy, slots, topk):
     """The policy alone: few blocks, so that they come, are touched and go; rows of their own; one row wants nothing."""
     store, gen = loaded(0, 1, slots, topk, policy, [12, 12], 1, Ledger())
@@ -113,6 +113,7 @@ def test_a_long_trace_of_counts(policy, slots, topk):
         assert not tables.counts.any()
 
 
+@pytest.mark.rest
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -58,6 +58,7 @@ def test_ties_of_two_tiles_go_to_the_lowest_centroid():
     assert torch.equal(codes[0], torch.arange(70, dtype=torch.int32, device=DEVICE))
 
 
+@pytest.mark.rest
 def test_blocks_are_added_in_order():
     x = points(1, 4200, 4, 1)
     wide = points(1, 4200, 64, 1)  # two kernels

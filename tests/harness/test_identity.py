@@ -59,7 +59,10 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-@pytest.mark.parametrize("line", NAMES)
+# lm-eval reads thousands of files to find a task by name
+@pytest.mark.parametrize(
+    "line", [pytest.param(n, marks=pytest.mark.rest) if n.startswith("task=lm_eval") else n for n in NAMES]
+)
 def test_folder_names_stay(line: str) -> None:
     assert [one.name for one in cells(line)] == NAMES[line]
 
