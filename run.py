@@ -42,11 +42,12 @@ def main(argv: list[str]) -> int:
 
             return show(plan)
         # lm-eval and all the rest: only once the command is known to be right
+        from pqcache.harness.launch.progress import Total
         from pqcache.harness.run.runner import run_plan
         from pqcache.harness.run.streams import guarded
 
         with guarded() as out:
-            code = run_plan(plan)
+            code = run_plan(plan, Total())
             out.flush()
             if out.error is not None and out.error.errno != errno.EPIPE:
                 print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)

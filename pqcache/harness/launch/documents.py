@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,8 @@ from pqcache.harness.run.session import task_of_cell
 if TYPE_CHECKING:
     from pqcache.harness.run.session import Session
 
+SPREAD = (5**0.5 - 1) / 2  # multiples of it are spread evenly over 0..1
+LEAST_S = 1.0
 COUNTED_CHARACTERS = 6_000_000  # prompts beyond this are counted in part: tokenizing takes seconds
 
 
@@ -71,12 +75,15 @@ def text_side(cell: Cell) -> LoadedModel:
     return models.text_side(name, options)
 
 
-def count(cell: Cell, session: Session) -> Counted:
-    """The cell's documents. Raises OSError or ValueError if data or tokenizer is not at hand."""
+def count(cell: Cell, session: Session, until: float = math.inf) -> Counted:
+    """The cell's documents. Raises OSError or ValueError if data or tokenizer is not at hand.
+
+    until: the moment after which no more prompts are tokenized, but for LEAST_S; those left count as long as one near them.
+    """
     from pqcache.harness.run.adapter import HarnessLM
     from pqcache.harness.run.one_cell import requests_of
 
-    loaded = text_side(cell)
+    loaded = session.text_side(cell, text_side)
     spec, tasks = session.task(cell, loaded)
     nothing: Any = SimpleNamespace()
     lm = HarnessLM(
@@ -94,14 +101,20 @@ def count(cell: Cell, session: Session) -> Counted:
     requests = requests_of(tasks, cell.run.limit, cell.identity["seed"])
     size = sum(len(str(request.args[0])) for request in requests)
     every = max(1, round(size / COUNTED_CHARACTERS))
-    read: list[Document] = []
+    until = max(until, time.monotonic() + LEAST_S)
+    read: dict[int, Document] = {}
+    for index in sorted(range(0, len(requests), every), key=lambda i: i * SPREAD % 1):
+        if read and time.monotonic() > until:
+            break
+        request = requests[index]
+        read[index] = _document(lm, tasks["tasks"][str(request.task_name)], request, spec.tokens)
+    found: list[Document] = []
     for index, request in enumerate(requests):
-        if index % every == 0:
-            read.append(_document(lm, tasks["tasks"][str(request.task_name)], request, spec.tokens))
-        else:
-            near = read[-1]
-            read.append(Document(str(request.task_name), int(request.doc_id or 0), near.prompt, near.new, near.answer))
-    return Counted(read, every == 1, "" if every == 1 else f"every {every}th prompt was tokenized")
+        near = read.get(index) or (found[-1] if found else next(iter(read.values())))
+        task, doc_id = str(request.task_name), int(request.doc_id or 0)
+        found.append(read.get(index) or Document(task, doc_id, near.prompt, near.new, near.answer))
+    whole = len(read) == len(requests)
+    return Counted(found, whole, "" if whole else f"{len(read)} of {len(requests)} prompts were tokenized")
 
 
 def _document(lm: Any, task: Any, request: Any, tokens: Any) -> Document:

@@ -55,7 +55,8 @@ def short(found: Survey) -> list[str]:
     time = f"time: {time_words(found)}"
     if len(found.cells) == 1:
         return ["; ".join(["plan: " + f"{found.samples:,} samples{done}", tokens, *memory, time])]
-    prefills = f"{number(found.prefills)} prefills" + (" after sharing" if found.shared else "")
+    sure = found.exact and (found.tried or not found.shared)
+    prefills = f"{number(found.prefills, sure)} prefills" + (" after sharing" if found.shared else "")
     return [
         f"plan: {len(found.cells)} cells, {found.samples:,} samples{done}, {prefills}",
         "; ".join(["      " + tokens, *memory]),
@@ -138,8 +139,3 @@ def _profile_lines(cells: list[CellSurvey]) -> list[str]:
             commit = (one.profile.commit or "unknown")[:12]
             lines.append(f"profile: {one.profile.device}, {one.profile.dtype}, commit {commit}, {one.profile.path}")
     return list(dict.fromkeys(lines))
-
-
-def announce(found: Survey) -> None:
-    """Print the short plan."""
-    print("\n".join(short(found)), flush=True)

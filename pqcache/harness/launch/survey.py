@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,7 @@ class Survey:
     shared: bool  # cells share prefills
     notes: list[str]
     downloads: list[needs.Download] = field(default_factory=list)
+    tried: bool = True  # whether each method can share was tried
 
     @property
     def samples(self) -> int:
@@ -119,16 +121,17 @@ class Survey:
         return start + math.fsum(part for part in parts if part is not None)
 
 
-def survey(plan: RunPlan, session: Session, *, measured: bool = True) -> Survey:
+def survey(plan: RunPlan, session: Session, *, measured: bool = True, counting_s: float = math.inf) -> Survey:
     """Count what a checked plan will do. Nothing is downloaded.
 
-    measured: measure every method's cache on a small model; else the cache is an upper bound.
+    measured: measure every method's cache on a small model, and whether it can share a prefill; else the cache is an upper bound.
+    counting_s: seconds after which the documents of further tasks count by published sizes.
     """
     with needs.offline():
-        return _survey(plan, session, measured)
+        return _survey(plan, session, measured, time.monotonic() + counting_s)
 
 
-def _survey(plan: RunPlan, session: Session, measured: bool) -> Survey:
+def _survey(plan: RunPlan, session: Session, measured: bool, until: float) -> Survey:
     cells = [cell for cell in plan.cells if cell.skip is None and cell.method is not None]
     counts: dict[str, Counted] = {}
     notes: list[str] = []
@@ -138,7 +141,7 @@ def _survey(plan: RunPlan, session: Session, measured: bool) -> Survey:
         same = [cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")]
         key = json.dumps([same, cell.run.limit, cell.run.smoke], sort_keys=True)
         if key not in counts:
-            counts[key] = _count(cell, session)
+            counts[key] = _count(cell, session, until)
             notes += [counts[key].why] if counts[key].why else []
         counted = counts[key]
         if model_key(cell) not in profiles:
@@ -153,19 +156,23 @@ def _survey(plan: RunPlan, session: Session, measured: bool) -> Survey:
                 profiles[model_key(cell)],
             )
         )
-    shared = _share(plan, found)
-    return Survey(found, len(plan.cells) - len(cells), shared, list(dict.fromkeys(notes)), needs.downloads(cells))
+    shared = _share(plan, found, measured)
+    return Survey(
+        found, len(plan.cells) - len(cells), shared, list(dict.fromkeys(notes)), needs.downloads(cells), measured
+    )
 
 
-def _count(cell: Cell, session: Session) -> Counted:
-    """The cell's documents, from the data or from published sizes."""
+def _count(cell: Cell, session: Session, until: float) -> Counted:
+    """The cell's documents, from the data or, after the moment `until`, from published sizes."""
     task, limit, model = task_of_cell(cell), cell.run.limit, cell.identity["model"]["name"]
     if task.name == "latency":
         options = task.options
         rounds = [Document("latency", i, options.length, options.new_tokens) for i in range(options.rounds)]
         return Counted(rounds, True)
     try:
-        return documents.count(cell, session)
+        if time.monotonic() > until:
+            raise OSError("it would take too long to read")
+        return documents.count(cell, session, until)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         source = figures.figures().get(task.name.partition("_")[0] if "longbench" in task.name else task.name, {})
@@ -187,15 +194,18 @@ def profile_of(cell: Cell) -> Profile | None:
         return None
 
 
-def _share(plan: RunPlan, found: Sequence[CellSurvey]) -> bool:
-    """Mark the documents whose prefill another cell computes. Returns whether any cells share."""
+def _share(plan: RunPlan, found: Sequence[CellSurvey], measured: bool) -> bool:
+    """Mark the documents whose prefill another cell computes. Returns whether any cells share.
+
+    measured: try every method that no profile knows; else it counts as one that can use another's prefill.
+    """
     by_name = {one.cell.name: one for one in found}
     any_shared = False
     for group in units.groups([one.cell for one in found]):
         members = [by_name[cell.name] for cell in group]
         if not _wanted(plan, members) or members[0].cell.identity["task"]["name"] == "latency":
             continue
-        members = [one for one in members if _shares(one)]
+        members = [one for one in members if _shares(one, measured)]
         tasks = {document.task for document in members[0].counted.documents} if members else set()
         own = units.own_documents(max(1, len(tasks)))
         if len(members) > 1:
@@ -230,10 +240,12 @@ def _wanted(plan: RunPlan, members: Sequence[CellSurvey]) -> bool:
     return plan.sweep and None not in places
 
 
-def _shares(one: CellSurvey) -> bool:
+def _shares(one: CellSurvey, measured: bool) -> bool:
     name = one.cell.identity["method"]["name"]
     if one.profile is not None and name in one.profile.methods:
         return one.profile.shares(name)
+    if not measured:
+        return True
     try:
         return estimate.shares(needs.config_of(one.cell), one.cell.method)
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ from pqcache.harness.run.claims import Busy, Claim
 from pqcache.harness.run.job import make_job
 from pqcache.harness.run.one_cell import Outcome, failed
 from pqcache.harness.run.samples import Missing, SampleLog
-from pqcache.harness.run.session import Session, model_key
+from pqcache.harness.run.session import Session, Watch, model_key
 from pqcache.harness.run.units import Failure, Progress, Unit, UnitResult, groups, make_units
 
 if TYPE_CHECKING:
@@ -31,26 +31,35 @@ class _Ended:
 
     results: dict[str, UnitResult] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)  # cell -> its first failure
+    watch: Watch | None = None
 
     def report(self, event: UnitResult | Progress) -> None:
         if isinstance(event, UnitResult):
             self.results[event.unit] = event
             for cell, failure in event.failures.items():
                 self.failures.setdefault(cell, failure)
+                if self.watch is not None:
+                    self.watch.ended(cell)
+        elif self.watch is not None:
+            self.watch.sample(event.cell, event.task, event.doc_id, event.score)
 
 
-def run_on(engine: Engine, plan: RunPlan, unloadable: dict[str, Exception] | None = None) -> dict[str, Outcome]:
+def run_on(
+    engine: Engine, plan: RunPlan, unloadable: dict[str, Exception] | None = None, watch: Watch | None = None
+) -> dict[str, Outcome]:
     """Run every cell of a checked plan on an engine: cell name -> how it ended.
 
-    unloadable: models whose configuration could not be read, as Session has them.
+    unloadable: models whose configuration could not be read, as Session has them. watch: is told what happens.
     """
-    session = reduce.TextSession()
+    session = reduce.TextSession(watch)
     session.unloadable |= unloadable or {}
+    if watch is not None:
+        watch.begin(plan, session)
     outcomes: dict[str, Outcome] = {}
     with ExitStack() as stack:
         cells = [cell for cell in plan.cells if _claimed(cell, outcomes, stack)]
         units = _missing_units(cells, session, engine.workers, outcomes)
-        ended = _Ended()
+        ended = _Ended(watch=watch)
         if units:
             job = make_job(plan)
             try:

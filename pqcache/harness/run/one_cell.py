@@ -49,7 +49,7 @@ def run_or_record(session: Session, cell: Cell) -> Outcome:
         if cell.skip is not None:
             write_status(folder, "not applicable", reason=cell.skip)
             return Outcome("not applicable", reason=cell.skip)
-        with SampleLog(folder / "samples.jsonl", cell.about.mark) as log:
+        with SampleLog(folder / "samples.jsonl", cell.about.mark, session.on_sample(cell)) as log:
             return _run_logged(session, cell, log)
     except Busy as busy:
         return Outcome("failed", reason=str(busy))

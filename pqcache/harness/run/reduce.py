@@ -15,7 +15,7 @@ import torch
 
 from pqcache.harness.run import models, one_cell, smoke_models
 from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.run.session import Session, model_key
+from pqcache.harness.run.session import Session, Watch, model_key
 
 if TYPE_CHECKING:
     from pqcache.harness.config.cells import Cell
@@ -37,8 +37,8 @@ class TextSession(Session):
 
     weights = False
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, watch: Watch | None = None) -> None:
+        super().__init__(watch)
         self._outlines: dict[str, LoadedModel] = {}
 
     def model(self, cell: Cell) -> LoadedModel:

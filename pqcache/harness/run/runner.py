@@ -13,7 +13,7 @@ from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.run import precheck, printing
-from pqcache.harness.run.session import Session, model_key
+from pqcache.harness.run.session import Session, Watch, model_key
 from pqcache.harness.run.units import groups
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ class Interrupted(Exception):
     """Ctrl-C in the cell that the message names."""
 
 
-def run_plan(plan: RunPlan) -> int:
-    """Run every cell of a checked plan and print the result. Returns the exit code."""
+def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
+    """Run every cell of a checked plan and print the result. Returns the exit code. watch: is told what happens."""
     out = Path(plan.cells[0].run.out).expanduser()
     try:
-        outcomes = run_cells(plan, Session())
+        outcomes = run_cells(plan, Session(watch))
     except Interrupted as interrupted:
         print(f"\ninterrupted in {interrupted}; the same command goes on where it stopped", file=sys.stderr)
         return 130
@@ -44,11 +44,20 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     environment.quiet()
     precheck.check_data(plan)
+    try:
+        return _run_here(plan, session) if isinstance(plan.launch, LocalLaunch) else _run_elsewhere(plan, session)
+    finally:
+        if session.watch is not None:
+            session.watch.end()
+
+
+def _run_here(plan: RunPlan, session: Session) -> dict[str, Outcome]:
+    """Run the cells in this process."""
     # After the refusals: importing lm-eval takes seconds.
     from pqcache.harness.run.one_cell import run_or_record
 
-    if not isinstance(plan.launch, LocalLaunch):
-        return _run_elsewhere(plan, session)
+    if session.watch is not None:
+        session.watch.begin(plan, session)
     cells = _by_model(plan.cells)
     outcomes: dict[str, Outcome] = {}
     model = None
@@ -62,6 +71,8 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
             outcomes[cell.name] = run_or_record(session, cell)
         except KeyboardInterrupt:
             raise Interrupted(cell.label) from None
+        if session.watch is not None:
+            session.watch.ended(cell.name)
         if plan.sweep:
             print(f"      {printing.outcome_line(outcomes[cell.name])}", flush=True)
     if plan.sweep and (distinct := sum(session.prefills.values())):
@@ -76,7 +87,7 @@ def _run_elsewhere(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     from pqcache.harness.run.engines import engine_for
 
     try:
-        return run_on(engine_for(plan.launch), plan, session.unloadable)
+        return run_on(engine_for(plan.launch), plan, session.unloadable, session.watch)
     except KeyboardInterrupt:
         raise Interrupted(f"{len(plan.cells)} cells on {plan.launch.name}") from None
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -124,12 +124,14 @@ class SampleLog:
     Samples of workers lie beside samples.jsonl, as samples-<unit>-<attempt>.jsonl. All are read as one.
     """
 
-    def __init__(self, path: Path, cell: str = "") -> None:
+    on_sample: Callable[[Sample], None] | None = None  # called with each new sample, once it is on disk
+
+    def __init__(self, path: Path, cell: str = "", on_sample: Callable[[Sample], None] | None = None) -> None:
         """A cell's samples.jsonl. Takes the cell's claim, raises Busy if a live process has it, and drops a half-written line.
 
         cell: the configuration's mark. Lines of another one are not used; lines without one are, see `find`.
         """
-        self.path, self.cell = path, cell
+        self.path, self.cell, self.on_sample = path, cell, on_sample
         self._claim: Claim | None = Claim(path.parent)
         try:
             self._file: IO[bytes] | None = open(path, "ab+")  # noqa: SIM115 - `close` closes it
@@ -192,6 +194,8 @@ class SampleLog:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._samples[_key(sample)] = sample
+        if self.on_sample is not None:
+            self.on_sample(sample)
 
     def close(self) -> None:
         """Close the file. A worker's file without samples is removed."""

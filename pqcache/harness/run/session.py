@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell
@@ -13,6 +14,9 @@ from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
 if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
+
+    from pqcache.harness.config.cells import RunPlan
+    from pqcache.harness.run.samples import Sample
 
 
 def model_key(cell: Cell) -> str:
@@ -31,15 +35,33 @@ def _tokens_of(cell: Cell) -> str:
     return "smoke" if cell.run.smoke else model_key(cell)
 
 
+class Watch(Protocol):
+    """Is told how a command goes on."""
+
+    def begin(self, plan: RunPlan, session: Session) -> None:
+        """The command is checked, and its first cell is about to run. Must not raise."""
+
+    def sample(self, cell: str, task: str, doc_id: int, score: float | None) -> None:
+        """A new sample of the cell of this name is on disk."""
+
+    def ended(self, cell: str) -> None:
+        """No more samples of this cell will come."""
+
+    def end(self) -> None:
+        """No more samples will come."""
+
+
 class Session:
     """Loads each model and each task once. One model is in memory at a time."""
 
     weights = True  # whether `model` has weights
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self.watch = watch  # is told what happens
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}
         self._model: tuple[str, LoadedModel | Exception] | None = None
+        self._text: tuple[str, LoadedModel] | None = None
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
         self._facts: dict[str, environment.Facts] = {}
         self._shown_prompts: set[str] = set()
@@ -63,6 +85,12 @@ class Session:
         if isinstance(loaded, Exception):
             raise loaded
         return loaded
+
+    def text_side(self, cell: Cell, load: Callable[[Cell], LoadedModel]) -> LoadedModel:
+        """The cell's tokenizer and prompt protocol, by `load`. The last one is kept."""
+        if self._text is None or self._text[0] != model_key(cell):
+            self._text = model_key(cell), load(cell)
+        return self._text[1]
 
     def task(self, cell: Cell, loaded: LoadedModel) -> tuple[TaskSpec, TaskDict]:
         """The cell's task: its specification, and lm-eval's task objects with their documents."""
@@ -93,6 +121,13 @@ class Session:
             self._shown_prompts.add(prompt["sha256"])
             where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
             print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
+
+    def on_sample(self, cell: Cell) -> Callable[[Sample], None] | None:
+        """What the cell's SampleLog calls with each new sample."""
+        watch = self.watch
+        if watch is None:
+            return None
+        return lambda sample: watch.sample(cell.name, sample["task"], sample["doc_id"], sample["score"])
 
     def facts(self, device: str) -> environment.Facts:
         """Versions, git commit and machine, read once per device."""

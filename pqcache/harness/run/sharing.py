@@ -117,7 +117,8 @@ def run_group(group: list[Cell], session: Session) -> None:
         members, tasks = [], None
         for cell in group:
             try:
-                log = stack.enter_context(SampleLog(open_folder(cell) / "samples.jsonl", cell.about.mark))
+                path = open_folder(cell) / "samples.jsonl"
+                log = stack.enter_context(SampleLog(path, cell.about.mark, session.on_sample(cell)))
                 lm, _, tasks = make_adapter(session, cell, log)
             except (Busy, OSError, ValueError):
                 continue

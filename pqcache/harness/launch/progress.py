@@ -1,0 +1,170 @@
+"""How far a whole command is: the plan first, then samples, cells, time left and score so far, in a bar or in plain lines.
+
+    total = Total()
+    run_plan(plan, total)
+
+On a terminal the bar is the lowest line. Elsewhere a line is printed every minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from pqcache.harness.config.cells import RunPlan
+from pqcache.harness.config.launch import LocalLaunch
+from pqcache.harness.launch import plan as words
+from pqcache.harness.launch.survey import survey, weights
+from pqcache.harness.run.session import Session
+
+EVERY_S = 60.0  # between two plain lines
+COUNTING_S = 3.0  # for reading prompts before the run begins; what is left counts by published sizes
+BAR = "{n_fmt}/{total_fmt} samples |{bar:24}| {elapsed}{postfix}"
+
+
+class Total:
+    """Counts the new samples of a command, from any number of workers. A cell's samples weigh what the plan expects of them.
+
+    The time left comes from the pace of this run, from its first sample on.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream, self.clock = stream or sys.stderr, clock
+        self._weight: dict[str, float] = {}
+        self._left: dict[str, int] = {}  # cell -> samples that are missing
+        self._seen: set[tuple[str, str, int]] = set()
+        self._sum = 0.0  # of the scores
+        self._scored = 0
+        self._bar: Any = None
+        self._stack = contextlib.ExitStack()
+        self._start = self._last = 0.0
+        self._passed = 0.0  # weights of the new samples
+        self._first: tuple[float, float] | None = None  # the first sample: time and weight
+
+    def begin(self, plan: RunPlan, session: Session) -> None:
+        """Print the short plan and begin to count. A plan that cannot be made is one line, and no reason to stop."""
+        said = io.StringIO()  # notes on the tasks come after the plan
+        try:
+            with contextlib.redirect_stdout(said):
+                found = survey(plan, session, measured=False, counting_s=COUNTING_S)
+            lines = words.short(found)
+            weight = weights(found)
+        except Exception as error:  # what is wrong, the run itself will say
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"plan: not made ({reason[:200]})", flush=True)
+            print(said.getvalue(), end="", flush=True)
+            return
+        print("\n".join(lines), flush=True)
+        print(said.getvalue(), end="", flush=True)
+        self._weight = weight
+        self._left = {one.cell.name: len(one.missing) for one in found.cells}
+        self._start = self._last = self.clock()
+        if self._missing and self.stream.isatty():
+            self._open_bar(below=isinstance(plan.launch, LocalLaunch))
+
+    def sample(self, cell: str, task: str, doc_id: int, score: float | None) -> None:
+        """A new sample is on disk."""
+        if self._left.get(cell, 0) <= 0 or (cell, task, doc_id) in self._seen:
+            return  # computed again, for its diagnostics
+        self._seen.add((cell, task, doc_id))
+        self._left[cell] -= 1
+        if score is not None:
+            self._sum += score
+            self._scored += 1
+        now = self.clock()
+        if self._first is None:
+            self._first = now, self._weight[cell]
+        self._passed += self._weight[cell]
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._rest(), refresh=False)
+            self._bar.update()
+        elif now - self._last >= EVERY_S:
+            from tqdm import tqdm
+
+            self._last = now
+            tqdm.write(self.line(), file=self.stream)  # above the bar of a cell, if there is one
+            self.stream.flush()
+
+    def ended(self, cell: str) -> None:
+        """No more samples of a cell: it is complete, or it failed."""
+        missing = self._left.get(cell, 0)
+        self._left[cell] = 0
+        if missing and self._bar is not None:
+            self._bar.total -= missing
+            self._bar.refresh()
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._stack.close()
+        self._bar = None
+
+    def line(self) -> str:
+        """Samples, cells, time left and score so far."""
+        return f"{len(self._seen)}/{len(self._seen) + self._missing} samples, {self._rest()}"
+
+    @property
+    def _missing(self) -> int:
+        return sum(self._left.values())
+
+    def _rest(self) -> str:
+        parts = [f"{sum(not count for count in self._left.values())}/{len(self._left)} cells"]
+        if (seconds := self._seconds_left()) is not None:
+            parts.append(f"{words.duration(seconds)} left")
+        if self._scored:
+            parts.append(f"score {self._sum / self._scored:.1f}")
+        return ", ".join(parts)
+
+    def _seconds_left(self) -> float | None:
+        """By the samples after the first, which waits for the model; by the first while there is no other."""
+        if self._first is None:
+            return None
+        since, weight = self._first
+        begin, done = (since, self._passed - weight) if len(self._seen) > 1 else (self._start, self._passed)
+        left = sum(self._weight[cell] * count for cell, count in self._left.items())
+        return (self.clock() - begin) * left / done if done > 0 else None
+
+    def _open_bar(self, below: bool) -> None:
+        """The bar; below: under that of a cell. What is printed meanwhile stands above both."""
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            total=self._missing,
+            file=self.stream,
+            leave=False,
+            position=1 if below else 0,
+            bar_format=BAR,
+        )
+        self._stack.callback(self._bar.close)
+        if sys.stdout.isatty():
+            self._stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout)))
+
+
+class _Above(io.TextIOBase):
+    """Writes whole lines to a terminal, above the bars that stand there."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        from tqdm import tqdm
+
+        whole, end, rest = (self._line + text).rpartition("\n")
+        self._line = rest
+        if end:
+            with tqdm.external_write_mode(file=self):
+                self._terminal.write(whole + end)
+        return len(text)
+
+    def flush(self) -> None:
+        self._terminal.flush()
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()

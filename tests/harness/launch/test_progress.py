@@ -1,0 +1,169 @@
+"""The plan at the start of a run, and the total of its samples."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqcache.harness.config.cells import RunPlan, make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.launch import progress
+from pqcache.harness.launch.progress import Total
+from pqcache.harness.launch.survey import survey
+from pqcache.harness.run import engines, worker
+from pqcache.harness.run.engines.processes import InProcess
+from pqcache.harness.run.session import Session
+from tests.harness.cells import ONE_THREAD, REPO, Command
+
+PLAN = re.compile(
+    r"plan: 2 cells, 16 samples, about \d+ prefills after sharing\n {6}[\d,]+ prompt tokens, .*\n {6}time: .*\n"
+)
+
+
+def planned(tmp_path: Path, *words: str) -> RunPlan:
+    here = [f"out={tmp_path / 'out'}", f"cache_dir={tmp_path}"]
+    return make_plan(compose_all(["-m", "method=full,streaming", "task=pocket_qa", *here, *words], REPO / "configs"))
+
+
+def test_samples_weigh_what_they_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "COUNTING_S", 60.0)
+    made = planned(tmp_path, "task.length=512", "limit=3", "shared_prefill=false")
+    now, stream = [0.0], io.StringIO()
+    total = Total(stream, lambda: now[0])
+    total.begin(made, Session())
+    assert capsys.readouterr().out.startswith("plan: 2 cells, 6 samples, 6 prefills\n")
+    first, second = (cell.name for cell in made.cells)
+    now[0] = 50.0
+    total.sample(first, "t", 0, 100.0)  # most of it waiting for the model: that is no pace
+    assert total.line() == "1/6 samples, 0/2 cells, 4 min left, score 100.0"
+    now[0] = 80.0
+    total.sample(first, "t", 1, 50.0)
+    assert stream.getvalue() == "2/6 samples, 0/2 cells, 2 min left, score 75.0\n"
+    total.sample(first, "t", 1, 50.0)  # reported twice
+    now[0] = 116.0
+    total.sample(second, "t", 0, None)
+    total.sample("another", "t", 0, 0.0)
+    assert total.line() == "3/6 samples, 0/2 cells, 2 min left, score 75.0"
+    total.ended(second)  # it failed
+    assert total.line() == "3/4 samples, 1/2 cells, 33 s left, score 75.0"
+    total.end()
+
+
+def test_a_plan_that_fails_stops_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("x\ny")
+
+    monkeypatch.setattr(progress, "survey", broken)
+    assert command("method=full", "limit=1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == r"plan: not made (KeyError: 'x\ny')"
+    assert not any(line.startswith("plan") for line in lines[1:])
+
+
+def test_long_data_are_not_read_to_the_end(tmp_path: Path) -> None:
+    made = planned(tmp_path, "task.length=512", "limit=9")
+    found = survey(made, Session(), measured=False, counting_s=0.0)
+    assert found.samples == 18
+    assert not found.exact
+    assert "it would take too long to read" in found.notes[0]
+
+
+class Reporting(InProcess):
+    """Tells what it was told of samples."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.seen: list[Any] = []
+
+    def run(self, job: Any, units: Sequence[Any], report: Any, *, alone: bool) -> None:
+        super().run(job, units, lambda event: (self.seen.append(event), report(event))[1], alone=alone)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(engines, "engine_for", lambda _: Reporting())
+    more = ["launch=ray"] if where == "elsewhere" else []
+    assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0
+    said = capsys.readouterr()
+    assert PLAN.match(said.out), said.out
+    assert said.out.count("plan: ") == 1
+    lines = re.findall(r"^(?:.*\r)?(\d+)/16 samples, (\d)/2 cells(, [\d.]+ \w+ left)?, score [\d.]+$", said.err, re.M)
+    assert [int(count) for count, _, _ in lines] == list(range(1, 17))
+    assert lines[-1][1] == "2"
+    assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0
+    said = capsys.readouterr()
+    assert "2 cells, 16 samples, 16 done" in said.out
+    assert "samples, " not in said.err
+
+
+@pytest.mark.rest
+def test_on_a_terminal_the_bar_is_the_lowest_line(tiny: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))  # lines and columns
+    words = ["-m", "method=full,streaming", "model=hf", f"model.path={tiny}", "task.length=256"]
+    words += ["limit=8", f"out={tmp_path / 'out'}", f"cache_dir={tmp_path}", "wandb=disabled"]
+    process = subprocess.Popen(
+        [sys.executable, "run.py", *words], cwd=REPO, env=ONE_THREAD, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    text = b""
+    while select.select([ours], [], [], 120)[0]:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+        text += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    shown = text.decode()
+    assert re.search(r"16/16 samples \|.*2/2 cells.*score", shown) or re.search(r"1\d/16 samples \|.*score", shown)
+    screen = render(shown)
+    assert "\n[2/2] streaming" in screen
+    assert "samples |" not in screen  # the bar leaves nothing behind
+    assert PLAN.match(screen)
+    assert json.loads(next((tmp_path / "out").glob("*streaming*/row.json")).read_text())["n_samples"] == 8
+
+
+def render(text: str) -> str:
+    """What a terminal shows of carriage returns, line feeds and steps upwards."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+|\x1b[^A]*?[A-Za-z]", text):
+        if part == "\x1b[A":
+            row -= 1
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, column
+            lines += [""] * (row + 1 - len(lines))
+        elif not part.startswith("\x1b"):
+            old = lines[row].ljust(column)
+            lines[row] = old[:column] + part + old[column + len(part) :]
+            column += len(part)
+    return "\n".join(line.rstrip() for line in lines)
