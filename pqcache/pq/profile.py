@@ -6,6 +6,7 @@ time is the fastest of its repetitions, since other jobs only add to it. `script
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from pqcache.measure.machine import fastest_seconds
 from pqcache.pq.fit import fit
-from pqcache.pq.schedule import CostModel, Geometry, fit_cost, save_cost
+from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, save_cost
+from pqcache.selective.shape import NotApplicable
 
 # Two numbers of K-Means rounds; the difference in time gives the cost of a round.
 FEW, MANY = 3, 9
@@ -61,14 +63,19 @@ def measure(
 
 
 def make_profile(size: Geometry, device: torch.device, cache_dir: Path | None) -> CostModel:
-    """Measure the profile of this machine and size, and store it."""
+    """Measure the profile of this machine and size, and store it.
+
+    Where another process has stored one meanwhile, that one counts: workers of one run must not differ in their rounds.
+    """
     where = torch.device(size.kmeans_device)
     lengths = HOST_LENGTHS if device.type == "cpu" else DEVICE_LENGTHS
     lengths = tuple(length * max(1, 2**size.b // 256) for length in lengths)  # each above 2^b keys
     dtype = getattr(torch, size.dtype)
     cost, points = measure(layer_config(size), lengths, dtype, device, where, m=size.m, b=size.b, repeat=3)
+    with contextlib.suppress(NotApplicable):
+        return load_cost(size, device, cache_dir)
     save_cost(cost, size, device, cache_dir, points)
-    return cost
+    return load_cost(size, device, cache_dir)
 
 
 def layer_seconds(

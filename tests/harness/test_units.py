@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import run
 from pqcache.harness.run import adapter, engines, job, worker
 from pqcache.harness.run.claims import claim
 from pqcache.harness.run.engines.processes import InProcess, Processes
@@ -100,7 +102,7 @@ def test_a_failing_cell_fails_alone_with_its_traceback(
 
     def failing(model: Any, method: Any, *arguments: Any, **options: Any) -> Any:
         if method.name == "oracle":
-            raise RuntimeError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return generate(model, method, *arguments, **options)
 
     engine = on(Recording())
@@ -185,3 +187,19 @@ def test_a_lost_worker_is_retried_and_loses_no_sample(
     lines = [json.loads(line) for p in (tmp_path / "killed").glob("*/samples*.jsonl") for line in p.open()]
     keys = [(line["task"], line["doc_id"], line["budget_tokens"]) for line in lines]
     assert len(keys) == len(set(keys)) == 16
+
+
+@pytest.mark.rest
+def test_latency_runs_on_an_engine_by_itself(tmp_path: Path, on: Any) -> None:
+    """Its worker writes the row; every round is reported once, and a second run measures nothing."""
+    words = ["-m", "model=random", "model.geometry=tiny", "task=latency", "task.length=150", "task.rounds=2"]
+    words += ["task.new_tokens=4", "method=full,streaming", "wandb=disabled", f"out={tmp_path}", "launch=ray"]
+    engine = on(Recording())
+    assert run.main(words) == 0
+    assert [(unit.whole, unit.timed, len(unit.cells)) for unit in engine.units] == [(True, True, 1)] * 2
+    found = rows(tmp_path)
+    assert all(row["n_samples"] == 2 and row["timed_alone"] and row["tpot_p50_ms"] for row in found.values())
+    assert len(found) == 2
+    before = {path: path.read_bytes() for path in tmp_path.glob("*/row.json")}
+    assert run.main(words) == 0
+    assert {path: path.read_bytes() for path in tmp_path.glob("*/row.json")} == before

@@ -106,6 +106,19 @@ def test_the_line_names_a_command_that_makes_the_profile(
         llama.double()
 
 
+def test_workers_that_measure_at_once_use_one_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that is stored counts, also for a worker that has just measured another one."""
+    shape = Geometry(8, 2, 32, 256, 512, "float32", 2, 6, "cpu")
+    first, second = (CostModel((0.0, c, 0.0), (0.0, c), (0.0, c)) for c in (1.0, 2.0))
+
+    def slow(*_: object, **__: object) -> tuple[CostModel, dict[str, object]]:
+        save_cost(first, shape, CPU, tmp_path, {})
+        return second, {}
+
+    monkeypatch.setattr(profile, "measure", slow)
+    assert profile.make_profile(shape, CPU, tmp_path) == first
+
+
 @pytest.mark.rest
 def test_a_run_measures_the_profile_it_lacks(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Once: a second run reads what the first one measured."""

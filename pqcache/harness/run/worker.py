@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from pqcache.harness.run.adapter import HarnessLM
+    from pqcache.harness.run.samples import Sample
     from pqcache.harness.run.sharing import Recorder
     from pqcache.selective import Prefill
 
@@ -124,6 +125,7 @@ class _Run:
                     nonlocal tasks
                     log = SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt, cell.about.mark)
                     stack.enter_context(log)
+                    log.on_sample = partial(self._report, cell)
                     lm, _, tasks = make_adapter(self.session, cell, log, recorder_of(cell))
                     lm.timed = self.unit.timed
                     lm.warm = lm.warm or not self.unit.timed  # times that are not kept need no warm kernels
@@ -162,7 +164,6 @@ class _Run:
             self._guard(cell, partial(self._answer, lm, request, prefill))
             if len(lm.log) > before:
                 self.samples += 1
-                self._tell(cell, lm, request)
             if cell.name in self.failures:
                 prefill = None  # it may have been left half used
 
@@ -186,9 +187,9 @@ class _Run:
         lm.answer(request)
         self.prefills += 1
 
-    def _tell(self, cell: Cell, lm: HarnessLM, request: Instance) -> None:
+    def _report(self, cell: Cell, sample: Sample) -> None:
+        """A sample is on disk."""
         if self.on_sample is not None:
-            sample = next(reversed(lm.used.values()))
             self.on_sample(Progress(self.unit.name, cell.name, sample["task"], sample["doc_id"], sample["score"]))
 
     def _whole(self, cell: Cell) -> None:
@@ -198,6 +199,7 @@ class _Run:
 
         with SampleLog.of_worker(open_folder(cell), self.unit.name, self.attempt, cell.about.mark) as log:
             before = len(log)
+            log.on_sample = partial(self._report, cell)
             run_latency(self.session, cell, log)
             self.samples += len(log) - before
 
