@@ -58,6 +58,8 @@ def test_a_damaged_row_is_one_line_and_is_made_again(
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and str(foreign) in said, name
     assert damage(json.loads(whole)) is None
+    wide = {**json.loads(whole), "task": "lm_eval:wmt16", "score": 2700.0, "sample_scores": {"wmt16": {"0:a": 2700.0}}}
+    assert damage({**wide, "n_samples": 1}) is None  # another metric's range
     for name in ("a score", "the number of samples", "no UTF-8"):
         path.write_text(whole)
         damaged(path, ROWS[name])

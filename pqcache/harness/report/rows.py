@@ -198,7 +198,9 @@ def damage(value: Any) -> str | None:
     for key, kind in kinds.items():
         if not (value[key] is None and key not in NEEDED or fits(value[key], kind)):
             return f"{key} is {one_line(value[key])[:60]}"
-    if any(not 0 <= score <= MOST for scores in value["sample_scores"].values() for score in scores.values()):
+    most = math.inf if value["task"].startswith("lm_eval:") else MOST  # its metrics may have another range
+    least = -most if most == math.inf else 0
+    if any(not least <= score <= most for scores in value["sample_scores"].values() for score in scores.values()):
         return "a sample's score is not between 0 and 100"
     if value["sample_scores"]:
         if value["n_samples"] != (count := sum(map(len, value["sample_scores"].values()))):
@@ -206,7 +208,7 @@ def damage(value: Any) -> str | None:
         mean = score_statistics.mean(value["sample_scores"])
         if value["score"] is not None and (mean is None or abs(value["score"] - mean) > MOST - 100):
             return f"score is {value['score']}, but its samples' mean is {mean}"
-    elif value["score"] is not None and not 0 <= value["score"] <= MOST:
+    elif value["score"] is not None and not least <= value["score"] <= most:
         return f"score is {value['score']}"
     return None
 
