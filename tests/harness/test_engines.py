@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from pqcache.harness.run.engines import slurm_engine
 from pqcache.harness.run.engines.follow import Follower
 from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
 from scripts.cluster.same_rows import differences
+from tests.harness.cells import ONE_THREAD, REPO
 
 UNITS = [Unit("m", ("cell",), "task", first, first + 1) for first in range(4)]
 
@@ -172,11 +174,19 @@ def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: pytest.MonkeyPa
 # -- Ray: two real workers on this machine ----------------------------------------------------------------------------------
 
 
-def _kill_a_worker_once(out: Path) -> None:
-    """Kill a busy worker as soon as there is a sample."""
+def _samples(out: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in out.glob("*/samples-*.jsonl"))
+
+
+def _wait_for_a_sample(out: Path, more_than: int) -> None:
     end = time.monotonic() + 240
-    while time.monotonic() < end and not any(path.stat().st_size for path in out.glob("*/samples-*.jsonl")):
+    while time.monotonic() < end and _samples(out) <= more_than:
         time.sleep(0.05)
+
+
+def _kill_a_worker_once(out: Path, before: int) -> None:
+    """Kill a busy worker as soon as there is a new sample."""
+    _wait_for_a_sample(out, before)
     found = subprocess.run(["pgrep", "-f", "ray::RayWorker"], capture_output=True, text=True, check=False)
     mine = [int(pid) for pid in found.stdout.split() if _is_below(int(pid), os.getpid())]
     if mine:
@@ -194,7 +204,7 @@ def _is_below(pid: int, ancestor: int) -> bool:
 
 @pytest.mark.rest
 @pytest.mark.timeout(600)
-def test_two_ray_workers_of_which_one_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ray_workers_whose_driver_is_killed_and_then_one_of_them(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     words = [
         "-m",
@@ -206,11 +216,21 @@ def test_two_ray_workers_of_which_one_is_killed(tmp_path: Path, capsys: pytest.C
         "wandb=disabled",
     ]
     assert run.main([*words, f"out={tmp_path / 'plain'}"]) == 0
-    killer = threading.Thread(target=_kill_a_worker_once, args=[tmp_path / "ray"], daemon=True)
-    killer.start()
     ray = ["launch=ray", "launch.workers=2", "launch.gpus_per_worker=0"]
+    typed = [sys.executable, "run.py", *words, f"out={tmp_path / 'ray'}", *ray]
+    driver = subprocess.Popen(typed, cwd=REPO, env=ONE_THREAD, stdout=-3, stderr=-3)
+    _wait_for_a_sample(tmp_path / "ray", 0)
+    driver.kill()
+    driver.wait()
+    found = _samples(tmp_path / "ray")
+    assert 0 < found < 24
+    killer = threading.Thread(target=_kill_a_worker_once, args=[tmp_path / "ray", found], daemon=True)
+    killer.start()
     assert run.main([*words, f"out={tmp_path / 'ray'}", *ray]) == 0
     assert differences(tmp_path / "plain", tmp_path / "ray") == []
     rows = [json.loads(path.read_text()) for path in (tmp_path / "ray").glob("*/row.json")]
     assert len(rows) == 3
+    for folder in {path.parent for path in (tmp_path / "ray").glob("*/row.json")}:
+        documents = [json.loads(line)["doc_id"] for path in folder.glob("samples*.jsonl") for line in path.open()]
+        assert sorted(documents) == list(range(8))  # none is lost, none is there twice
     assert all(row["timed_alone"] and row["tt2t_s"] and row["timed_samples"] == 5 for row in rows)
