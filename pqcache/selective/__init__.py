@@ -3,7 +3,7 @@
 from pqcache.selective.attach import attach
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.decode import GenerationResult, Likelihood, decode_loop, generate, likelihood
+from pqcache.selective.decode import GenerationResult, Likelihood, NonFinite, decode_loop, generate, likelihood
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger
@@ -21,6 +21,7 @@ __all__ = [
     "Likelihood",
     "Method",
     "ModelShape",
+    "NonFinite",
     "NotApplicable",
     "OwnPrefill",
     "Plan",

@@ -45,6 +45,10 @@ class GenerationResult:
     extra: dict[str, Any] = field(default_factory=dict)  # facts the method reports, e.g. K-Means rounds
 
 
+class NonFinite(ArithmeticError):
+    """The model's logits held NaN or infinity: what it generated is no answer."""
+
+
 class Clock:
     """Marks in seconds since submission, each taken when the device has finished."""
 
@@ -87,6 +91,7 @@ def decode_loop(
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
     feed: fills the cache with the prompt before the question, in place of a forward pass; returns its logits (1, vocabulary).
     not_first: tokens that cannot be the answer's first one.
+    Raises NonFinite at the end if any step's logits held NaN or +infinity; nothing waits for the device to know.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
     ids = input_ids.to(model.device)
@@ -102,11 +107,15 @@ def decode_loop(
         logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     if not_first:  # a copy: a recorded prompt's logits serve other methods too
         logits = logits.index_fill(-1, torch.tensor(sorted(not_first), device=ids.device), -torch.inf)
+    finite = torch.ones((), dtype=torch.bool, device=ids.device)
     while True:
+        finite &= logits[0, -1].amax() < torch.inf  # false for NaN too
         token = int(logits[0, -1].argmax())
         tokens.append(token)
         clock.mark()
         if len(tokens) >= max_new_tokens or token in eos_token_ids or (stop is not None and stop(tokens)):
+            if not finite:
+                raise NonFinite("NaN or infinity in the logits")
             return tokens, clock.marks
         step = torch.tensor([[token]], device=ids.device)
         logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -174,11 +183,12 @@ def score_loop(
     """Log-probabilities of ids[0, first:] and whether each is the likeliest token, with the time of each forward pass.
 
     ids (1, t). The first `prefill` tokens are one block, the others go one by one through the decode path; the last one is
-    only predicted. Nothing waits for the device but the clock.
+    only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end, as `decode_loop` does.
     """
     ids = ids.to(model.device)
     clock = Clock(ids.device)
     logprobs, greedy = [], []
+    finite = torch.ones((), dtype=torch.bool, device=ids.device)
     keep = max(1, prefill - first + 1)  # the logits that predict scored tokens; at least the last ones
     for start, end in [(0, prefill), *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
         kept = keep if start == 0 else 1
@@ -186,10 +196,13 @@ def score_loop(
         targets = ids[0, end - kept + 1 : end + 1]
         if end >= first:
             for logits, target in zip(out.logits[0].split(ROWS), targets.split(ROWS), strict=True):
+                finite &= logits.amax() < torch.inf
                 scores = logits.float().log_softmax(-1)
                 logprobs.append(scores.gather(-1, target[:, None])[:, 0])
                 greedy.append(logits.argmax(-1) == target)
         clock.mark()
+    if not finite:
+        raise NonFinite("NaN or infinity in the logits")
     return torch.cat(logprobs), torch.cat(greedy), clock.marks
 
 

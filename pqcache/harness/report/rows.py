@@ -75,6 +75,7 @@ class Row(TypedDict):
     data: dict[str, Any]  # what the task read: source, revision, sha256 by file; {} where it makes its documents itself
     seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
     n_samples: int
+    n_failed: int  # samples that are no answer (NaN in the logits): without them no mean, so score is null
     unverified_samples: int  # of older lines that do not name their configuration; config.yaml does
     protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
@@ -180,6 +181,7 @@ def read_row(path: Path) -> Row | None:
         value.setdefault("timed_alone", bool(value["timed_samples"]))
         value.setdefault("data", {})
         value.setdefault("unverified_samples", 0)
+        value.setdefault("n_failed", 0)
         value.setdefault("smoke", False)
     why = damage(value)
     if why is not None:
@@ -202,6 +204,8 @@ def damage(value: Any) -> str | None:
     least = -most if most == math.inf else 0
     if any(not least <= score <= most for scores in value["sample_scores"].values() for score in scores.values()):
         return "a sample's score is not between 0 and 100"
+    if value["n_failed"] and value["score"] is not None:
+        return f"score is {value['score']}, but {value['n_failed']} samples failed"
     if value["sample_scores"]:
         if value["n_samples"] != (count := sum(map(len, value["sample_scores"].values()))):
             return f"n_samples is {value['n_samples']}, but it has {count} scores"

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from pqcache.harness.config import environment
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
-from pqcache.harness.run.samples import Missing, Sample, SampleLog, fingerprint, make_sample
+from pqcache.harness.run.samples import Missing, Sample, SampleLog, failed_sample, fingerprint, make_sample
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
-from pqcache.selective import generate
+from pqcache.selective import NonFinite, generate
 from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
@@ -149,13 +149,14 @@ class HarnessLM(LikelihoodLM):
         prepared = self._read(request)
         task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
         sample = self.log.find(task, doc_id, mark, prepared.old_mark)
-        if sample is None or (
-            self.recorder is not None and not self.recorder.complete(task, doc_id, sample["fingerprint"])
-        ):
-            sample = self._generate(prepared, request.doc, prefill)
+        if sample is None or self.unrecorded(sample):
+            try:
+                sample = self._generate(prepared, request.doc, prefill)
+            except NonFinite as error:
+                sample = self.fail(error, task, doc_id, mark, "", len(prepared.ids))
             if prepared.cut is not None:
                 sample["extra"]["cut_tokens"] = prepared.cut[1]
-            if self.recorder is not None:
+            if self.recorder is not None and "failed" not in sample:
                 self.recorder.save(task, doc_id, mark)  # before the log: its line promises that the files exist
             self.log.append(sample)
         else:
@@ -224,6 +225,19 @@ class HarnessLM(LikelihoodLM):
             response=response,
             score=score,
             question_tokens=question,
+            attn=kernel,
+            facts=self.facts,
+        )
+
+    def fail(self, error: Exception, task: str, doc_id: int, mark: str, response: str, tokens: int) -> Sample:
+        kernel = attention_kernel(self.attn)[0]
+        return failed_sample(
+            str(error),
+            task=task,
+            doc_id=doc_id,
+            mark=mark,
+            response=response,
+            prompt_tokens=tokens,
             attn=kernel,
             facts=self.facts,
         )

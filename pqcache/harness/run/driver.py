@@ -127,7 +127,9 @@ def _missing_units(cells: list[Cell], session: Session, workers: int, outcomes: 
 def _reduced(cell: Cell, session: Session) -> Outcome:
     log = SampleLog.to_read(cell.folder, cell.about.mark)
     outcome = reduce.reduce_cell(session, cell, log)
-    write_status(cell.folder, "ok", n_samples=outcome.row["n_samples"] if outcome.row is not None else None)
+    facts = {"reason": outcome.reason} if outcome.reason else {}
+    count = outcome.row["n_samples"] if outcome.row is not None else None
+    write_status(cell.folder, outcome.status, n_samples=count, **facts)
     return outcome
 
 

@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
-from pqcache.selective import attach, likelihood
+from pqcache.selective import NonFinite, attach, likelihood
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from pqcache.harness.run.recorder import Recorder
-    from pqcache.selective import GenerationResult, Method
+    from pqcache.selective import GenerationResult, Likelihood, Method
 
 TokenTask = Callable[[dict], tuple[list[int], int, int]]  # see TaskSpec.tokens
 
@@ -86,6 +86,16 @@ class LikelihoodLM(LM):
     ) -> Sample:
         """The line of a computed sample."""
         raise NotImplementedError
+
+    def fail(self, error: Exception, task: str, doc_id: int, mark: str, response: str, tokens: int) -> Sample:
+        """The line of a sample that is no answer."""
+        raise NotImplementedError
+
+    def unrecorded(self, sample: Sample) -> bool:
+        """Whether a sample lacks its files of diagnostics."""
+        if self.recorder is None or "failed" in sample:
+            return False
+        return not self.recorder.complete(sample["task"], sample["doc_id"], sample["fingerprint"])
 
     def check_length(self, task: str, doc_id: int, tokens: int, new_tokens: int) -> None:
         """Raises ValueError if a sample is too long for the model."""
@@ -183,6 +193,18 @@ class LikelihoodLM(LM):
             raise ValueError(f"{self.loaded.name}: no BOS or EOS token to stand before a text without context")
         return int(token)
 
+    def _score(self, task: str, doc_id: int, ids: list[int], first: int, prefill: int) -> Likelihood:
+        self.begin(task, doc_id, ids[:prefill])
+        return likelihood(
+            self.loaded.model,
+            self.method,
+            torch.tensor([ids], device=self.loaded.model.device),
+            first=first,
+            prefill=prefill,
+            attn=self.attn,
+            watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
+        )
+
     def _scored(
         self, request: Instance, index: tuple[int | None, ...], ids: list[int], first: int, prefill: int, wrapper: str
     ) -> Sample:
@@ -193,22 +215,17 @@ class LikelihoodLM(LM):
         mark = fingerprint(ids, {**rules, "weights": self.loaded.weights})
         old_mark = fingerprint(ids, {**rules, "weights": self.loaded.old_weights})
         sample = self.log.find(task, doc_id, mark, old_mark)
-        if sample is None or (
-            self.recorder is not None and not self.recorder.complete(task, doc_id, sample["fingerprint"])
-        ):
-            self.begin(task, doc_id, ids[:prefill])
-            scored = likelihood(
-                self.loaded.model,
-                self.method,
-                torch.tensor([ids], device=self.loaded.model.device),
-                first=first,
-                prefill=prefill,
-                attn=self.attn,
-                watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
-            )
-            answer = {"logprobs": [round(value, 7) for value in scored.logprobs], "greedy": all(scored.greedy)}
-            sample = self.finish(task, doc_id, mark, json.dumps(answer), None, max(0, first - prefill), scored.result)
-            if self.recorder is not None:
+        if sample is None or self.unrecorded(sample):
+            try:
+                scored = self._score(task, doc_id, ids, first, prefill)
+            except NonFinite as error:
+                nothing = json.dumps({"logprobs": [0.0] * (len(ids) - first), "greedy": False})
+                sample = self.fail(error, task, doc_id, mark, nothing, len(ids))
+            else:
+                answer = {"logprobs": [round(value, 7) for value in scored.logprobs], "greedy": all(scored.greedy)}
+                question = max(0, first - prefill)
+                sample = self.finish(task, doc_id, mark, json.dumps(answer), None, question, scored.result)
+            if self.recorder is not None and "failed" not in sample:
                 self.recorder.save(task, doc_id, mark)  # before the log: its line promises that the files exist
             self.log.append(sample)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -174,7 +174,7 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
         from pqcache.measure.roofline import random_config
 
         return random_config(options["geometry"], options["layers"])
-    return AutoConfig.from_pretrained(local_or_hub(options), revision=options["revision"])
+    return AutoConfig.from_pretrained(local_or_hub(options), revision=options["revision"], trust_remote_code=False)
 
 
 def why_not(options: dict[str, Any], error: Exception) -> str:
@@ -210,12 +210,24 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
         path, revision = local_or_hub(options), options["revision"]
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype).to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        loading = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(path, revision=revision, **loading)
+        check_weights(path, model, info["missing_keys"])
+        model = model.to(device).eval()
     chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
     limit = longest(config, options)
     return LoadedModel(name, model, tokenizer, chat, options["system"], limit, *_marks(name, options, model.config))
+
+
+def check_weights(path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Refuse weights that would run and mean nothing. missing: tensors that the files lack; they would be random."""
+    if missing:
+        raise ValueError(f"model.path={path}: its files lack {len(missing)} tensors, {min(missing)} first")
+    for name, tensor in model.named_parameters():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"model.path={path}: {name} holds NaN or infinity")
 
 
 def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
@@ -240,7 +252,9 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(local_or_hub(options), revision=options["revision"])
+        tokenizer = AutoTokenizer.from_pretrained(
+            local_or_hub(options), revision=options["revision"], trust_remote_code=False
+        )
     chat = wraps_chat(name, options, tokenizer)
     return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, *_marks(name, options, config))
 

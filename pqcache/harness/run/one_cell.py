@@ -7,7 +7,7 @@ import io
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def _run_logged(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     except Exception as error:  # one failed cell must not lose the others
         return failed(cell, error)
     row = read_row(folder / "row.json")
-    write_status(folder, "ok", n_samples=row["n_samples"] if row is not None else None)
+    facts = {"reason": outcome.reason} if outcome.reason else {}
+    write_status(folder, outcome.status, n_samples=row["n_samples"] if row is not None else None, **facts)
     return outcome
 
 
@@ -106,7 +107,9 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     evaluated = run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"])
     session.prefills["own"] = session.prefills.get("own", 0) + len(lm.used) - lm.resumed
     session.show_prompt(lm.first_prompt)
+    failed = {(s["task"], s["doc_id"]): s["failed"] for s in lm.used.values() if "failed" in s}
     answers = _scored_answers(evaluated["samples"], spec)
+    answers = [answer for answer in answers if (answer["task"], answer["doc_id"]) not in failed]
     scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
     for answer in answers:
         scores[answer["task"]][answer["key"]] = answer["score"]
@@ -117,24 +120,37 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         prompt_protocol=lm.protocol,
         kv_dtype=lm.loaded.dtype,
         metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
-        diagnostics=recorder.row(lm.used.values()) if recorder is not None else None,
+        diagnostics=recorder.row([s for s in lm.used.values() if "failed" not in s]) if recorder is not None else None,
         data=spec.data,
     )
     row = _paired(cell, row)
     path = cell.folder / "row.json"
     old = read_row(path)
     if old is not None and old["n_samples"] > row["n_samples"]:
-        return Outcome("ok", row, kept=True)
+        return replace(_ended(row, failed), kept=True)
     _draw(task_of_cell(cell).figures, answers, cell.folder, cell.label)
     if (
         old is not None
         and lm.resumed == len(lm.used)
-        and all(old[key] == row[key] for key in ("sample_scores", "unverified_samples"))
+        and all(old[key] == row[key] for key in ("sample_scores", "n_failed", "unverified_samples"))
     ):
-        return Outcome("ok", old)  # nothing was measured: the row stays as it is
+        return _ended(old, failed)  # nothing was measured: the row stays as it is
     write_row(path, row)
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
-    return Outcome("ok", row)
+    return _ended(row, failed)
+
+
+def _ended(row: Row, failed: dict[tuple[str, int], str]) -> Outcome:
+    """How a cell with a row ended. failed: (task, document) -> why it has no answer."""
+    if not failed:
+        return Outcome("ok", row)
+    (task, doc_id), why = next(iter(failed.items()))
+    again = "without its line in samples.jsonl a sample is computed again"
+    return Outcome(
+        "failed",
+        row,
+        reason=f"{len(failed)} samples have no answer (the first, {task} sample {doc_id}: {why}); {again}",
+    )
 
 
 def recorder_of(cell: Cell) -> Recorder | None:

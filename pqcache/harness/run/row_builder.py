@@ -28,7 +28,9 @@ def build_row(
     data: dict[str, Any] | None = None,
 ) -> Row:
     """The row of a finished cell, not yet compared to Full. `Row` says what each field is."""
-    samples = list(samples)
+    every = list(samples)
+    samples = [s for s in every if "failed" not in s]
+    failed = {task: sum(s["task"] == task and "failed" in s for s in every) for task in scores}
     question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
@@ -37,7 +39,8 @@ def build_row(
         "data": dict(data or {}),
         "seed": cell.identity["seed"],
         "n_samples": sum(len(s) for s in scores.values()),
-        "unverified_samples": sum("cell" not in s for s in samples),
+        "n_failed": len(every) - len(samples),
+        "unverified_samples": sum("cell" not in s for s in every),
         "protocol": cell.identity["protocol"],
         "prompt_protocol": {**prompt_protocol, **question},
         "attn": _joined(s["attn"] for s in samples) or "",
@@ -45,7 +48,7 @@ def build_row(
         "kmeans_iterations": extra.get("kmeans_iterations"),
         "dense_layers": cell.identity["dense_layers"] or 0,
         "smoke": cell.identity["smoke"],
-        **_quality(scores, metrics or {}, published.cell_score(cell)),
+        **_quality(scores, metrics or {}, published.cell_score(cell), failed),
         **_budget_and_tokens(cell, samples),
         **_bytes(samples),
         "diagnostics": diagnostics,
@@ -72,19 +75,23 @@ def _configuration(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _quality(scores: Scores, metrics: Mapping[str, dict[str, float]], published: float | None) -> dict[str, Any]:
+def _quality(
+    scores: Scores, metrics: Mapping[str, dict[str, float]], published: float | None, failed: Mapping[str, int]
+) -> dict[str, Any]:
+    """failed: task -> samples that are no answer. A mean over the others would be of other samples, so there is none."""
+    whole = not any(failed.values())
     tasks = {
         task: {
-            "score": score_statistics.mean({task: values}),
-            "score_interval": score_statistics.interval({task: values}),
+            "score": score_statistics.mean({task: values}) if not failed.get(task) else None,
+            "score_interval": score_statistics.interval({task: values}) if not failed.get(task) else None,
             "n_samples": len(values),
-            "metrics": dict(metrics.get(task, {})),
+            "metrics": dict(metrics.get(task, {})) if not failed.get(task) else {},
         }
         for task, values in scores.items()
     }
     return {
-        "score": score_statistics.mean(scores),
-        "score_interval": score_statistics.interval(scores),
+        "score": score_statistics.mean(scores) if whole else None,
+        "score_interval": score_statistics.interval(scores) if whole else None,
         "full_score": None,
         "paired_difference": None,
         "paired_interval": None,

@@ -1,0 +1,87 @@
+"""No score where there is none: NaN in the logits, weights that are missing or not finite."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pqcache.harness.run import adapter, models
+from pqcache.selective import NonFinite, decode_loop
+from pqcache.selective.decode import score_loop
+from tests.harness.cells import Command, rows, status
+
+
+class Scripted(torch.nn.Module):
+    """A model whose n-th forward pass has one bad logit."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, bad_pass: int, value: float) -> None:
+        super().__init__()
+        self.passes, self.bad_pass, self.value = 0, bad_pass, value
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **_: Any) -> Any:
+        logits = torch.zeros(1, logits_to_keep or input_ids.shape[1], 8)
+        if self.passes == self.bad_pass:
+            logits[0, -1, 3] = self.value
+        self.passes += 1
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("bad_pass", [0, 1, 3])
+def test_nan_and_infinity_in_any_step_are_no_answer(bad_pass: int) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(NonFinite):
+            decode_loop(Scripted(bad_pass, value), None, ids, max_new_tokens=4)  # type: ignore[arg-type]
+        with pytest.raises(NonFinite):
+            score_loop(Scripted(bad_pass, value), None, torch.ones(1, 6, dtype=torch.long), first=1, prefill=2)  # type: ignore[arg-type]
+    tokens, _ = decode_loop(Scripted(bad_pass, float("-inf")), None, ids, max_new_tokens=4)  # type: ignore[arg-type]
+    assert len(tokens) == 4
+
+
+def test_a_row_with_a_failed_sample_has_no_score(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, calls = adapter.generate, []
+
+    def second_fails(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise NonFinite("NaN or infinity in the logits")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(adapter, "generate", second_fails)
+    for _ in range(2):  # the second time from the samples on disk
+        assert command("method=full", "limit=3") == 1
+        assert "1 samples have no answer" in capsys.readouterr().err
+        row = rows(tmp_path / "out")["full 1.0"]
+        assert (row["score"], row["score_interval"], row["n_samples"], row["n_failed"]) == (None, None, 2, 1)
+        assert all(task["score"] is None and not task["metrics"] for task in row["tasks"].values())
+        assert len(row["sample_scores"]["needle_pocket"]) == 2
+        stored = status(tmp_path / "out")["full"]
+        assert stored["status"] == "failed" and "NaN" in stored["reason"]
+    assert len(calls) == 3
+
+
+def test_missing_and_bad_tensors_are_refused(tiny: Path, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "revision": None, "dtype": "auto", "device": "cpu", "chat": None, "system": None}
+    options["max_length"] = None
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for value in (float("nan"), float("inf")):
+        bad = {**tensors, name: torch.full_like(tensors[name], value)}
+        save_file(bad, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
+            models.load("hf", dict(options))
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lack 1 tensors, {name}"):
+        models.load("hf", dict(options))
