@@ -108,9 +108,7 @@ def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel
     with SampleLog(tmp_path / "samples.jsonl") as log:
 
         def read(question_as_decode: bool, **settings: Any) -> tuple[str, int]:
-            prepared = adapter(bare, log, question_as_decode=question_as_decode)._read(
-                ask(prompt, until=[], **settings)
-            )
+            prepared = adapter(bare, log, question_as_decode=question_as_decode).read(ask(prompt, until=[], **settings))
             return prepared.mark, prepared.question
 
         general, tokens = read(True)

@@ -96,7 +96,7 @@ def test_the_adapter_cuts_wraps_and_says_so(loaded: models.LoadedModel, tmp_path
         assert bare.protocol["truncation"] == f"middle, to {room} tokens before wrapping"
         plain = lm.HarnessLM(loaded, method_class("full")(), log)
         plain.generate_until([ask("Who?", 2)], disable_tqdm=True)
-        assert plain.protocol["truncation"] == "none; longer is refused"
+        assert plain.protocol["truncation"] == "none; longer is left out"
 
 
 def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedModel, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.session import task_of_cell
+from pqcache.harness.run.too_long import TooLong
 
 if TYPE_CHECKING:
     from pqcache.harness.run.session import Session
@@ -103,27 +104,35 @@ def count(cell: Cell, session: Session, until: float = math.inf) -> Counted:
     every = max(1, round(size / COUNTED_CHARACTERS))
     until = max(until, time.monotonic() + LEAST_S)
     read: dict[int, Document] = {}
+    skipped: set[int] = set()
     for index in sorted(range(0, len(requests), every), key=lambda i: i * SPREAD % 1):
         if read and time.monotonic() > until:
             break
         request = requests[index]
-        read[index] = _document(lm, tasks["tasks"][str(request.task_name)], request, spec.tokens)
+        try:
+            read[index] = _document(lm, tasks["tasks"][str(request.task_name)], request, spec.tokens)
+        except TooLong:
+            skipped.add(index)
     found: list[Document] = []
     for index, request in enumerate(requests):
+        if index in skipped or not read:
+            continue
         near = read.get(index) or (found[-1] if found else next(iter(read.values())))
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         found.append(read.get(index) or Document(task, doc_id, near.prompt, near.new, near.answer))
-    whole = len(read) == len(requests)
-    return Counted(found, whole, "" if whole else f"{len(read)} of {len(requests)} prompts were tokenized")
+    whole = len(read) + len(skipped) == len(requests)
+    notes = [f"{len(skipped)} prompts are too long for the model and left out"] if skipped else []
+    return Counted(found, whole, "" if whole else f"{len(read)} of {len(requests)} prompts were tokenized", notes)
 
 
 def _document(lm: Any, task: Any, request: Any, tokens: Any) -> Document:
     name, doc_id = str(request.task_name), int(request.doc_id or 0)
     if request.request_type == "generate_until":
-        prepared = lm._read(request)
+        prepared = lm.read(request)
         answer = _answer(lm.loaded, task, request.doc)
         size, marks = len(prepared.ids), (prepared.mark, prepared.question, prepared.old_mark)
         return Document(name, doc_id, size, prepared.new_tokens, answer, *marks)
+    lm.check_request(request)
     if tokens is not None:
         ids, _, prefill = tokens(request.doc)
         return Document(name, doc_id, prefill, len(ids) - prefill, len(ids) - prefill)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import status
-from pqcache.harness.report.rows import Row
+from pqcache.harness.report.rows import Row, skipped_text
 from pqcache.methods import METHODS, method_class
 
 HEADING = re.compile(r"^Deviations\b([^:]*):\s*(.*)$")
@@ -200,7 +200,7 @@ def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
     for cell in cells:
         row = rows.get(cell.name)
         if row is not None:
-            counts.append((f"{row['n_samples']} samples", line_name(cell)))
+            counts.append((f"{row['n_samples']} samples{skipped_text(row)}", line_name(cell)))
             continue
         state, reason = status(cell)
         if state == "missing":

@@ -77,6 +77,7 @@ class Row(TypedDict):
     n_samples: int
     n_failed: int  # samples that are no answer (NaN in the logits): without them no mean, so score is null
     unverified_samples: int  # of older lines that do not name their configuration; config.yaml does
+    n_skipped: int  # documents that were too long for the model and left out (run/too_long.py)
     protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
     attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
@@ -182,6 +183,7 @@ def read_row(path: Path) -> Row | None:
         value.setdefault("data", {})
         value.setdefault("unverified_samples", 0)
         value.setdefault("n_failed", 0)
+        value.setdefault("n_skipped", 0)
         value.setdefault("smoke", False)
     why = damage(value)
     if why is not None:
@@ -228,6 +230,12 @@ def _skipped(path: Path, why: str) -> None:
     if line not in _said:
         _said.add(line)
         print(line, file=sys.stderr)
+
+
+def skipped_text(row: Row) -> str:
+    """What stands behind a number of samples: how many documents were too long; empty if none was."""
+    skipped = row.get("n_skipped", 0)  # rows that tests and older versions made lack it
+    return f" ({skipped} more too long, left out)" if skipped else ""
 
 
 def row_files(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.report.rows import Row, read_row, row_files
+from pqcache.harness.report.rows import Row, read_row, row_files, skipped_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +57,7 @@ def row_text(row: Row, path: Path | None) -> str:
         lines["bound"] = bound_text(row)
     title = (
         f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
-        f"  {row['n_samples']} samples" + ("  SMOKE RUN: no result" if row["smoke"] else "")
+        f"  {row['n_samples']} samples{skipped_text(row)}" + ("  SMOKE RUN: no result" if row["smoke"] else "")
     )
     body = [f"  {name:<9} {text}" for name, text in lines.items()]
     return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
@@ -95,7 +95,7 @@ def summary_line(row: Row) -> str:
     """A row in half a line, while a sweep goes on."""
     return (
         f"score {number(row['score'])} {span(row['score_interval'])}, TT2T {number(row['tt2t_s'], 3)} s,"
-        f" TPOT {number(row['tpot_p50_ms'], 2)} ms, {row['n_samples']} samples"
+        f" TPOT {number(row['tpot_p50_ms'], 2)} ms, {row['n_samples']} samples{skipped_text(row)}"
     )
 
 
@@ -183,12 +183,13 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     devices = " / ".join(dict.fromkeys(row["device"] for row in every))
     counts = sorted({row["n_samples"] for row in every})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    skipped = max((skipped_text(row) for row in every), key=len)
     prompt = fmean(row["prompt_tokens"] for row in every)
     tasks = ", ".join(dict.fromkeys(row["task"] for row in every))
     names = ", ".join(dict.fromkeys(row["model"] for row in every))
     smoke = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if every[0]["smoke"] else ""
     return smoke + (
-        f"{names}, {tasks}: {each} samples a cell, {prompt:.0f} prompt tokens on average, batch 1, on {devices}.\n"
+        f"{names}, {tasks}: {each} samples a cell{skipped}, {prompt:.0f} prompt tokens on average, batch 1, on {devices}.\n"
         "to Full: mean difference of the same samples, 95 % bootstrap interval. MiB: cache after the last step.\n"
     )
 

@@ -26,6 +26,7 @@ from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
 from pqcache.harness.run.samples import Missing, Sample, SampleLog, failed_sample, fingerprint, make_sample
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
+from pqcache.harness.run.too_long import TooLong
 from pqcache.selective import NonFinite, generate
 from pqcache.selective.support import attention_kernel
 
@@ -136,17 +137,17 @@ class HarnessLM(LikelihoodLM):
 
     def prompt(self, request: Instance) -> tuple[list[int], int]:
         """The token ids of a request, and how many of them, at the end, go through the decode path."""
-        prepared = self._read(request)
+        prepared = self.read(request)
         return prepared.ids, prepared.question
 
     def has(self, request: Instance) -> bool:
         """Whether the log holds the sample."""
-        prepared = self._read(request)
+        prepared = self.read(request)
         return self.log.find(prepared.task, prepared.doc_id, prepared.mark, prepared.old_mark) is not None
 
     def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
         """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
-        prepared = self._read(request)
+        prepared = self.read(request)
         task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
         sample = self.log.find(task, doc_id, mark, prepared.old_mark)
         if sample is None or self.unrecorded(sample):
@@ -165,8 +166,8 @@ class HarnessLM(LikelihoodLM):
         self.note_prompt((task, doc_id), prepared.wrapper, prepared.cut, prepared.ids, prepared.text)
         return sample
 
-    def _read(self, request: Instance) -> _Prepared:
-        """A request in the model's terms. Raises ValueError if it is too long for the model."""
+    def read(self, request: Instance) -> _Prepared:
+        """A request in the model's terms. Raises TooLong."""
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
@@ -260,7 +261,7 @@ class HarnessLM(LikelihoodLM):
             if max_tokens is not None:
                 if max_tokens < 2:
                     longest = self.loaded.max_length
-                    raise ValueError(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
+                    raise TooLong(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
                 prompt, dropped = self.loaded.cut_middle(prompt, max_tokens)
                 cut = max_tokens, dropped
         style = settings.get("wrapper", "template")
@@ -288,7 +289,7 @@ class HarnessLM(LikelihoodLM):
             "unwrapped": list(bare) if self.loaded.chat else [],
             "system": self.loaded.system if self.loaded.chat else None,
             "bos_count": max((prompt.bos_count for prompt in prompts if prompt.bos_count is not None), default=None),
-            "truncation": cut or "none; longer is refused",
+            "truncation": cut or "none; longer is left out",
             "truncated_prompts": sum(dropped > 0 for _, dropped in cuts),
             "first_prompt": self.first_prompt,
         }

@@ -16,6 +16,7 @@ import torch
 from lm_eval.api.model import LM
 from tqdm import tqdm
 
+from pqcache.harness.run import too_long
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
 from pqcache.selective import NonFinite, attach, likelihood
@@ -47,7 +48,7 @@ def _logprobs_of(sample: Sample) -> tuple[LogLikelihood, bool]:
 
 
 class LikelihoodLM(LM):
-    """The half of HarnessLM that scores documents. HarnessLM sets the attributes and writes the three abstract methods."""
+    """The half of HarnessLM that scores documents. HarnessLM sets the attributes and writes the four abstract methods."""
 
     loaded: LoadedModel
     method: Method
@@ -68,6 +69,10 @@ class LikelihoodLM(LM):
 
     def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
         """Called before a sample is computed."""
+        raise NotImplementedError
+
+    def read(self, request: Instance) -> Any:
+        """A prompt in the model's terms. Raises TooLong."""
         raise NotImplementedError
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
@@ -98,13 +103,18 @@ class LikelihoodLM(LM):
         return not self.recorder.complete(sample["task"], sample["doc_id"], sample["fingerprint"])
 
     def check_length(self, task: str, doc_id: int, tokens: int, new_tokens: int) -> None:
-        """Raises ValueError if a sample is too long for the model."""
-        max_length = self.loaded.max_length
-        if max_length is not None and tokens + new_tokens > max_length:
-            raise ValueError(
-                f"{task} sample {doc_id}: {tokens} prompt tokens + {new_tokens} new ones exceed the"
-                f" {max_length} tokens the model was made for (model.max_length)"
-            )
+        """Raises TooLong if a sample is too long for the model."""
+        too_long.check(self.loaded, task, doc_id, tokens, new_tokens)
+
+    def check_request(self, request: Instance) -> None:
+        """Raises TooLong if a request is too long for the model."""
+        if too_long.limit_of(self.loaded)[0] is None or request.request_type == "loglikelihood_rolling":
+            return
+        if request.request_type == "generate_until":
+            self.read(request)
+            return
+        ids = self.tokens(request.doc)[0] if self.tokens is not None else self._pair(*map(str, request.args[:2]))[0]
+        self.check_length(str(request.task_name), int(request.doc_id or 0), len(ids) - 1, 0)
 
     # -- lm-eval's interface ---------------------------------------------------------------------------------------------
 

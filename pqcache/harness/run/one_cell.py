@@ -19,7 +19,7 @@ from pqcache.harness.config.cells import Cell, open_folder
 from pqcache.harness.config.folders import write_status
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
-from pqcache.harness.run import latency_rounds, tracking
+from pqcache.harness.run import latency_rounds, too_long, tracking
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.recorder import Recorder
@@ -104,7 +104,9 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     """Evaluate a cell's task with lm-eval and write its row."""
     recorder = recorder_of(cell)
     lm, spec, tasks = make_adapter(session, cell, log, recorder)
-    evaluated = run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"])
+    skipped = _left_out(lm, tasks, cell)
+    with too_long.without(tasks, skipped):
+        evaluated = run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"])
     session.prefills["own"] = session.prefills.get("own", 0) + len(lm.used) - lm.resumed
     session.show_prompt(lm.first_prompt)
     failed = {(s["task"], s["doc_id"]): s["failed"] for s in lm.used.values() if "failed" in s}
@@ -122,6 +124,7 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
         diagnostics=recorder.row([s for s in lm.used.values() if "failed" not in s]) if recorder is not None else None,
         data=spec.data,
+        n_skipped=sum(map(len, skipped.values())),
     )
     row = _paired(cell, row)
     path = cell.folder / "row.json"
@@ -203,6 +206,13 @@ def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Any]:
             task.build_all_requests(limit=limit, rank=0, world_size=1)
         requests += task.instances
     return requests
+
+
+def _left_out(lm: HarnessLM, tasks: TaskDict, cell: Cell) -> too_long.LeftOut:
+    """The documents that are too long for the cell's model."""
+    if too_long.limit_of(lm.loaded)[0] is None:
+        return {}
+    return too_long.left_out(lm, requests_of(tasks, cell.run.limit, cell.identity["seed"]))
 
 
 def run_evaluation(lm: Any, tasks: TaskDict, limit: int | None, seed: int) -> Any:

@@ -26,6 +26,7 @@ def build_row(
     metrics: Mapping[str, dict[str, float]] | None = None,
     diagnostics: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    n_skipped: int = 0,
 ) -> Row:
     """The row of a finished cell, not yet compared to Full. `Row` says what each field is."""
     every = list(samples)
@@ -41,6 +42,7 @@ def build_row(
         "n_samples": sum(len(s) for s in scores.values()),
         "n_failed": len(every) - len(samples),
         "unverified_samples": sum("cell" not in s for s in every),
+        "n_skipped": n_skipped,
         "protocol": cell.identity["protocol"],
         "prompt_protocol": {**prompt_protocol, **question},
         "attn": _joined(s["attn"] for s in samples) or "",

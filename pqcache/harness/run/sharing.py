@@ -21,6 +21,7 @@ from pqcache.harness.config.cells import Cell, open_folder
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.one_cell import make_adapter, requests_of
 from pqcache.harness.run.samples import SampleLog
+from pqcache.harness.run.too_long import TooLong
 from pqcache.harness.run.units import own_documents
 from pqcache.selective import OwnPrefill, Prefill, attach, record
 
@@ -149,7 +150,10 @@ def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder
 
 def _serve(members: list[HarnessLM], request: Instance, recorder: Recorder, alone: set[int]) -> None:
     prefill: Prefill | None = None
-    waiting = [i for i, lm in enumerate(members) if i not in alone and not lm.has(request)]
+    try:
+        waiting = [i for i, lm in enumerate(members) if i not in alone and not lm.has(request)]
+    except TooLong:
+        return
     for index in waiting:
         lm = members[index]
         try:

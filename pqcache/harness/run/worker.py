@@ -146,18 +146,23 @@ class _Run:
 
     def _request(self, members: dict[str, tuple[Cell, HarnessLM]], request: Instance, recorder: Recorder) -> None:
         """Answer one request by every cell that has not failed, from one prefill where they can share it."""
+        from pqcache.harness.run.too_long import TooLong
+
         prefill: Prefill | None = None
         text = request.request_type == "generate_until"
-        todo = [
-            (cell, lm)
-            for name, (cell, lm) in members.items()
-            if name not in self.failures and not (text and lm.has(request))
-        ]
+        try:
+            todo = [
+                (cell, lm)
+                for name, (cell, lm) in members.items()
+                if name not in self.failures and not (text and lm.has(request))
+            ]
+        except TooLong:
+            return
         shared = text and len(todo) > 1
         if shared:
             try:
                 prefill = recorder.record(todo[0][1], request)
-            except Exception:  # too long, or out of memory: each cell meets it by itself, and says so
+            except Exception:  # out of memory, perhaps: each cell meets it by itself, and says so
                 prefill = None
         for cell, lm in todo:
             before = len(lm.log)
@@ -168,9 +173,14 @@ class _Run:
                 prefill = None  # it may have been left half used
 
     def _answer(self, lm: HarnessLM, request: Instance, prefill: Prefill | None) -> None:
+        from pqcache.harness.run.too_long import TooLong
         from pqcache.selective import OwnPrefill
 
         if request.request_type == "loglikelihood":
+            try:
+                lm.check_request(request)
+            except TooLong:
+                return
             lm.loglikelihood([request], disable_tqdm=True)
             self.prefills += 1
             return

@@ -10,7 +10,7 @@ first metric (`task.metric` chooses another); all metrics are in the row's `task
 Deviations from lm-eval's own runs:
 - A chat model gets the whole prompt, few-shot examples included, as one user turn (model.chat=false: as lm-eval's default).
 - Examples that lm-eval draws at random are its own at seed=0, others at another seed.
-- A prompt that is too long is refused, not cut.
+- A prompt that is too long is not cut: its document is left out and counted (run/too_long.py).
 - A group's score is the unweighted mean of its tasks.
 - A perplexity p becomes the score 100 / p, the geometric mean probability of a word or byte.
 """

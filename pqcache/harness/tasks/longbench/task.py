@@ -16,7 +16,7 @@ As the official code does it, where lm-eval differs:
 Deviations:
 - The chat template of a tokenizer, unless its turns are [INST] ones: these are written as the official code and PQCache do.
 - Opening tokens stand once, also where a published code's template doubled them.
-- A prompt that is still too long without its middle is refused; the official code goes on.
+- A prompt that is still too long without its middle is left out and counted; the official code goes on.
 - The means of data sets are not rounded before their mean is taken.
 """
 
