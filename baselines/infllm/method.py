@@ -120,6 +120,10 @@ class InfLLM(Method):
         local = max(0, min(s - shares.sinks, window) - 1)
         return BlockPlan(shares.sinks, local, k, window=window, topk=blocks, exc=min(self.exc_block, window))
 
+    def chunk_unit(self, s: int) -> int:
+        """An execution chunk, whose queries choose blocks together."""
+        return 1 if self.dense_prefill or self.budget.is_everything else self.plan(s, 0, 1).exc
+
     def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
         return DenseLayer(layer_idx, shape) if self.budget.is_everything else InfLLMLayer(layer_idx, shape, self)
 

@@ -21,6 +21,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -36,17 +37,20 @@ from pqcache.selective.support import check_architecture
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
 _CONTEXT = "_pqcache_context"
+_ours: ContextVar[bool] = ContextVar("_ours", default=False)  # whether the pass under way has a SelectiveCache
 # arguments whose use needs every row of the last layer
 EVERY_ROW = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def selective_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask of transformers' sdpa attention; none for one query without a 2-D mask, which attends to everything.
+    """The mask of transformers' sdpa attention; none without a 2-D mask, where it is not needed.
 
-    transformers builds that mask of ones whenever it may not look at tensors, as while a step is recorded.
+    - For one query, which attends to everything. transformers builds a mask of ones whenever it may not look at tensors, as
+      while a step is recorded.
+    - For a SelectiveCache, whose layers know what each query of a block sees.
     """
     plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    if kwargs.get("q_length") == 1 and kwargs.get("attention_mask") is None and plain:
+    if kwargs.get("attention_mask") is None and plain and (kwargs.get("q_length") == 1 or _ours.get()):
         return None
     return sdpa_mask(*args, **kwargs)
 
@@ -129,6 +133,7 @@ class Hooks:
         Counting padding too would rotate the keys further, and their product-quantized codes would change.
         """
         cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
+        _ours.set(cache is not None)
         if cache is None:
             return None
         cache.open_forward()
@@ -140,6 +145,7 @@ class Hooks:
 
     def after_model(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         if (cache := cache_of(kwargs)) is not None:
+            _ours.set(False)
             cache.close_forward()
 
     def before_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:

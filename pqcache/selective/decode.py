@@ -140,6 +140,7 @@ def generate(
 ) -> GenerationResult:
     """Greedy generation of one prompt, input_ids (1, s), under `method`.
 
+    prefill_chunk: about how many tokens of the prompt are computed at a time; the method may need a multiple of its own number.
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
     lanes: see SelectiveCache. Nothing runs beside the model any more when this returns or raises.
     Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together, and
@@ -152,10 +153,9 @@ def generate(
     s = input_ids.shape[1]
     if not 0 <= question_tokens < s:
         raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
-    if prefill is not None and (prefill.tokens != s - question_tokens or prefill_chunk is not None):
-        raise ValueError(
-            f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}, in one block"
-        )
+    if prefill is not None and prefill.tokens != s - question_tokens:
+        raise ValueError(f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}")
+    chunk = chunk_of(method, s - question_tokens, prefill_chunk)
     cache = SelectiveCache(model, method, attn=attn, lanes=lanes)
     cache.observers.extend(observers)
     cache.watchers.extend(watchers)
@@ -164,7 +164,7 @@ def generate(
         with attach(model):
             tokens, marks = decode_loop(
                 model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
-                question_tokens=question_tokens, prefill_chunk=prefill_chunk, not_first=not_first,
+                question_tokens=question_tokens, prefill_chunk=chunk, not_first=not_first,
                 feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
             )  # fmt: skip
         result = report(cache, tokens, marks, s, s - question_tokens)
@@ -176,22 +176,36 @@ def generate(
     return result
 
 
+def chunk_of(method: Method, s: int, wanted: int | None) -> int | None:
+    """Tokens per block of a prompt of s tokens: `wanted`, down to a multiple of what the method needs. None: one block."""
+    if wanted is None or wanted >= s:
+        return None
+    if wanted < 1:
+        raise ValueError(f"prefill_chunk={wanted}: allowed is null or an int >= 1")
+    unit = method.chunk_unit(s)
+    return max(unit, wanted // unit * unit)
+
+
 @torch.no_grad()
 def score_loop(
-    model: PreTrainedModel, cache: Any, ids: torch.Tensor, *, first: int, prefill: int
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, *, first: int, prefill: int, prefill_chunk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Log-probabilities of ids[0, first:] and whether each is the likeliest token, with the time of each forward pass.
 
-    ids (1, t). The first `prefill` tokens are one block, the others go one by one through the decode path; the last one is
-    only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end, as `decode_loop` does.
+    ids (1, t). The first `prefill` tokens are one block, or blocks of prefill_chunk tokens. The others go one by one through the
+    decode path; the last one is only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end, as
+    `decode_loop` does.
     """
     ids = ids.to(model.device)
     clock = Clock(ids.device)
     logprobs, greedy = [], []
     finite = torch.ones((), dtype=torch.bool, device=ids.device)
-    keep = max(1, prefill - first + 1)  # the logits that predict scored tokens; at least the last ones
-    for start, end in [(0, prefill), *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
-        kept = keep if start == 0 else 1
+    size = prefill_chunk or prefill
+    blocks = [(start, min(prefill, start + size)) for start in range(0, prefill, size)]
+    for start, end in [*blocks, *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
+        kept = min(
+            end - start, max(1, end - first + 1)
+        )  # the logits that predict scored tokens; at least the last ones
         out = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=kept)
         targets = ids[0, end - kept + 1 : end + 1]
         if end >= first:
@@ -200,7 +214,8 @@ def score_loop(
                 scores = logits.float().log_softmax(-1)
                 logprobs.append(scores.gather(-1, target[:, None])[:, 0])
                 greedy.append(logits.argmax(-1) == target)
-        clock.mark()
+        if end >= prefill:  # the first mark is the whole prompt's
+            clock.mark()
     if not finite:
         raise NonFinite("NaN or infinity in the logits")
     return torch.cat(logprobs), torch.cat(greedy), clock.marks
@@ -215,11 +230,13 @@ def likelihood(
     prefill: int,
     attn: str = "auto",
     watchers: Collection[Watcher] = (),
+    prefill_chunk: int | None = None,
 ) -> Likelihood:
     """Log-probabilities of ids[0, first:], each given all tokens before it, under `method`; ids (1, t).
 
     The first `prefill` tokens are the prompt; the others are fed one by one through the decode path, so what they
     predict is computed from the method's cache. What the prompt itself predicts (first < prefill) is exact attention.
+    prefill_chunk: as in `generate`.
     """
     s = ids.shape[-1]
     if ids.ndim != 2 or ids.shape[0] != 1 or not 1 <= first < s or not 1 <= prefill < s:
@@ -228,7 +245,8 @@ def likelihood(
     cache.watchers.extend(watchers)
     cache.begin([prefill], token_ids=ids[:, :prefill], max_new_tokens=s - prefill)
     with attach(model):
-        logprobs, greedy, marks = score_loop(model, cache, ids, first=first, prefill=prefill)
+        chunk = chunk_of(method, prefill, prefill_chunk)
+        logprobs, greedy, marks = score_loop(model, cache, ids, first=first, prefill=prefill, prefill_chunk=chunk)
     result = report(cache, ids[0, first:].tolist(), marks, s, prefill)
     return Likelihood(logprobs.tolist(), greedy.tolist(), replace(result, prompt_tokens=max(first, prefill)))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import fmean
 
 import torch
 
-from pqcache.selective.attention import attend_one, causal_mask, row_mask
+from pqcache.selective.attention import attend_one, row_mask
+from pqcache.selective.blocks import lower_right, row_by_row
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.substitute import StepParts, Substitute, substitute_for
@@ -26,20 +28,40 @@ def dense_prefill(
     With `store`, the block must already be in it. Where only the last token's row is used, the others are zero.
     """
     step = ctx.step
-    if store is not None and not step.first:
-        keys, values = store.view()
-        stored = tuple(length - count for length, count in zip(store.lengths, step.counts, strict=True))
-        key = (stored, keys.shape[2], q.device)
-        if key not in step.masks:
-            step.masks[key] = causal_mask(stored, step.counts, step.t, keys.shape[2], q.device)
-        mask = step.masks[key]
-        k, v = keys, values
+    counts, ends = step.counts, step.counts
+    if store is None or step.first:
+        if not ctx.last_only and not (step.padded and mask is None):
+            return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+        # the block's own rows, as a store holds them: padding left out
+        if step.padded:
+            k, v = (_to_the_left(x, counts) for x in (k, v))
+    else:
+        k, v = store.view()
+        ends = store.lengths
+    attend = partial(_attend_end, ctx=ctx)
+    same = len(set(ends)) == 1 and set(counts) == {step.t}
     if not ctx.last_only:
-        return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+        return attend(q, k, v) if same else row_by_row(q, k, v, ends, counts, attend)
     out = q.new_zeros((q.shape[0], step.t, q.shape[1], v.shape[3]))
-    newest = None if mask is None else mask[:, :, -1:]
-    out[:, -1:] = ctx.cache.kernel(ctx.module, q[:, :, -1:], k, v, newest, scaling=ctx.scaling, dropout=0.0)[0]
+    newest = q[:, :, -1:]
+    out[:, -1:] = attend(newest, k, v) if same else row_by_row(newest, k, v, ends, [min(1, c) for c in counts], attend)
     return out
+
+
+def _attend_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+    """Causal attention of q (n, h, t, d) over k, v (n, h_kv, m, d), the last t of them the queries' own: (n, t, h, d)."""
+    # these two are aligned to the lower right themselves; sdpa, also as flash-attn's stand-in for fp32, is not
+    own = ctx.cache.attn == "standard" or (ctx.cache.attn == "flash_attention_2" and q.dtype != torch.float32)
+    if own or q.shape[2] in (1, k.shape[2]):
+        return ctx.cache.kernel(ctx.module, q, k, v, None, scaling=ctx.scaling, dropout=0.0)[0]
+    return lower_right(q, k, v, ctx.scaling)
+
+
+def _to_the_left(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """x (n, h_kv, t, d), row r's last counts[r] columns real, with these at 0 .. counts[r] - 1."""
+    return torch.stack(
+        [row.roll(count, 1) if count < row.shape[1] else row for row, count in zip(x, counts, strict=True)]
+    )
 
 
 class DenseLayer(SelectiveLayer):

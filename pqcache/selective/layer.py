@@ -35,7 +35,7 @@ class Step:
     final: list[int]  # tokens seen at the end of the current prompt or turn
     ends_prompt: bool  # the block holds the last token of the prompt, or of a new turn
     first: bool  # nothing was seen before
-    masks: dict = field(default_factory=dict)  # causal masks of this pass, shared by its layers
+    masks: dict = field(default_factory=dict)  # masks and rotations of this pass, shared by its layers
 
     @property
     def total(self) -> list[int]:

@@ -107,6 +107,10 @@ class Method:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
         return None
 
+    def chunk_unit(self, s: int) -> int:
+        """A prompt of `s` tokens may arrive in chunks of this many tokens, or of a multiple."""
+        return 1
+
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
         """A prompt's compression against 16 bits as the method's paper counts it, beside measured bytes. None: not published."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,6 +39,9 @@ class ComposedMethod(Method):
     ) -> None:
         for part in self.parts():
             part.check_prepared(config, device, dtype, cache_dir)
+
+    def chunk_unit(self, s: int) -> int:
+        return math.lcm(*(part.chunk_unit(s) for part in self.parts()))
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         for part in self.parts():

@@ -92,20 +92,59 @@ class _Tape(Watcher):
     def __init__(self, device: str | None) -> None:
         self.calls: list[Call] = []
         self.device = device
+        # of a prompt that arrives in blocks, per layer: q, output, input, cos, sin and positions of all its tokens
+        self.parts: dict[int, list[_Whole]] = {}
 
     def watch(self, call: WatchedCall) -> None:
-        ctx = call.ctx
-        shared = (ctx.module, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids, ctx.modules, ctx.rotary, ctx.scaling)
-        made = Call(call.q, call.k, call.v, call.out, *shared)
+        ctx, step = call.ctx, call.ctx.step
+        k, v, found = call.k, call.v, (call.q, call.out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids)
+        if not (step.first and step.ends_prompt):
+            whole = self.parts.setdefault(ctx.layer_idx, [_Whole(axis, self.device) for axis in (2, 1, 1, 1, 1, 1)])
+            for one, tensor in zip(whole, found, strict=True):
+                one.add(tensor, step.past[0], step.final[0])
+            if not step.ends_prompt:
+                return
+            q, out, hidden, cos, sin, positions = (one.tensor for one in self.parts.pop(ctx.layer_idx))
+            assert q is not None and out is not None and hidden is not None and cos is not None and sin is not None
+            found = q, out, hidden, cos, sin, positions
+            assert isinstance(call.layer, _Passing)
+            k, v = call.layer.give_up()
+        q, out, hidden, cos, sin, positions = found
+        made = Call(q, k, v, out, ctx.module, hidden, cos, sin, positions, ctx.modules, ctx.rotary, ctx.scaling)
         self.calls.append(made if self.device is None else made.moved(self.device))
 
 
+@dataclass
+class _Whole:
+    """A tensor of all tokens of a prompt, of which blocks arrive along one axis."""
+
+    axis: int
+    device: str | None  # where it is kept; None: with its blocks
+    tensor: torch.Tensor | None = None
+
+    def add(self, block: torch.Tensor | None, start: int, length: int) -> None:
+        if block is None:
+            return
+        if self.tensor is None:
+            shape = (*block.shape[: self.axis], length, *block.shape[self.axis + 1 :])
+            self.tensor = torch.empty(shape, dtype=block.dtype, device=self.device or block.device)
+        self.tensor.narrow(self.axis, start, block.shape[self.axis]).copy_(block)
+
+
 class _Passing(DenseLayer):
-    """Attends to the prompt and keeps nothing."""
+    """Attends to the prompt and keeps nothing; of a prompt in blocks, K and V until its end."""
+
+    def give_up(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the prompt, which this layer forgets."""
+        k, v = self.store.view()
+        self.clear()
+        return k, v
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
+        if not (ctx.step.first and ctx.step.ends_prompt):
+            return super().prefill(q, k, v, mask, ctx)
         return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
 
 
@@ -118,18 +157,27 @@ class _Recording(Method):
 
 
 @torch.no_grad()
-def record(model: PreTrainedModel, input_ids: torch.Tensor, attn: str = "auto", device: str | None = None) -> Prefill:
+def record(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attn: str = "auto",
+    device: str | None = None,
+    prefill_chunk: int | None = None,
+) -> Prefill:
     """The dense prefill of input_ids (1, s). Holds q, k, v, the output and the input of every layer.
 
-    device: where they are kept; None: where they were computed. `feed` moves one layer at a time back.
+    device: where they are kept; None: where they were computed. `feed` moves one layer at a time back. prefill_chunk: tokens
+    that are computed at a time.
     """
     cache = SelectiveCache(model, _Recording(), attn=attn)
     tape = _Tape(device)
     cache.watchers.append(tape)
     ids = input_ids.to(model.device)
     cache.begin([ids.shape[1]], token_ids=ids)
+    cache.expected = ids.shape[1]
     with attach(model):
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        for block in ids.split(prefill_chunk or ids.shape[1], dim=1):
+            logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
     return Prefill(ids.shape[1], cache.attn, logits, tape.calls)
 
 

@@ -19,13 +19,14 @@ from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
 from baselines.streaming import StreamingLLM
 from pqcache.selective import Budget, NotApplicable
-from pqcache.selective.attention import causal_mask, partial
+from pqcache.selective.attention import partial
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from tests.baselines.drive import held, run
+from tests.masks import causal_mask
 
 D = 8
 EVICTORS: dict[str, tuple[type[EvictionMethod], dict[str, Any]]] = {

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqcache.selective import column_sums
-from pqcache.selective.attention import causal_mask, partial
+from pqcache.selective.attention import partial
 from pqcache.selective.column_sums import QueryWindow, add_column_sums
+from tests.masks import causal_mask
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pqcache.fields import added
+
 GROUPS = ("model", "method", "task", "experiment", "launch")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
@@ -68,6 +70,8 @@ class RunOptions:
     # Cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples. auto: in sweeps,
     # where memory allows it
     shared_prefill: Literal["auto"] | bool = "auto"
+    # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
+    prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
     # print what would run, what it needs and how long it takes, and run nothing
     plan: bool = False
     # prepared method data, machine profiles

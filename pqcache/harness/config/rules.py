@@ -21,6 +21,10 @@ def check_run(run: RunOptions, errors: list[str]) -> None:
     """The top-level keys except the budget."""
     if run.limit is not None and run.limit < 1:
         errors.append(f"limit={run.limit}: must be at least 1, or null for all samples")
+    if isinstance(run.prefill_chunk, int) and run.prefill_chunk < 1:
+        errors.append(
+            f"prefill_chunk={run.prefill_chunk}: must be at least 1, auto, or null for the whole prompt at once"
+        )
     if not 0 <= run.seed < 2**32:
         errors.append(f"seed={run.seed}: must be from 0 to {2**32 - 1}")
     if run.dense_layers is not None and run.dense_layers < 0:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pqcache.harness.run.chunks import kept_bytes, prefill_bytes
 from pqcache.selective import Budget, ModelShape, OwnPrefill, generate, record
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.retrieval import RetrievalMethod
@@ -61,16 +62,22 @@ def memory(
     dtype: str,
     attn: str = "auto",
     measured: bool = True,
+    prefill_chunk: int | None = None,
 ) -> Memory:
     """What one cell needs at a prompt of `prompt_tokens` and an answer of `new_tokens`.
 
     config: the model's. method: None counts the cache as Full's. dtype: as torch names it, without "torch.". attn: as the
     top-level key. measured: measure the method's cache (tenths of a second); else what does not evict counts as Full.
+    prefill_chunk: tokens that are computed at a time; every layer then holds the whole prompt's K and V until its last chunk.
     """
+    cache = cache_bytes(config, method, prompt_tokens, new_tokens, dtype, measured=measured)
+    chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
+    if chunk < prompt_tokens:
+        cache = cache | {DEVICE: max(cache.get(DEVICE, 0), kept_bytes(config, prompt_tokens, dtype))}
     return Memory(
         weights=parameter_count(config) * getattr(torch, dtype).itemsize,
-        cache=cache_bytes(config, method, prompt_tokens, new_tokens, dtype, measured=measured),
-        prefill=prefill_bytes(config, prompt_tokens, dtype, attn),
+        cache=cache,
+        prefill=prefill_bytes(config, chunk, dtype, attn),
         recording=recording_bytes(config, prompt_tokens, dtype),
     )
 
@@ -111,28 +118,6 @@ def recording_bytes(config: PreTrainedConfig, prompt_tokens: int, dtype: str) ->
     shape = ModelShape.of(text)
     token = 2 * shape.h * shape.d + 2 * shape.h_kv * shape.d + text.hidden_size  # q and output, k and v, input
     return shape.n_layers * prompt_tokens * token * getattr(torch, dtype).itemsize
-
-
-# -- prefill -----------------------------------------------------------------------------------------------------------
-
-
-def prefill_bytes(config: PreTrainedConfig, prompt_tokens: int, dtype: str, attn: str = "auto") -> int:
-    """Temporaries of the prompt's forward pass, at the worse of attention and MLP of one layer.
-
-    Both hold the residual and its normalised copy. Attention adds q, k, v, their rotated copies and the output, and under
-    attn=standard the whole matrix, logits and probabilities in float32. The MLP adds three tensors of its width. A
-    normalisation works in float32 on two copies.
-    """
-    text = config.get_text_config(decoder=True)
-    shape, item = ModelShape.of(text), getattr(torch, dtype).itemsize
-    hidden, wide = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    heads, kv = shape.h * shape.d, shape.h_kv * shape.d
-    attention = (3 * heads + 3 * kv) * item * prompt_tokens
-    if attn == "standard":
-        attention += 2 * shape.h * prompt_tokens * prompt_tokens * 4
-    mlp = 3 * wide * item * prompt_tokens
-    norm = 2 * hidden * 4 * prompt_tokens
-    return 2 * hidden * item * prompt_tokens + max(attention, mlp, norm)
 
 
 # -- cache -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.launch import estimate, figures
 from pqcache.harness.launch.documents import Counted
-from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run import chunks, models, smoke_models
 from pqcache.harness.run.session import task_of_cell
 from pqcache.measure.geometries import GEOMETRIES, geometry
 
@@ -115,6 +115,19 @@ def memory_of(cell: Cell, counted: Counted, *, measured: bool) -> estimate.Memor
             dtype=dtype,
             attn=cell.run.attn,
             measured=measured,
+            prefill_chunk=_chunk(cell, config, prompt, dtype),
         )
     except (OSError, ValueError):
         return None
+
+
+def _chunk(cell: Cell, config: Any, tokens: int, dtype: str) -> int | None:
+    """`prefill_chunk` of the cell at a prompt of `tokens` tokens, with auto resolved by the memory that is free now."""
+    wanted = cell.run.prefill_chunk
+    if wanted != "auto":
+        return wanted
+    there = estimate.device_memory(models.pick_device(cell.identity["model"]["device"]))
+    if there is None:
+        return None
+    weights = estimate.parameter_count(config) * getattr(torch, dtype).itemsize
+    return chunks.fitting_chunk(config, tokens, max(0, there - weights), dtype)

@@ -142,7 +142,7 @@ def _survey(plan: RunPlan, session: Session, measured: bool, until: float) -> Su
         key = json.dumps([same, cell.run.limit, cell.run.smoke], sort_keys=True)
         if key not in counts:
             counts[key] = _count(cell, session, until)
-            notes += [counts[key].why] if counts[key].why else []
+            notes += [*([counts[key].why] if counts[key].why else []), *counts[key].notes]
         counted = counts[key]
         if model_key(cell) not in profiles:
             profiles[model_key(cell)] = profile_of(cell)

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config import environment
+from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
 from pqcache.harness.run.samples import Missing, Sample, SampleLog, failed_sample, fingerprint, make_sample
@@ -89,12 +90,14 @@ class HarnessLM(LikelihoodLM):
         tokens: TokenTask | None = None,
         smoke: bool = False,
         computes: bool = True,
+        prefill_chunk: Chunk = None,
     ) -> None:
         super().__init__()
         self.loaded = loaded
         self.method = method
         self.log = log
         self.attn = attn
+        self.chunks = Chunks(prefill_chunk)
         self.seed = seed
         self.question_as_decode = question_as_decode
         self.max_new_tokens = max_new_tokens
@@ -202,7 +205,7 @@ class HarnessLM(LikelihoodLM):
             raise Missing(f"{task} sample {doc_id}: no worker has computed it")
         if not self.warm:
             self.warm = True
-            warm_up(self.loaded.model, self.method, ids, self.attn)
+            warm_up(self.loaded.model, self.method, ids, self.attn, self.chunks.of(self.loaded.model, len(ids)))
         torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
 
     def finish(
@@ -317,6 +320,7 @@ class HarnessLM(LikelihoodLM):
             stop_ids.add(tokenizer(prepared.stop_token, add_special_tokens=False)["input_ids"][-1])
             not_first = stop_ids
         self.begin(task, doc_id, ids)
+        chunk = self.chunks.of(self.loaded.model, len(ids) - prepared.question)
         result = generate(
             self.loaded.model,
             self.method,
@@ -329,7 +333,9 @@ class HarnessLM(LikelihoodLM):
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             prefill=prefill,
+            prefill_chunk=chunk,
         )
+        result.extra.update(self.chunks.fact(chunk))
         answer = result.token_ids
         while answer and answer[-1] in stop_ids:
             answer = answer[:-1]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pqcache.harness.run.chunks import Chunks
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.measure.machine import Ceilings, ceilings
@@ -62,6 +63,8 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
     text = ids if loaded.name == "random" else loaded.calibration_text()
     cell.method.prepare(model, text, Path(cell.run.cache_dir).expanduser())
     limits = limits_of(device, model.dtype)
+    chunks = Chunks(cell.run.prefill_chunk)
+    chunk = chunks.of(model, task["length"])
     settings = {
         "model": loaded.weights,
         "device": facts["device"],
@@ -78,7 +81,9 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
         if sample is None:
             if not fresh:  # warm up at the same length: kernels and allocators depend on it
                 with contextlib.suppress(ValueError):
-                    generate(model, cell.method, ids.to(device), max_new_tokens=3, attn=cell.run.attn)
+                    generate(
+                        model, cell.method, ids.to(device), max_new_tokens=3, attn=cell.run.attn, prefill_chunk=chunk
+                    )
             fresh = True
             with peak_memory(device) as peak:
                 run = generate(
@@ -88,7 +93,9 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
                     max_new_tokens=task["new_tokens"],
                     attn=cell.run.attn,
                     lanes=make_lanes(task["overlap"], device),
+                    prefill_chunk=chunk,
                 )
+            run.extra.update(chunks.fact(chunk))
             if peak.bytes is not None:
                 run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
             run.extra.update(bound(model, run, limits).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))

@@ -17,6 +17,7 @@ from lm_eval.api.model import LM
 from tqdm import tqdm
 
 from pqcache.harness.run import too_long
+from pqcache.harness.run.chunks import Chunks
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
 from pqcache.selective import NonFinite, attach, likelihood
@@ -56,6 +57,7 @@ class LikelihoodLM(LM):
     attn: str
     question_as_decode: bool
     label: str
+    chunks: Chunks
     recorder: Recorder | None
     tokens: TokenTask | None  # of tasks that are measured in tokens, not text
     used: dict[tuple, Sample]  # (task, document[, request]) -> sample
@@ -205,7 +207,8 @@ class LikelihoodLM(LM):
 
     def _score(self, task: str, doc_id: int, ids: list[int], first: int, prefill: int) -> Likelihood:
         self.begin(task, doc_id, ids[:prefill])
-        return likelihood(
+        chunk = self.chunks.of(self.loaded.model, prefill)
+        scored = likelihood(
             self.loaded.model,
             self.method,
             torch.tensor([ids], device=self.loaded.model.device),
@@ -213,7 +216,10 @@ class LikelihoodLM(LM):
             prefill=prefill,
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
+            prefill_chunk=chunk,
         )
+        scored.result.extra.update(self.chunks.fact(chunk))
+        return scored
 
     def _scored(
         self, request: Instance, index: tuple[int | None, ...], ids: list[int], first: int, prefill: int, wrapper: str

@@ -193,6 +193,7 @@ def make_adapter(
         tokens=spec.tokens,
         smoke=cell.run.smoke,
         computes=session.weights,
+        prefill_chunk=cell.run.prefill_chunk,
     )
     return lm, spec, tasks
 

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config.cells import Cell, open_folder
+from pqcache.harness.run.chunks import free_bytes
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.one_cell import make_adapter, requests_of
 from pqcache.harness.run.samples import SampleLog
@@ -62,19 +63,6 @@ def cache_bytes(model: PreTrainedModel, tokens: int) -> int:
     return int(tokens * (2 * cache + wide) * model.dtype.itemsize)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on a device; None where the system does not say."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":") for line in file)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
 def place_of(model: PreTrainedModel, tokens: int, shared: Literal["auto"] | bool) -> Place:
     """Where the recording of a prompt is kept. shared=true always records."""
     if shared is False:
@@ -109,7 +97,8 @@ class Recorder:
         if place == "off":
             return None
         self.prompts += 1
-        return record(lm.loaded.model, torch.tensor([body]), lm.attn, device="cpu" if place == "host" else None)
+        model, kept = lm.loaded.model, "cpu" if place == "host" else None
+        return record(model, torch.tensor([body]), lm.attn, kept, prefill_chunk=lm.chunks.of(model, len(body)))
 
 
 def run_group(group: list[Cell], session: Session) -> None:

@@ -25,11 +25,11 @@ DROPPED_STEPS = 2
 WARM_TOKENS = 1024
 
 
-def warm_up(model: PreTrainedModel, method: Method, prompt: Sequence[int], attn: str) -> None:
+def warm_up(model: PreTrainedModel, method: Method, prompt: Sequence[int], attn: str, chunk: int | None = None) -> None:
     """Generate three tokens after the beginning of the prompt and drop them: kernels compile on first use."""
     ids = torch.tensor([list(prompt[:WARM_TOKENS])], device=model.device)
     with contextlib.suppress(ValueError):  # what the method refuses, the sample will report
-        generate(model, method, ids, max_new_tokens=3, attn=attn)
+        generate(model, method, ids, max_new_tokens=3, attn=attn, prefill_chunk=chunk)
 
 
 def pooled_steps(steps: Iterable[Sequence[float]]) -> list[float]:

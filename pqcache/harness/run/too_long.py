@@ -67,9 +67,9 @@ def left_out(lm: HarnessLM, requests: Iterable[Instance]) -> LeftOut:
         except TooLong as error:
             found.setdefault(task, set()).add(doc_id)
             why.setdefault(task, error)
-    for task, error in why.items():
+    for task, reason in why.items():
         if task not in kept:
-            raise TooLong(f"{task}: all {len(found[task])} samples are too long; {error}") from None
+            raise TooLong(f"{task}: all {len(found[task])} samples are too long; {reason}") from None
     return {task: sorted(numbers) for task, numbers in found.items()}
 
 

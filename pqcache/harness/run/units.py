@@ -109,7 +109,9 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
             continue
         same = {key: cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")}
         alone = cell.name if cell.run.diagnostics or cell.identity["task"]["name"] == "latency" else None
-        key = json.dumps([same, cell.device, cell.run.attn, cell.run.limit, alone], sort_keys=True)
+        key = json.dumps(
+            [same, cell.device, cell.run.attn, cell.run.prefill_chunk, cell.run.limit, alone], sort_keys=True
+        )
         by_prompts.setdefault(key, []).append(cell)
     return [sorted(group, key=lambda cell: cell.identity["method"]["name"] != "full") for group in by_prompts.values()]
 
