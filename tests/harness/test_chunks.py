@@ -31,6 +31,7 @@ def samples(out: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+@pytest.mark.rest
 def test_answers_are_those_of_one_block(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     sweep = ["-m", "method=full,snapkv", "budget=0.3", "limit=2", "shared_prefill=true"]

@@ -82,7 +82,7 @@ def documents(out: Path) -> dict[str, set[int]]:
     }
 
 
-@pytest.mark.parametrize("shared", ["true", "false"])
+@pytest.mark.parametrize("shared", [pytest.param("true", marks=pytest.mark.rest), "false"])
 def test_answers(
     tiny: Path, folder: Path, tmp_path: Path, shared: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,12 +99,14 @@ def test_answers(
         assert {int(key.partition(":")[0]) for key in scores} == {0, 2, 3, 4}
 
 
+@pytest.mark.rest
 def test_log_likelihoods(tiny: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(tiny, folder, tmp_path / "out", "method=full", "task.name=my_choices") == 0
     assert "4 samples (1 more too long, left out)" in capsys.readouterr().out
     assert documents(tmp_path / "out") == {"full": {0, 2, 3, 4}}
 
 
+@pytest.mark.rest
 def test_a_task_of_which_nothing_is_left_fails_and_says_so(
     tiny: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

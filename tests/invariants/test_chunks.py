@@ -80,6 +80,7 @@ def test_a_recording_in_chunks_is_the_recording(llama: PreTrainedModel, ids: tor
         torch.testing.assert_close((one.cos, one.sin, one.position_ids), (other.cos, other.sin, other.position_ids))
 
 
+@pytest.mark.rest
 @each_kind
 def test_log_likelihoods_as_in_one_block(llama: PreTrainedModel, ids: torch.Tensor, kind: Case) -> None:
     def run(chunk: int | None) -> Likelihood:
