@@ -48,6 +48,7 @@ class Driver:
             ledger=self.ledger,
             watchers=[],
             observers=[lambda layer, *_: self.seen.append(layer.selected)],
+            attn="sdpa",
             kernel=kernel,
         )
         self.cache.note_resident = lambda: None
