@@ -16,6 +16,7 @@ def _row(method: str, score: float | None, difference: float | None) -> Row:
     known = {
         "model": "embedded", "method": method, "task": "needle_pocket", "seed": 0, "n_samples": 20, "score": score,
         "paired_difference": difference, "budget_ratio": 0.2, "resident_bytes": {"device": 2.0**20},
+        "prompt_protocol": {}, "sample_scores": {}, "folder": method,
     }  # fmt: skip
     return {**dict.fromkeys(Row.__annotations__), **known}  # type: ignore[typeddict-item]
 
