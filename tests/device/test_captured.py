@@ -153,6 +153,7 @@ def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, device: None
                 steps.replay()
 
 
+@pytest.mark.rest
 def test_a_recording_ends_with_what_it_was_made_of(llama: PreTrainedModel, device: None) -> None:
     with attach(llama):
         for name in ("full", "cache"):

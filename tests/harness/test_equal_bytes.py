@@ -40,6 +40,7 @@ def test_what_has_no_solution_says_so() -> None:
         solve(lambda tokens, quick: 100.0 * tokens + (5e4 if tokens > 1000 else 0), 1.25e5, 2000, 0.01)
 
 
+@pytest.mark.rest
 def test_a_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [
         "model=hf",

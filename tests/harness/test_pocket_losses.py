@@ -13,6 +13,7 @@ from pqcache.harness.report.groups import group_rows
 RUN = ("-m", "method=full,snapkv", "budget=0.3", "task=pocket", "task.length=512", "limit=2")
 
 
+@pytest.mark.rest
 def test_table_and_picture(command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores, mass = tmp_path / "scores", tmp_path / "mass"
     assert command(*RUN, out=scores) == 0

@@ -88,6 +88,7 @@ def test_its_command_gives_a_score_above_zero(project: Path, section: str, tmp_p
     assert rows["keynorm"]["resident_bytes"]["device"] < rows["full"]["resident_bytes"]["device"]
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(900)  # a test run of its own
 def test_it_passes_the_invariants(project: Path, section: str) -> None:
     (command,) = re.findall(r"`(python -m pytest .+?)`", section)
