@@ -28,7 +28,7 @@ UNITS = [Unit("m", ("cell",), "task", first, first + 1) for first in range(4)]
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), {}, "", None, {})
+    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), {}, "", None, {}, {})
 
 
 def ended(events: list[Any]) -> dict[str, UnitResult]:
@@ -41,11 +41,11 @@ def ended(events: list[Any]) -> dict[str, UnitResult]:
 
 
 def test_samples_are_reported_once_and_whole_lines_only(tmp_path: Path) -> None:
-    cell, seen = tmp_path / "cell", []
-    cell.mkdir()
+    cell, seen = tmp_path / "smoke" / "an older name", []
+    cell.mkdir(parents=True)
     line = json.dumps({"task": "t", "doc_id": 3, "score": 50.0})
     (cell / f"samples-{UNITS[0].name}-0.jsonl").write_text(f"{line}\n")  # an earlier driver's
-    follower = Follower(str(tmp_path), UNITS, seen.append)
+    follower = Follower({"cell": str(cell)}, UNITS, seen.append)
     follower.poll()
     assert seen == []
     path = cell / f"samples-{UNITS[0].name}-1.jsonl"

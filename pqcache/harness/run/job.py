@@ -35,6 +35,7 @@ def make_job(plan: RunPlan) -> Job:
         source=source_digest(),
         commit=environment.git_commit(),
         versions=environment.versions(),
+        folders={cell.name: str(cell.folder.resolve()) for cell in plan.cells},
     )
 
 

@@ -138,7 +138,7 @@ class _Round:
         self._refusals: list[str] = []
         self._hosts = hosts
         self._number = number
-        self._follower = Follower(job.out, units, report)
+        self._follower = Follower(job.folders, units, report)
 
     def run(self) -> None:
         try:

@@ -101,7 +101,7 @@ class _Round:
         self._results.mkdir(parents=True, exist_ok=True)
         self._ledger = self._folder / ("alone.json" if alone else "tasks.json")
         self._attempts, self._tasks = self._read_ledger()
-        self._follower = Follower(job.out, units, report)
+        self._follower = Follower(job.folders, units, report)
 
     # -- the ledger: what was submitted, kept on disk for the driver that comes back --------------------------------
 
