@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pqcache.selective import Method
 
 DEVICE, HOST = "device", "host"  # tiers, as the ledger names them
+WORKER = "a worker's device"  # of a run on a cluster, where the driver does not look at its own GPU
 PROBES = (512, 1024)  # prompts on which a method's cache is measured, in tokens
 ENTRY = 16  # bytes beside K and V of an evictor's entry: its position and its importance
 
@@ -225,7 +226,7 @@ def recording_place(need: Memory, device: str) -> str | None:
     """Where a shared prefill's recording fits beside the cell: "device", "host", or None for nowhere."""
     there = device_memory(device)
     if there is None or need.on_device(shared=True) + need.on_host() * (device == "cpu") <= there:
-        return DEVICE
+        return DEVICE  # of a worker's device: the worker decides by what is free there
     if torch.device(device).type == "cpu":
         return None
     room = host_memory()
@@ -236,7 +237,12 @@ def recording_place(need: Memory, device: str) -> str | None:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes that the device can give to this process now; None if it does not tell."""
+    """Bytes that the device can give to this process now; None if it does not tell, and of a worker's device.
+
+    On CUDA the question alone opens a context, which takes some hundred MB of the GPU.
+    """
+    if device == WORKER:
+        return None
     kind = torch.device(device)
     if kind.type == "cuda":
         return int(torch.cuda.mem_get_info(kind)[0]) + int(torch.cuda.memory_reserved(kind))

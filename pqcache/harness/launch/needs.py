@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.launch import estimate, figures
 from pqcache.harness.launch.documents import Counted
 from pqcache.harness.run import chunks, models, smoke_models
@@ -99,6 +100,13 @@ def _has_data(repo: str, file: str | None) -> bool:
     return (Path(constants.HF_HUB_CACHE) / f"datasets--{repo.replace('/', '--')}").is_dir()
 
 
+def device_of(cell: Cell) -> str:
+    """Where the cell computes. With an engine the GPU is a worker's: the driver may have none, or must leave it to them."""
+    device = models.pick_device(cell.identity["model"]["device"])
+    elsewhere = not isinstance(cell.launch, LocalLaunch)
+    return estimate.WORKER if elsewhere and device.startswith("cuda") else device
+
+
 def memory_of(cell: Cell, counted: Counted, *, measured: bool) -> estimate.Memory | None:
     """The cell's memory at its longest document; None if the model's configuration is not at hand."""
     prompt, new = counted.longest
@@ -126,7 +134,7 @@ def _chunk(cell: Cell, config: Any, tokens: int, dtype: str) -> int | None:
     wanted = cell.run.prefill_chunk
     if wanted != "auto":
         return wanted
-    there = estimate.device_memory(models.pick_device(cell.identity["model"]["device"]))
+    there = estimate.device_memory(device_of(cell))
     if there is None:
         return None
     weights = estimate.parameter_count(config) * getattr(torch, dtype).itemsize

@@ -39,6 +39,8 @@ def duration(seconds: float) -> str:
 def time_words(found: Survey) -> str:
     """How long the command takes, and by which measurement."""
     seconds, most = found.seconds(), found.seconds(most=True)
+    if any(one.device == estimate.WORKER for one in found.cells):
+        return "unknown before the workers start: their GPUs are not looked at from here"
     if seconds is None or most is None:
         return "no profile of this model on this device (make profile)"
     if found.samples == found.done:
@@ -70,7 +72,10 @@ def _most_memory(cells: list[CellSurvey]) -> list[str]:
         return []
     need, one = max(known, key=lambda pair: pair[0])
     there = estimate.device_memory(one.device)
-    return [f"memory at most {estimate.words(need)}" + (f" of {estimate.words(there)}" if there is not None else "")]
+    of = f" of {estimate.words(there)}" if there is not None else ""
+    return [
+        f"memory at most {estimate.words(need)}" + (f" of {estimate.WORKER}" if one.device == estimate.WORKER else of)
+    ]
 
 
 def text(found: Survey) -> str:
@@ -99,7 +104,7 @@ def _memory_table(cells: list[CellSurvey]) -> list[str]:
         there, host = estimate.device_memory(device), estimate.host_memory()
         has = f"{estimate.words(there)} free" if there is not None else "size unknown"
         lines.append(f"memory per cell at its longest prompt; {device}: {has}")
-        if not device.startswith("cpu") and host is not None:
+        if device != estimate.WORKER and not device.startswith("cpu") and host is not None:
             lines[-1] += f", host: {estimate.words(host)} free"
         seen: set[str] = set()
         for one in cells:
@@ -129,6 +134,8 @@ def _memory_words(one: CellSurvey, there: int | None) -> str:
     fits = "" if there is None or whole <= there else " - does not fit"
     place = estimate.recording_place(need, one.device)
     where = {"device": "fits", "host": "fits in host memory", None: "does not fit"}[place]
+    if one.device == estimate.WORKER:
+        where = "where it fits there"
     return f"{' + '.join(parts)} = {words(whole)}{fits}; a shared prefill {words(need.recording)} more, {where}"
 
 

@@ -152,7 +152,7 @@ def _survey(plan: RunPlan, session: Session, measured: bool, until: float) -> Su
                 counted,
                 documents.done(cell, counted.documents),
                 needs.memory_of(cell, counted, measured=measured),
-                models.pick_device(cell.identity["model"]["device"]),
+                needs.device_of(cell),
                 profiles[model_key(cell)],
             )
         )
@@ -183,12 +183,13 @@ def _count(cell: Cell, session: Session, until: float) -> Counted:
 
 
 def profile_of(cell: Cell) -> Profile | None:
-    """The stored profile of the cell's model on its device."""
-    options = cell.identity["model"]
+    """The stored profile of the cell's model on its device; None for a worker's device, which is not known here."""
+    options, device = cell.identity["model"], needs.device_of(cell)
+    if device == estimate.WORKER:
+        return None
     try:
         config = needs.config_of(cell)
         dtype = models.dtype_name(config, options)
-        device = models.pick_device(options["device"])
         return profile.load(Path(cell.run.cache_dir).expanduser(), config, dtype, device)
     except (OSError, ValueError, RuntimeError, AssertionError):
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.config.options import Refused
 from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import models, smoke_models
@@ -61,7 +62,8 @@ def check_models(plan: RunPlan, session: Session) -> None:
                     errors.append(models.why_not(cell.identity["model"], error))
         if cell.method is None:
             continue
-        errors += [line for line in [models.device_error(cell.device)] if line]
+        if isinstance(cell.launch, LocalLaunch):  # else the device is a worker's
+            errors += [line for line in [models.device_error(cell.device)] if line]
         if configs[key] is not None:
             errors += _misfits(cell, configs[key])
             errors += _unsupported(cell, configs[key], skip=plan.sweep)
@@ -81,7 +83,8 @@ def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:
     try:
         cell.method.check_model(config)
         device = torch.device(models.pick_device(cell.device))
-        cell.method.check_prepared(config, device, models.dtype_name(config, model), cache_dir)
+        if device.type != "cuda" or isinstance(cell.launch, LocalLaunch):  # else the profile is of a worker's device
+            cell.method.check_prepared(config, device, models.dtype_name(config, model), cache_dir)
     except ValueError as error:
         line = _one_line(f"{model['name']}, {cell.identity['method']['name']}: {error}")
         if not (isinstance(error, NotApplicable) and skip):

@@ -55,7 +55,7 @@ def _outline(cell: Cell) -> LoadedModel:
     options = {**cell.identity["model"], "device": cell.device}
     name = options.pop("name")
     if cell.run.smoke:
-        return smoke_models.load(name, options)  # small and random
+        return smoke_models.load(name, {**options, "device": "cpu"})  # small and random
     config = models.load_config(name, options)
     dtype = getattr(torch, models.dtype_name(config, {**options, "name": name}))
     outline: Any = Outline(config, dtype, torch.device("cpu"))

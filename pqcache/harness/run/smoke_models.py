@@ -93,7 +93,7 @@ def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
     if name in (EMBEDDED, RANDOM):
         return models.load(name, options)
     config = model_config(name, options)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # asking GPUs for theirs would open a context on each
         torch.manual_seed(zlib.crc32(name.encode()))
         model = AutoModelForCausalLM.from_config(config)
     dtype = torch.bfloat16 if options["dtype"] == "bfloat16" else torch.float32  # fp16 is slow on most CPUs

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import documents, plan, profile, survey
 from pqcache.harness.launch.profile import Profile, Times
+from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
 
 REPO = Path(__file__).resolve().parents[3]
@@ -140,6 +142,24 @@ def test_the_time_between_two_lengths(tmp_path: Path) -> None:
     assert made.prefill_s(2000) == pytest.approx(2.0 + 4.0)
     assert made.prefill_s(8000) == pytest.approx(8.0 + 64.0)
     assert made.step_s("unknown", 2000) == pytest.approx(0.01)
+
+
+def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("_lazy_init", "mem_get_info", "get_device_properties", "get_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    few = ("method=pqcache", "method.max_iter=adaptive", "prefill_chunk=auto", *SMALL, "limit=1")
+    driver = planned(tmp_path, "launch=ray", *few)
+    precheck.check_models(driver, Session())
+    found = survey.survey(driver, Session(), measured=False)
+    assert [one.device for one in found.cells] == ["a worker's device"]
+    assert "of a worker's device; time: unknown before the workers start" in plan.short(found)[0]
+    assert "a worker's device: size unknown\n" in plan.text(found)
+    with pytest.raises(AssertionError, match="CUDA was initialised"):
+        survey.survey(planned(tmp_path, *few), Session(), measured=False)
 
 
 @pytest.mark.rest
