@@ -25,6 +25,7 @@ from scripts.cluster.same_rows import differences, rows, samples
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ["-m", "method=full,pqcache,streaming,snapkv", "budget=0.2,0.1", "task=pocket_qa", "wandb=disabled"]
 WORKERS = ("launch=ray", "launch.workers=4", "launch.gpus_per_worker=1", "launch.cpus_per_worker=1")
+STARTS = 5  # tries to start a node: on a busy machine its start may time out
 DEEDS = ("kill a worker", "remove a node", "kill the driver")
 
 
@@ -36,12 +37,15 @@ class Cluster:
     """Two nodes on this machine, each with two pretended GPUs."""
 
     def __init__(self) -> None:
+        # Ray lowers its workers' priority, and the raylets that start them here inherit this environment. On a busy
+        # machine such workers would hardly run.
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own spelling
         from ray.cluster_utils import Cluster as RayCluster
 
         node: dict[str, Any] = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 100 << 20}
         self._node = node
         self._cluster = RayCluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        self._second = self._cluster.add_node(**node)
+        self._second = self._start()
         self.address = self._cluster.address
 
     def lose_a_node(self) -> None:
@@ -49,7 +53,23 @@ class Cluster:
 
     def restore(self) -> None:
         if self._second not in self._cluster.worker_nodes:
-            self._second = self._cluster.add_node(**self._node)
+            self._second = self._start()
+
+    def _start(self) -> Any:
+        """A second node. What a failed start has left is taken away before the next one."""
+        before = set(self._cluster.worker_nodes)
+        for attempt in range(1, STARTS + 1):
+            try:
+                return self._cluster.add_node(**self._node)
+            except Exception as error:  # Ray raises bare Exceptions and TimeoutErrors here
+                for half in set(self._cluster.worker_nodes) - before:
+                    self._cluster.remove_node(half)
+                if attempt == STARTS:
+                    raise
+                reason = next(iter(str(error).splitlines()), "")[:120]
+                print(f"a node did not start ({type(error).__name__}: {reason}), try {attempt + 1}", flush=True)
+                time.sleep(2.0 * attempt)
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         self._cluster.shutdown()

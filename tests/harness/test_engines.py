@@ -20,6 +20,7 @@ from pqcache.harness.config.options import Refused
 from pqcache.harness.run.engines import slurm_engine
 from pqcache.harness.run.engines.follow import Follower
 from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
+from scripts.cluster import disturb_ray
 from scripts.cluster.same_rows import differences
 from tests.harness.cells import ONE_THREAD, REPO
 
@@ -172,6 +173,39 @@ def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 # -- Ray: two real workers on this machine ----------------------------------------------------------------------------------
+
+
+def test_a_node_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nodes:
+        """Stands for Ray's cluster: two starts fail, the first one half-way."""
+
+        def __init__(self) -> None:
+            self.worker_nodes: set[str] = set()
+            self.tries = 0
+
+        def add_node(self, **options: Any) -> str:
+            self.tries += 1
+            if self.tries != 2:
+                self.worker_nodes.add(f"node {self.tries}")
+            if self.tries <= fail:
+                raise Exception("The current node timed out during startup.")
+            return f"node {self.tries}"
+
+        def remove_node(self, node: str) -> None:
+            self.worker_nodes.remove(node)
+
+    monkeypatch.setattr(disturb_ray.time, "sleep", lambda seconds: None)
+    fail = 2
+    cluster: Any = disturb_ray.Cluster.__new__(disturb_ray.Cluster)
+    cluster._cluster, cluster._node, cluster._second = Nodes(), {}, "lost"
+    cluster.restore()
+    cluster.restore()
+    assert (cluster._second, cluster._cluster.worker_nodes, cluster._cluster.tries) == ("node 3", {"node 3"}, 3)
+    fail = 99
+    cluster.lose_a_node()
+    with pytest.raises(Exception, match="timed out"):
+        cluster.restore()
+    assert (cluster._cluster.worker_nodes, cluster._cluster.tries) == (set(), 3 + disturb_ray.STARTS)
 
 
 def _samples(out: Path) -> int:
