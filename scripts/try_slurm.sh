@@ -12,7 +12,7 @@ python=${PYTHON:-.venv/bin/python}
 sweep=(-m method=full,pqcache,streaming,snapkv budget=0.2,0.1 task=pocket_qa task.length=1024 limit=8 wandb=disabled)
 export OMP_NUM_THREADS=1
 
-for program in munged slurmctld slurmd sbatch squeue scancel; do
+for program in munged slurmctld slurmd sbatch srun squeue sinfo scancel pgrep; do
     command -v "$program" > /dev/null || { echo "$program is not installed (Debian: slurm-wlm munge)" >&2; exit 2; }
 done
 
@@ -45,12 +45,14 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 KillWait=3
-NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
+NodeName=$host NodeAddr=127.0.0.1 CPUs=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) State=UNKNOWN
 PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE State=UP
 CONF
 export SLURM_CONF=$scratch/slurm.conf
 
+driver=
 stop() {
+    [ -n "$driver" ] && kill "$driver" 2> /dev/null || true
     scancel --quiet --me 2> /dev/null || true
     for name in slurmd slurmctld; do [ -f "$scratch/$name.pid" ] && kill "$(cat "$scratch/$name.pid")" || true; done
     [ -f "$scratch/munge/pid" ] && kill "$(cat "$scratch/munge/pid")" || true
@@ -60,14 +62,23 @@ munged --force --key-file="$scratch/munge/key" --socket="$scratch/munge/socket" 
     --log-file="$scratch/munge/log" --seed-file="$scratch/munge/seed"
 slurmctld -c
 slurmd -c
-for _ in $(seq 30); do sinfo --noheader -o %T 2> /dev/null | grep -q idle && break; sleep 1; done
-sinfo
 
 running() { squeue --noheader --array --me --states=RUNNING --format=%i 2> /dev/null | sort; }
 samples() { cat "$scratch"/slurm/*/samples-*.jsonl 2> /dev/null | wc -l; }
 samples_are() { [ "$(samples)" -ge "$1" ] && [ -n "$(running)" ]; }
-queue_is_empty() { [ -z "$(squeue --noheader --me 2> /dev/null)" ]; }
-await() { for _ in $(seq 600); do "$@" && return 0; sleep 0.5; done; echo "waited 300 s: $*" >&2; return 1; }
+queue_is_empty() { local queue; queue=$(squeue --noheader --me 2> /dev/null) && [ -z "$queue" ]; }
+node_is_idle() { [[ $(sinfo --noheader --format=%T 2> /dev/null) == *idle* ]]; }
+# The Python of an array task of this run: neither its srun nor another run's.
+worker() { pgrep -f "^[^ ]*python[^ ]* .*submitit\.core\._submit $scratch/slurm/" | tail -n 1; }
+kill_a_worker() { local victim; victim=$(worker) && kill -9 "$victim" && echo "kill -9 the worker with process id $victim"; }
+await() {
+    for _ in $(seq 2400); do "$@" && return 0; sleep 0.5; done
+    echo "waited 1200 s: $* (logs: $scratch/log, $scratch/*.txt)" >&2
+    return 1
+}
+
+await node_is_idle
+sinfo
 
 echo "== undisturbed, one process"
 "$python" run.py "${sweep[@]}" out="$scratch/local" > "$scratch/local.txt" 2>&1
@@ -80,11 +91,10 @@ victim=$(running | head -n 1)
 echo "cancel array task $victim"
 scancel "$victim"
 await samples_are $(($(samples) + 2))
-victim=$(pgrep -f 'submitit.core._submit' | tail -n 1)
-echo "kill -9 the worker with process id $victim"
-kill -9 "$victim"
+await kill_a_worker
 status=0
 wait "$driver" || status=$?
+driver=
 echo "exit code $status"
 tail -n 12 "$scratch/slurm.txt"
 
