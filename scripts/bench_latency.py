@@ -216,7 +216,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, dtype = prepare(args)
     try:
         if args.model is not None:
-            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, trust_remote_code=False)
+            model = model.to(device).eval()
         else:
             model = random_model(args.geometry, args.layers, dtype, device)
     except (OSError, ValueError) as error:

@@ -33,4 +33,5 @@ def load_model(dtype: torch.dtype | None = None, device: str | torch.device = "c
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model_dir(), dtype=dtype or torch.float32).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=dtype or torch.float32, trust_remote_code=False)
+    return model.to(device).eval()

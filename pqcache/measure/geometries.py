@@ -77,10 +77,10 @@ def geometry(name: str) -> PreTrainedConfig:
         return GEOMETRIES[name]()
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return AutoConfig.from_pretrained(str(folder))
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     if "/" in name and not name.startswith((".", "/", "~")):
         try:
-            return AutoConfig.from_pretrained(name)
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"{name}: {' '.join(str(error).split())[:200]}") from error
     hint = suggestion(name, GEOMETRIES)

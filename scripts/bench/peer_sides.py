@@ -27,7 +27,9 @@ class Side:
 
         self.torch, self.device = torch, torch.device(device)
         torch.set_num_threads(int(json.loads((folder / "options.json").read_text())["threads"]))
-        loaded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto", attn_implementation="sdpa")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype="auto", attn_implementation="sdpa", trust_remote_code=False
+        )
         self.model = loaded.to(self.device).eval()
         self.prompts = torch.load(folder / "prompts.pt")
 

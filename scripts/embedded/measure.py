@@ -51,7 +51,8 @@ def family_cell(
 def measure(args: argparse.Namespace) -> None:
     """Measure the weights in --out length by length; every finished length is written at once."""
     out = Path(args.out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(args.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
+    model = model.to(args.device).eval()
     tok = PreTrainedTokenizerFast.from_pretrained(out)
     path = out / "measured.json"
     measured: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -31,7 +31,7 @@ def start(
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerBase]:
     """Model (float32) and tokenizer: those in the folder `init`, heads widened to head_dim if it is not 0, or new ones."""
     if init:
-        model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, trust_remote_code=False)
         if head_dim and head_dim != model.config.head_dim:
             model = network.widened(model, head_dim, seed)
         return model, PreTrainedTokenizerFast.from_pretrained(init)

@@ -32,6 +32,7 @@ class Cell:
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
     launch: Launch = field(default_factory=LocalLaunch)  # where it runs
     device: str = "auto"  # model.device as it was typed, with its index
+    permits: dict[str, Options] = field(default_factory=dict)  # group -> its options that permit something
     older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
     @property
@@ -56,7 +57,9 @@ class Cell:
         """The configuration as --cfg job shows it. It includes the keys that are not part of the cell's identity."""
         extra = {key: getattr(self.run, key) for key in NOT_HASHED}
         extra["launch"] = {"name": self.launch.name, **asdict(self.launch)}
-        return yaml.safe_dump({**self.about.shown, **extra}, sort_keys=False)
+        shown = self.about.shown
+        groups = {group: {**shown[group], **options} for group, options in self.permits.items()}
+        return yaml.safe_dump({**shown, **groups, **extra}, sort_keys=False)
 
     @property
     def label(self) -> str:
@@ -148,6 +151,7 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
         typed=composed.typed,
         launch=checked.launch,
         device=checked.device,
+        permits=checked.permits,
     )
     cell = cells.setdefault(new.name, new)
     cell.budgets = list(dict.fromkeys([*cell.budgets, composed.config["budget"]]))

@@ -29,6 +29,7 @@ from pqcache.methods import METHODS, method_class
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WIDTH = 120
 ONLY_RANDOM = ("geometry", "layers")  # options of model=random
+OF_FILES = ("path", "allow_pickle")  # options of models that are read from files of one's own, or the hub's
 
 
 def generated(configs: Path = CONFIGS) -> dict[Path, str]:
@@ -70,7 +71,7 @@ def _model(path: Path) -> str:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     comment_of = comments(ModelOptions)
     name = values["name"]
-    left_out = {*(() if name == "random" else ONLY_RANDOM), *(("path",) if name in ("embedded", "random") else ())}
+    left_out = {*(() if name == "random" else ONLY_RANDOM), *(OF_FILES if name in ("embedded", "random") else ())}
     lines = [_head(path), f"name: {name}\n"]
     for key, (_, default) in option_fields(ModelOptions, left_out).items():
         value, mark = (values[key], "") if key in values else (default, "# ")

@@ -18,6 +18,9 @@ LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "plan")
 
 
+# What begins so permits something and changes no result: it is no part of a cell's identity either.
+PERMITS = "allow_"
+
 LONGEST_LINE = 2000  # characters
 
 
@@ -96,6 +99,8 @@ class ModelOptions:
     system: str | None = None
     # refuse prompts + answers beyond so many tokens; null: what the model's config says
     max_length: int | None = None
+    # also read pickled weights (.bin), with torch's weights_only; false: safetensors alone
+    allow_pickle: bool = False
     # of model=random: a name of pqcache.measure.geometries, a hub id or a folder
     geometry: str | None = None
     # of model=random: how many layers; null: all of the geometry's

@@ -10,7 +10,7 @@ from pqcache.fields import added_options, option_fields, retired, without_retire
 from pqcache.harness.config import rules, smoke
 from pqcache.harness.config.identity import Group, Identity, identify, without_index
 from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
-from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions
+from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, PERMITS, ModelOptions, Refused, RunOptions
 from pqcache.harness.config.values import coerce, literals, show
 from pqcache.methods import method_class
 from pqcache.naming import closest, suggestion
@@ -33,6 +33,7 @@ class Checked:
     skip: str | None  # why the method does not apply
     launch: Launch  # where it runs
     device: str  # model.device as it was typed; the identity has no index of a device
+    permits: dict[str, Options]  # group -> its options that permit something
 
 
 def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
@@ -65,6 +66,7 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
 
     device = options["model"]["device"]
     options["model"]["device"] = without_index(device)
+    permits = {group: _take_permits(options[group]) for group in ("model", "task")}
     groups = {
         "model": _group(ModelOptions, options["model"], base["model"]),
         "method": _method_group(method_type, options["method"], base["method"], method, run),
@@ -72,7 +74,12 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     }
     amount = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
     identity = identify(_top_group(run, amount, method), groups, names)
-    return Checked(run, identity, method, skip or None, launch, device)
+    return Checked(run, identity, method, skip or None, launch, device, permits)
+
+
+def _take_permits(options: Options) -> Options:
+    """Remove the options that permit something, and return them."""
+    return {key: options.pop(key) for key in list(options) if key.startswith(PERMITS)}
 
 
 def _names(config: Options, group_defaults: dict[str, Options], errors: list[str]) -> dict[str, str]:

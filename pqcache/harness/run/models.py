@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.run import marks
+from pqcache.harness.run import marks, model_files
 
 if TYPE_CHECKING:
     import torch
@@ -169,17 +169,29 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     if name == "embedded":
         from pqcache.embedded import model_dir
 
-        return AutoConfig.from_pretrained(model_dir())
+        return AutoConfig.from_pretrained(model_dir(), trust_remote_code=False)
     if name == "random":
         from pqcache.measure.roofline import random_config
 
         return random_config(options["geometry"], options["layers"])
-    return AutoConfig.from_pretrained(local_or_hub(options), revision=options["revision"], trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(
+            local_or_hub(options), revision=options["revision"], trust_remote_code=False
+        )
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # what a damaged config.json does to transformers has many kinds
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise model_files.Unusable(f"model.path={options['path']}: its config.json is of no use ({reason})") from error
+    model_files.check_config(options["path"], config)
+    return config
 
 
 def why_not(options: dict[str, Any], error: Exception) -> str:
     """One line: which model cannot be loaded, why, and what to do."""
     reason = " ".join(str(error).split())
+    if isinstance(error, model_files.Unusable):
+        return reason
     return (
         f"model.path={options['path']}: cannot be loaded; set model.path to a local folder, or check the name, the network and,"
         f" for a gated model, that its licence is accepted and `hf auth login` was run ({reason[:200]})"
@@ -210,9 +222,20 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
         path, revision = local_or_hub(options), options["revision"]
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
+        allow_pickle = bool(options.get("allow_pickle"))
+        model_files.check_format(path, allow_pickle=allow_pickle)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-        loading = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(path, revision=revision, **loading)
+        loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True}
+        loading["use_safetensors"] = None if allow_pickle else True
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, revision=revision, trust_remote_code=False, **loading
+            )
+        except OSError as error:
+            if allow_pickle or model_files.SAFE not in str(error):
+                raise
+            line = f"model.path={path}: has no {model_files.SAFE} ({' '.join(str(error).split())[:200]})"
+            raise model_files.Unusable(f"{line}; pickled weights are read with model.allow_pickle=true only") from error
         check_weights(path, model, info["missing_keys"])
         model = model.to(device).eval()
     chat = wraps_chat(name, options, tokenizer)

@@ -14,7 +14,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.config.options import Refused
 from pqcache.harness.config.rules import nearest_existing
-from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.selective import NotApplicable
 
@@ -73,8 +73,14 @@ def check_models(plan: RunPlan, session: Session) -> None:
 
 def _config(cell: Cell) -> Any:
     options = dict(cell.identity["model"])
-    load = smoke_models.model_config if cell.run.smoke else models.load_config
-    return load(options.pop("name"), options)
+    name = options.pop("name")
+    if cell.run.smoke:
+        return smoke_models.model_config(name, options)
+    config = models.load_config(name, options)
+    if options["path"]:
+        permits = cell.permits.get("model", {})
+        model_files.check_format(models.local_or_hub(options), allow_pickle=bool(permits.get("allow_pickle")))
+    return config
 
 
 def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:

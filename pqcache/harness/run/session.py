@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 def model_key(cell: Cell) -> str:
     """Cells with the same key use the same loaded model."""
-    return json.dumps([cell.identity["model"], cell.device, cell.run.smoke], sort_keys=True)
+    permits = [name for name, given in cell.permits.get("model", {}).items() if given]
+    return json.dumps([cell.identity["model"], cell.device, cell.run.smoke, *permits], sort_keys=True)
 
 
 def task_of_cell(cell: Cell) -> Task[Any]:
     """The cell's task with its options."""
-    options = {k: v for k, v in cell.identity["task"].items() if k != "name"}
+    options = {k: v for k, v in cell.identity["task"].items() if k != "name"} | cell.permits.get("task", {})
     return task_of(cell.identity["task"]["name"], options)
 
 
@@ -137,6 +138,6 @@ class Session:
 
 
 def _load(cell: Cell) -> LoadedModel:
-    options = {**cell.identity["model"], "device": cell.device}
+    options = {**cell.identity["model"], **cell.permits.get("model", {}), "device": cell.device}
     load = smoke_models.load if cell.run.smoke else models.load
     return load(options.pop("name"), options)

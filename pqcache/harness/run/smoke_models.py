@@ -74,12 +74,10 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
     """The architecture of model=hf, from a local folder's config. A hub id is not looked up: Llama's."""
-    from transformers import AutoConfig
-
     folder = Path(str(options["path"])).expanduser()
     if not folder.is_dir():
         return "llama", 4, {}
-    config = AutoConfig.from_pretrained(folder)
+    config = models.load_config("hf", options)
     text: Any = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     return text.model_type, heads // (getattr(text, "num_key_value_heads", None) or heads), {}

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.harness.tasks import definitions
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.naming import suggestion
 
@@ -43,6 +44,8 @@ class AnyLmEvalOptions:
     metric: str | None = None
     # tokens of an answer, where the task itself sets no limit
     max_new_tokens: int = 256
+    # let definitions in the folder `include` run Python code: !function, metrics that are downloaded
+    allow_code: bool = False
 
     def __post_init__(self) -> None:
         folder = None if self.include is None else Path(self.include).expanduser()
@@ -71,7 +74,13 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
 
     def _manager(self) -> TaskManager:
         include = self.options.include
-        return manager(None if include is None else str(Path(include).expanduser().resolve()))
+        if include is None:
+            return manager(None)
+        folder = Path(include).expanduser().resolve()
+        if not self.options.allow_code:
+            definitions.refuse_code(folder)
+            definitions.sandbox_templates()
+        return manager(str(folder))
 
     def check(self) -> None:
         """Refuse a name that lm-eval does not know."""

@@ -1,0 +1,85 @@
+"""A model's files, checked before its weights are read: their format, and numbers that no model can have."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# What a text model's configuration says -> the largest value that is believed.
+COUNTS = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 28,
+    "max_position_embeddings": 1 << 40,
+}
+
+
+class Unusable(ValueError):
+    """A model that cannot be run, in one line that says why."""
+
+
+def check_format(path: str, *, allow_pickle: bool) -> None:
+    """Refuse a folder whose weights are pickled, unless that is allowed, or that has none.
+
+    A hub id is checked when it is read.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or (folder / SAFE).is_file():
+        return
+    index = folder / f"{SAFE}.index.json"
+    parts = _parts(index) if index.is_file() else None
+    if parts and all(part.endswith(".safetensors") for part in parts):
+        return
+    found = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
+    if (parts or found) and not allow_pickle:
+        name = next(part for part in parts or found if not part.endswith(".safetensors"))
+        raise Unusable(
+            f"model.path={path}: its weights are pickled ({name}), and reading a pickle can run code: convert them to"
+            f" {SAFE}, or trust them with model.allow_pickle=true"
+        )
+    if not parts and not any((folder / name).is_file() for name in (PICKLED, f"{PICKLED}.index.json")):
+        allowed = f"{SAFE} or {PICKLED}" if allow_pickle else SAFE
+        raise Unusable(f"model.path={path}: holds no {allowed}")
+
+
+def _parts(index: Path) -> list[str]:
+    """The files that an index of weights names."""
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({str(part) for part in parts})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Unusable(f"model.path={index.parent}: {index.name} is no index of weights") from error
+
+
+def check_config(path: object, config: PreTrainedConfig) -> None:
+    """Refuse numbers that no model can have, by the option's name in config.json."""
+    text: Any = config.get_text_config(decoder=True)
+    values = {name: getattr(text, name, None) for name in COUNTS}
+    for name, largest in COUNTS.items():
+        value = values[name]
+        if isinstance(value, list | tuple):  # some models have other numbers in each layer
+            continue
+        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest):
+            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected 1 to {largest}")
+    width, heads, groups = (values[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise Unusable(f"model.path={path}: config.json says num_key_value_heads={groups} for {heads} attention heads")
+    if width is None and isinstance(heads, int) and isinstance(values["hidden_size"], int):
+        width = values["hidden_size"] // heads
+    if isinstance(width, int) and width % 2:
+        raise Unusable(f"model.path={path}: config.json says head_dim={width}; rotary positions need an even one")
+    for name in ("rms_norm_eps", "layer_norm_eps"):
+        value = getattr(text, name, None)
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number from 0")

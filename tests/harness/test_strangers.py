@@ -1,0 +1,188 @@
+"""Nothing of a stranger runs: pickled weights, code of a hub repository, functions and templates of task definitions."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import run
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import NOT_HASHED, PERMITS
+from pqcache.harness.run import models
+from pqcache.harness.tasks import any_lm_eval
+from tests.harness.cells import REPO, Command, rows
+
+
+class Evil:
+    """A pickle of it makes a file when it is read."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+@pytest.fixture
+def pickled(tiny: Path, tmp_path: Path) -> Path:
+    """The tiny model with pickled weights."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(tiny, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_pickled_weights_are_refused_unless_allowed(
+    command: Command, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["method=full", "limit=1", f"model.path={pickled}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+        assert command(*own) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pytorch_model.bin" in said and "model.allow_pickle=true" in said
+    (pickled / "model.safetensors.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
+    assert command(*own) == 2
+    (pickled / "model.safetensors.index.json").write_text("[1]")
+    assert command(*own) == 2
+    assert "is no index of weights" in capsys.readouterr().err
+    (pickled / "model.safetensors.index.json").unlink()
+    assert command(*own, "model.allow_pickle=true") == 0
+    assert rows(tmp_path / "out")["full 1.0"]["n_samples"] == 1
+    (pickled / "pytorch_model.bin").rename(pickled / "weights.pt")
+    for allowed in ("true", "false"):
+        assert command(*own, f"model.allow_pickle={allowed}") == 2
+
+
+def test_an_allowed_pickle_runs_no_code(pickled: Path, command: Command, tmp_path: Path) -> None:
+    target = tmp_path / "ran"
+    with open(pickled / "pytorch_model.bin", "wb") as file:
+        pickle.dump({"model.norm.weight": Evil(target)}, file)
+    assert command("method=full", "limit=1", f"model.path={pickled}", "model.allow_pickle=true") == 1
+    assert not target.exists()
+
+
+def test_what_is_allowed_is_no_part_of_a_cell() -> None:
+    def cell(*typed: str) -> Any:
+        return make_plan(compose_all(["method=full", *typed], run.CONFIGS)).cells[0]
+
+    plain, allowed = cell(), cell("model.allow_pickle=true")
+    assert plain.name == allowed.name and plain.about == allowed.about
+    assert allowed.permits["model"] == {"allow_pickle": True}
+    assert "allow_pickle: true" in allowed.yaml() and "allow_pickle: false" in plain.yaml()
+    assert not any(name.startswith(PERMITS) for name in NOT_HASHED)
+
+
+def test_every_loader_refuses_code_of_the_hub() -> None:
+    seen = 0
+    for path in [
+        REPO / "run.py",
+        *(p for room in ("pqcache", "baselines", "scripts") for p in (REPO / room).rglob("*.py")),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr == "from_pretrained" and ast.unparse(node.func.value).startswith("Auto"):
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+                seen += 1
+    assert seen >= 10
+
+
+TASK = """
+task: theirs
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{text}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8}}
+metric_list:
+  - metric: {metric}
+{more}
+"""
+CODE = """
+from pathlib import Path
+Path({target!r}).touch()
+def process_docs(docs):
+    return docs
+"""
+ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`theirs(more=..., metric=..., text=...)` writes a definition and says how `task.include` of it ends: (code, lines)."""
+    from lm_eval import utils
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr(utils, "env", utils.env)
+    monkeypatch.setattr(
+        any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
+    )
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+    (folder / "code.py").write_text(CODE.format(target=str(tmp_path / "ran")))
+
+    def write(name: str = "a.yaml", **parts: str) -> Path:
+        values = {"more": "", "metric": "exact_match", "text": "{{question}}", **parts}
+        (folder / name).write_text(TASK.format(data=tmp_path / "data.jsonl", **values))
+        return folder
+
+    return write
+
+
+def refusal(folder: Path, *typed: str) -> str:
+    """Why task.include=<folder> is refused; empty if it is not."""
+    try:
+        options = any_lm_eval.AnyLmEvalOptions(include=str(folder), **dict.fromkeys(typed, True))
+        task = any_lm_eval.AnyLmEval("lm_eval:theirs", options)
+        task.check()
+        task.prepare(limit=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"more": "process_docs: !function code.process_docs"},
+        {"more": "class: !function code.process_docs"},
+        {"more": "metadata: {version: 1, deep: [{a: !function code.process_docs}]}"},
+        {"more": "filter_list: !!python/name:os.system"},
+        {"metric": "no_metric_of_lm_eval"},
+        {"metric": "accuracy\n    hf_evaluate: true"},
+        {"more": "include: {outside}"},
+    ],
+)
+def test_definitions_that_run_code_are_refused(theirs: Any, tmp_path: Path, parts: dict[str, str]) -> None:
+    outside = tmp_path / "outside.yml"
+    outside.write_text("process_docs: !function theirs.code.process_docs\n")
+    folder = theirs(**{key: value.replace("{outside}", str(outside)) for key, value in parts.items()})
+    said = refusal(folder)
+    assert "task.allow_code=true" in said and "\n" not in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_definitions_without_code_load_and_allowed_code_runs(theirs: Any, tmp_path: Path) -> None:
+    assert refusal(theirs()) == ""
+    theirs(more="process_docs: !function code.process_docs")
+    assert refusal(tmp_path / "theirs", "allow_code") == ""
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_template_does_not_reach_python(theirs: Any) -> None:
+    assert "SecurityError" in refusal(theirs(text=ESCAPE))
