@@ -14,6 +14,7 @@ from typing import Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
+from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, span
 
@@ -60,7 +61,7 @@ def table(rows: Sequence[Row]) -> str:
     prefix = f"{rows[0]['task']}_"
     head = ["method", "budget", "samples", "mean", "95 %", "to Full", "95 %", *(t.removeprefix(prefix) for t in tasks)]
     head += ["attended", "bytes per step", "TT2T s", "TPOT ms"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines = [f"| {' | '.join(map(in_markdown, head))} |", f"|{'---|' * len(head)}"]
     for row, label in zip(rows, labels(rows), strict=True):
         full = row["method"] == "full"
         cells = [
@@ -77,7 +78,7 @@ def table(rows: Sequence[Row]) -> str:
             number(row["tt2t_s"], 3),
             number(row["tpot_p50_ms"], 2),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
     return "\n".join(lines) + f"\n\n{_caption(rows)}"
 
 
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_text(out / "groups.md", text + "\n")
     drawing.keep_files(out)
     picture(rows, out / "groups.png")
-    print(text)
+    print(printable(text))
 
 
 if __name__ == "__main__":

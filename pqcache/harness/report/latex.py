@@ -8,6 +8,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 
+from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.footnotes import Footnote
 from pqcache.harness.report.table_layout import Block, Field
 
@@ -31,7 +32,7 @@ PREAMBLE = r"""\documentclass[10pt,a4paper]{article}
 def escaped(text: str) -> str:
     """Text for LaTeX; letters that pdflatex does not know lose their accents, or are left out."""
     parts = []
-    for letter in text:
+    for letter in printable(text.replace("\n", " "), keep=""):
         if letter in ESCAPED:
             parts.append(ESCAPED[letter])
         elif ord(letter) < 128:

@@ -38,6 +38,7 @@ from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import paper_figures
 from pqcache.harness.report.entries import Entry, rows_of, status, table_entries
+from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.latex import fragment
 from pqcache.harness.report.rows import Row
@@ -121,19 +122,19 @@ def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> s
 
 def markdown(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """The table of an experiment: caption, a block per model or as `report.layout` says, footnotes."""
-    parts = [caption(plan, table, rows)]
+    parts = [in_markdown(caption(plan, table, rows))]
     for block in blocks(table, plan.report, plan.best_of):
-        lines = [f"| {' | '.join(block.head)} |", f"|{'---|' * len(block.head)}"]
+        lines = [f"| {' | '.join(map(in_markdown, block.head))} |", f"|{'---|' * len(block.head)}"]
         lines += [f"| {' | '.join(map(_marked, line))} |" for line in block.body]
-        parts.append((f"**{block.title}**\n\n" if block.title else "") + "\n".join(lines))
+        parts.append((f"**{in_markdown(block.title)}**\n\n" if block.title else "") + "\n".join(lines))
     for note in footnotes(plan, rows):
-        parts.append(f"*{note.title}:*\n\n" + "\n".join(f"- {line}" for line in note.lines))
+        parts.append(f"*{note.title}:*\n\n" + "\n".join(f"- {in_markdown(line)}" for line in note.lines))
     return "\n\n".join(parts) + "\n"
 
 
 def _marked(field: Field) -> str:
     """A cell in Markdown."""
-    return "".join(f"**{part.text}**" if part.bold else part.text for part in field)
+    return "".join(f"**{in_markdown(part.text)}**" if part.bold else in_markdown(part.text) for part in field)
 
 
 def latex(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:

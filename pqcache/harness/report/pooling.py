@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness.report import score_statistics
+from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.rows import Row, find_full, rows_under
 from pqcache.harness.report.tables import number, signed, span
 
@@ -83,7 +84,9 @@ def pooled_table(rows: Iterable[Row]) -> str:
 
 
 def main(folder: str) -> None:
-    print(pooled_table(rows_under(Path(folder))) or f"{folder}: no configuration was run under several seeds")
+    print(
+        printable(pooled_table(rows_under(Path(folder)))) or f"{folder}: no configuration was run under several seeds"
+    )
 
 
 if __name__ == "__main__":

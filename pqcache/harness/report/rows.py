@@ -15,6 +15,7 @@ from pqcache.harness.config.options import one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.config.values import fits
 from pqcache.harness.report import score_statistics
+from pqcache.harness.report.escaping import printable
 
 # what no reader goes without; null in another field costs its column
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
@@ -229,7 +230,7 @@ def _skipped(path: Path, why: str) -> None:
     line = f"{path}: is no row and is left out ({one_line(why)[:200]})"
     if line not in _said:
         _said.add(line)
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def skipped_text(row: Row) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import latency_figures, papers, pooling, tables
+from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import tracking
 from pqcache.harness.run.row_builder import refresh_pairs
@@ -35,7 +36,7 @@ def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> N
         _print_cell(plan, outcomes, rows)
     for cell in plan.cells:
         if outcomes[cell.name].status == "failed":
-            print(f"failed: {cell.label}: {outcomes[cell.name].reason}", file=sys.stderr)
+            print(printable(f"failed: {cell.label}: {outcomes[cell.name].reason}"), file=sys.stderr)
 
 
 def _rows(plan: RunPlan, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:

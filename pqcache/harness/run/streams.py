@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from pqcache.harness.report.escaping import printable
+
 
 class Stream:
-    """A text stream that goes silent when it can no longer be written."""
+    """A text stream that goes silent when it can no longer be written. escape: control characters are shown as escapes."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def __init__(self, stream: Any, *, escape: bool = False) -> None:
+        self.stream, self.escape = stream, escape
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
@@ -22,7 +24,8 @@ class Stream:
         if self.error is None:
             try:
                 encoding = getattr(self.stream, "encoding", None) or "utf-8"
-                self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                shown = printable(text) if self.escape else text
+                self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
             except (OSError, ValueError) as error:
                 self._give_up(error)
         return len(text)
@@ -51,7 +54,8 @@ def guarded() -> Iterator[Stream]:
     """Inside it printing never raises. Yields standard output; its `error` says whether something was lost."""
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        out, err = (Stream(stream if stream is not None else nowhere) for stream in before)
+        # progress bars on standard error move the cursor
+        out, err = (Stream(stream if stream is not None else nowhere, escape=stream is before[0]) for stream in before)
         sys.stdout, sys.stderr = out, err
         try:
             yield out

@@ -1,0 +1,27 @@
+"""Texts of rows and of other files on disk, made harmless for where they are shown."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control and format characters, half characters, line separators
+TAG = re.compile(r"<(?=[A-Za-z/!?])")
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text for a terminal: characters that move the cursor, colour, or hide others are shown as escapes."""
+    if text.isascii() and text.isprintable():
+        return text
+    shown = (c if c in keep or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+    return "".join(shown)
+
+
+def in_markdown(text: str) -> str:
+    """The text for a line or a table's cell of Markdown: it makes no column, link, picture or HTML."""
+    line = printable(" ".join(text.split()) if "\n" in text else text, keep="")
+    return TAG.sub("&lt;", line).replace("](", "]\\(").replace("|", "\\|")
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
