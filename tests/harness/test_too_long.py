@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import run
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import engines, units, worker
 from pqcache.harness.run.engines.processes import InProcess
+from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import any_lm_eval
 
 TEXT = """\
@@ -123,3 +125,25 @@ def test_units(tiny: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert call(tiny, folder, tmp_path / "out", *sweep) == 0
     rows = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
     assert [(row["n_samples"], row["n_skipped"]) for row in rows if row is not None] == [(4, 1)] * 2
+
+
+def test_a_prompt_is_tokenized_once_for_all_cells(
+    tiny: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[str] = Counter()
+    encode = LoadedModel.encode
+
+    def counted(self: LoadedModel, text: str) -> list[int]:
+        read[text] += SENTENCE in text
+        return encode(self, text)
+
+    monkeypatch.setattr(LoadedModel, "encode", counted)
+    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
+    monkeypatch.setattr(engines, "engine_for", lambda _: InProcess(1))
+    sweep = ["-m", "method=full,snapkv,streaming", "budget=0.5", "task.name=my_answers"]
+    assert call(tiny, folder, tmp_path / "here", *sweep) == 0
+    assert sorted(count for count in read.values() if count) == [1] * 5
+    assert call(tiny, folder, tmp_path / "there", *sweep, "launch=ray") == 0
+    assert sorted(count for count in read.values() if count) == [3] * 5  # by the driver and by its worker
+    assert call(tiny, folder, tmp_path / "there", *sweep, "launch=ray") == 0  # the rows alone
+    assert sorted(count for count in read.values() if count) == [4] * 5

@@ -98,6 +98,7 @@ def count(cell: Cell, session: Session, until: float = math.inf) -> Counted:
         facts=nothing,
         tokens=spec.tokens,
         smoke=cell.run.smoke,
+        known=session.known_prompts(cell),
     )
     requests = requests_of(tasks, cell.run.limit, cell.identity["seed"])
     size = sum(len(str(request.args[0])) for request in requests)
@@ -128,9 +129,9 @@ def count(cell: Cell, session: Session, until: float = math.inf) -> Counted:
 def _document(lm: Any, task: Any, request: Any, tokens: Any) -> Document:
     name, doc_id = str(request.task_name), int(request.doc_id or 0)
     if request.request_type == "generate_until":
-        prepared = lm.read(request)
+        prepared = lm.read(request, tokens=False)
         answer = _answer(lm.loaded, task, request.doc)
-        size, marks = len(prepared.ids), (prepared.mark, prepared.question, prepared.old_mark)
+        size, marks = prepared.known.tokens, (prepared.mark, prepared.question, prepared.old_mark)
         return Document(name, doc_id, size, prepared.new_tokens, answer, *marks)
     lm.check_request(request)
     if tokens is not None:

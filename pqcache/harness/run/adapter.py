@@ -24,6 +24,7 @@ from pqcache.harness.config import environment
 from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
+from pqcache.harness.run.prompts import PromptFacts, Prompts, key_of
 from pqcache.harness.run.samples import Missing, Sample, SampleLog, failed_sample, fingerprint, make_sample
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
@@ -47,8 +48,7 @@ class _Prepared:
 
     task: str
     doc_id: int
-    text: str  # the prompt, wrapped
-    ids: list[int]
+    ids: list[int]  # empty where they were not asked for
     until: list[str]  # stop strings
     new_tokens: int  # maximum
     mark: str  # the sample's fingerprint
@@ -57,6 +57,7 @@ class _Prepared:
     wrapper: str  # see LoadedModel.wrapper
     cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
     question: int  # tokens at the prompt's end that go through the decode path
+    known: PromptFacts
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class HarnessLM(LikelihoodLM):
         smoke: bool = False,
         computes: bool = True,
         prefill_chunk: Chunk = None,
+        known: Prompts | None = None,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -110,6 +112,7 @@ class HarnessLM(LikelihoodLM):
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
         self.smoke = smoke
+        self.known = known if known is not None else Prompts()  # the prompts that were read
         self.computes = computes  # false: the model has no weights, and every sample must be in the log
         self.timed = True  # false: times would not be of this process alone, and are dropped
         self.warm = smoke  # a smoke run needs no warm-up: its times mean nothing
@@ -145,19 +148,19 @@ class HarnessLM(LikelihoodLM):
 
     def has(self, request: Instance) -> bool:
         """Whether the log holds the sample."""
-        prepared = self.read(request)
+        prepared = self.read(request, tokens=False)
         return self.log.find(prepared.task, prepared.doc_id, prepared.mark, prepared.old_mark) is not None
 
     def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
         """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
-        prepared = self.read(request)
+        prepared = self.read(request, tokens=False)
         task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
         sample = self.log.find(task, doc_id, mark, prepared.old_mark)
         if sample is None or self.unrecorded(sample):
             try:
-                sample = self._generate(prepared, request.doc, prefill)
+                sample = self._generate(self.read(request), request.doc, prefill)
             except NonFinite as error:
-                sample = self.fail(error, task, doc_id, mark, "", len(prepared.ids))
+                sample = self.fail(error, task, doc_id, mark, "", prepared.known.tokens)
             if prepared.cut is not None:
                 sample["extra"]["cut_tokens"] = prepared.cut[1]
             if self.recorder is not None and "failed" not in sample:
@@ -166,30 +169,53 @@ class HarnessLM(LikelihoodLM):
         else:
             self.resumed += 1
         self.used[task, doc_id] = sample
-        self.note_prompt((task, doc_id), prepared.wrapper, prepared.cut, prepared.ids, prepared.text)
+        known = prepared.known
+        self.prompts[task, doc_id] = _Prompt(known.wrapper, known.cut, known.tokens, known.bos_count, known.sha256)
         return sample
 
-    def read(self, request: Instance) -> _Prepared:
-        """A request in the model's terms. Raises TooLong."""
+    def read(self, request: Instance, *, tokens: bool = True) -> _Prepared:
+        """A request in the model's terms. Raises TooLong. tokens: with its token ids; facts alone are read once a session."""
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
-        text, wrapper, cut = self._prompt(task, prompt, settings)
-        if settings.get("begin_answer"):  # the document gives the beginning of the model's turn
-            text += str(request.doc["answer_prefix"])
-        ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
-        self.check_length(task, doc_id, len(ids), new_tokens)
+        # The document may give the beginning of the model's turn.
+        begin = str(request.doc["answer_prefix"]) if settings.get("begin_answer") else ""
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
+        loaded = self.loaded
+        side = [loaded.name, loaded.old_weights, loaded.chat, loaded.system, loaded.max_length]
+        key = key_of(prompt, begin, settings, rules, side, self.question_as_decode, self.smoke, self.max_new_tokens)
+
+        def made() -> tuple[PromptFacts, list[int]]:
+            return self._tokenize(task, prompt, begin, settings, rules)
+
+        known = self.known.facts(key, made)
+        self.check_length(task, doc_id, known.tokens, new_tokens)
+        ids = self.known.ids(key, made) if tokens else []
+        marks = known.mark, known.old_mark
+        return _Prepared(
+            task, doc_id, ids, until, new_tokens, *marks, stop_token, known.wrapper, known.cut, known.question, known
+        )
+
+    def _tokenize(
+        self, task: str, prompt: str, begin: str, settings: dict[str, Any], rules: dict[str, Any]
+    ) -> tuple[PromptFacts, list[int]]:
+        """A prompt's facts and token ids. begin: of the answer. rules: of the fingerprint."""
+        text, wrapper, cut = self._prompt(task, prompt, settings)
+        text += begin
+        ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
         markers = settings.get("question_markers", MARKERS)
         question = self._question(text, markers)
         # Samples made before data sets had their own markers were split by the general rule.
         if question and question_start(text, markers) != question_start(text) and question != self._question(text):
-            rules["question_tokens"] = question
+            rules = {**rules, "question_tokens": question}
         mark = fingerprint(ids, rules)
         old_mark = fingerprint(ids, {**rules, "weights": self.loaded.old_weights})
-        return _Prepared(task, doc_id, text, ids, until, new_tokens, mark, old_mark, stop_token, wrapper, cut, question)
+        bos = self.loaded.tokenizer.bos_token_id
+        bos_count = ids.count(bos) if bos is not None else None
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        return PromptFacts(len(ids), question, mark, old_mark, wrapper, cut, bos_count, sha256), ids
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
         bos = self.loaded.tokenizer.bos_token_id

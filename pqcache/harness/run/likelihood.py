@@ -73,8 +73,8 @@ class LikelihoodLM(LM):
         """Called before a sample is computed."""
         raise NotImplementedError
 
-    def read(self, request: Instance) -> Any:
-        """A prompt in the model's terms. Raises TooLong."""
+    def read(self, request: Instance, *, tokens: bool = True) -> Any:
+        """A prompt in the model's terms, with its token ids or without. Raises TooLong."""
         raise NotImplementedError
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
@@ -113,7 +113,7 @@ class LikelihoodLM(LM):
         if too_long.limit_of(self.loaded)[0] is None or request.request_type == "loglikelihood_rolling":
             return
         if request.request_type == "generate_until":
-            self.read(request)
+            self.read(request, tokens=False)
             return
         ids = self.tokens(request.doc)[0] if self.tokens is not None else self._pair(*map(str, request.args[:2]))[0]
         self.check_length(str(request.task_name), int(request.doc_id or 0), len(ids) - 1, 0)

@@ -194,6 +194,7 @@ def make_adapter(
         smoke=cell.run.smoke,
         computes=session.weights,
         prefill_chunk=cell.run.prefill_chunk,
+        known=session.known_prompts(cell),
     )
     return lm, spec, tasks
 

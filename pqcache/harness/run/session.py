@@ -10,6 +10,7 @@ from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.prompts import Prompts
 from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Session:
         self._model: tuple[str, LoadedModel | Exception] | None = None
         self._text: tuple[str, LoadedModel] | None = None
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
+        self._prompts: dict[str, Prompts] = {}
         self._facts: dict[str, environment.Facts] = {}
         self._shown_prompts: set[str] = set()
         # distinct prefills of this session: shared (recorded for several cells) and own
@@ -115,6 +117,15 @@ class Session:
                     lm_eval_task.set_config(key="num_fewshot", value=0)
             self._tasks[key] = spec, loaded_tasks
         return self._tasks[key]
+
+    def known_prompts(self, cell: Cell) -> Prompts:
+        """The prompts that were read for cells with this model side. Tokens are kept for cells with the same prompts."""
+        side = model_key(cell)
+        same = [cell.identity[key] for key in ("task", "seed", "question_as_decode")]
+        for other, prompts in self._prompts.items():
+            if other != side:
+                prompts.begin("")
+        return self._prompts.setdefault(side, Prompts()).begin(json.dumps([same, cell.run.limit], sort_keys=True))
 
     def show_prompt(self, prompt: dict[str, Any] | None) -> None:
         """Print one line that identifies a prompt (see `HarnessLM.first_prompt`), once per prompt."""
