@@ -13,6 +13,7 @@ Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded)
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,11 @@ HYDRA_ANSWERS = {"--help", "-h", "--hydra-help", "--info", "-i", "--version", "-
 
 
 def main(argv: list[str]) -> int:
+    try:
+        os.getcwd()
+    except OSError:
+        print("error: the working folder no longer exists; change to another one", file=sys.stderr)
+        return 2
     if HYDRA_ANSWERS & {argument.partition("=")[0] for argument in argv}:
         import hydra
 

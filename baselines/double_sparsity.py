@@ -190,7 +190,7 @@ class DoubleSparsity(RetrievalMethod):
             return
         calibration = Calibration(self.name, self.calibration_tokens, (2,))
         name = self.channel + (PER_QUERY_HEAD if self.per_query_head else "")
-        weight = calibration.get(model, text, cache_dir, channel_weights)[name]
+        weight = calibration.get(model, text, cache_dir, channel_weights, {name: 3})[name]
         r = max(1, floor_share(weight.shape[2], self.channel_ratio))
         for module, layer in zip(modules, weight, strict=True):
             self.channels[module] = top_tokens(layer[None], [r])[0].to(model.device)

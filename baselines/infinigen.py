@@ -85,6 +85,10 @@ def partial_basis(layer: dict[str, torch.Tensor], rule: str, ratio: float) -> to
     return torch.stack([F.pad(x, (0, widest - x.shape[1])) for x in kept])
 
 
+# of what is stored, by name
+DIMS = {"basis": 4, "q_sum": 3, "k_sum": 3, "similarity": 1}
+
+
 def calibrate(model: PreTrainedModel, ids: torch.Tensor, how: str) -> Tensors:
     """`skew` of all L layers on token ids (1, t), stacked: basis (L, h_kv, d, d), q_sum and k_sum (L, h_kv, d).
 
@@ -256,7 +260,7 @@ class InfiniGen(RetrievalMethod):
         if self.budget.is_everything or (text is None and all(module in self.bases for module in modules)):
             return
         calibration = Calibration("infinigen", self.calibration_tokens, (_FORMAT, self.skew))
-        tensors = calibration.get(model, text, cache_dir, lambda model, ids: calibrate(model, ids, self.skew))
+        tensors = calibration.get(model, text, cache_dir, lambda model, ids: calibrate(model, ids, self.skew), DIMS)
         self.similarity = float(tensors["similarity"][1:].mean()) if len(modules) > 1 else 1.0
         for i, module in enumerate(modules):
             layer = {name: tensors[name][i] for name in ("basis", "q_sum", "k_sum")}

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,18 +54,21 @@ class Calibration:
         text: torch.Tensor | None,
         cache_dir: Path | None,
         compute: Callable[[PreTrainedModel, torch.Tensor], Tensors],
+        dims: Mapping[str, int] | None = None,
     ) -> Tensors:
         """The stored result of this model and text, else compute(model, token ids (1, t)), which is then stored.
 
         text (1, t'): token ids; None takes random ones. Without a cache_dir nothing is read or stored. Tensors that were stored
-        come back on the CPU.
+        come back on the CPU. dims: name -> number of dimensions, the first of them the layers; a stored result without these is
+        computed again.
         """
         ids = self.token_ids(model, text)
         if cache_dir is None:
             return compute(model, ids)
         path = cache_dir / self.method / f"{self.fingerprint(model, ids)}.pt"
         tensors = _load(path)
-        if tensors is None:
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        if tensors is None or not _fits(tensors, layers, dims or {}):
             tensors = compute(model, ids)
             with replacing(path) as partial:  # several processes may calibrate the same model
                 torch.save(tensors, partial)
@@ -97,11 +99,24 @@ class Calibration:
 
 
 def _load(path: Path) -> Tensors | None:
-    """The stored tensors; None if the file is missing or cut short."""
+    """The stored tensors; None if the file is missing, cut short or of something else: they are computed again."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # a foreign file fails in many ways
         return None
+    whole = isinstance(value, dict) and all(
+        isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items()
+    )
+    return value if whole else None
+
+
+def _fits(tensors: Tensors, layers: int, dims: Mapping[str, int]) -> bool:
+    """Whether a stored result has finite tensors of these names and dimensions, one entry per layer."""
+    found = {name: tensors.get(name) for name in dims}
+    return all(
+        x is not None and x.ndim == dims[name] and x.shape[0] == layers and bool(x.isfinite().all())
+        for name, x in found.items()
+    )
 
 
 @torch.no_grad()

@@ -44,6 +44,38 @@ def test_computed_once_and_found_again(model: PreTrainedModel, tmp_path: Path) -
     assert compute.runs == 3 and list((tmp_path / "m").iterdir()) == [file]
 
 
+def test_a_foreign_result_is_computed_again(model: PreTrainedModel, tmp_path: Path) -> None:
+    layers = model.config.num_hidden_layers
+    made: list[int] = []
+
+    def compute(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        made.append(1)
+        return {"x": torch.ones(layers, 2)}
+
+    def get() -> torch.Tensor:
+        return Calibration("m", 8).get(model, torch.arange(8)[None], tmp_path, compute, {"x": 2})["x"]
+
+    get()
+    (file,) = (tmp_path / "m").iterdir()
+    nan = torch.full((layers, 2), float("nan"))
+    foreign = [
+        {},
+        {"x": 1},
+        [1],
+        {"y": torch.ones(layers, 2)},
+        {"x": torch.ones(layers + 1, 2)},
+        {"x": nan},
+        {"x": nan[0]},
+    ]
+    for number, value in enumerate(foreign, 2):
+        torch.save(value, file)
+        assert torch.equal(get(), torch.ones(layers, 2)) and len(made) == number
+    file.write_bytes(b"no archive")
+    get()
+    get()
+    assert len(made) == len(foreign) + 2
+
+
 def test_other_weights_text_or_settings_are_computed_anew(model: PreTrainedModel, tmp_path: Path) -> None:
     compute, text = Counting(), torch.arange(40)[None]
     Calibration("m", 8).get(model, text, tmp_path, compute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,16 +63,26 @@ def _parts(index: Path) -> list[str]:
         raise Unusable(f"model.path={index.parent}: {index.name} is no index of weights") from error
 
 
-def check_config(path: object, config: PreTrainedConfig) -> None:
-    """Refuse numbers that no model can have, by the option's name in config.json."""
-    text: Any = config.get_text_config(decoder=True)
-    values = {name: getattr(text, name, None) for name in COUNTS}
+def check_counts(path: object, values: Mapping[str, Any]) -> None:
+    """Refuse counts of layers, heads and so on that no model can have. values: config.json, or a part of it.
+
+    To be called before transformers reads it, which makes a list as long as there are layers.
+    """
     for name, largest in COUNTS.items():
-        value = values[name]
+        value = values.get(name)
         if isinstance(value, list | tuple):  # some models have other numbers in each layer
             continue
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest):
             raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected 1 to {largest}")
+    if isinstance(text := values.get("text_config"), dict):
+        check_counts(path, text)
+
+
+def check_config(path: object, config: PreTrainedConfig) -> None:
+    """Refuse numbers that no model can have, by the option's name in config.json."""
+    text: Any = config.get_text_config(decoder=True)
+    values = {name: getattr(text, name, None) for name in COUNTS}
+    check_counts(path, values)
     width, heads, groups = (values[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise Unusable(f"model.path={path}: config.json says num_key_value_heads={groups} for {heads} attention heads")

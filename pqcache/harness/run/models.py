@@ -164,7 +164,7 @@ def pick_device(device: str) -> str:
 
 def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The model's configuration alone, to refuse unsupported models before their weights are loaded."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     if name == "embedded":
         from pqcache.embedded import model_dir
@@ -174,10 +174,10 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
         from pqcache.measure.roofline import random_config
 
         return random_config(options["geometry"], options["layers"])
+    path, revision = local_or_hub(options), options["revision"]
     try:
-        config = AutoConfig.from_pretrained(
-            local_or_hub(options), revision=options["revision"], trust_remote_code=False
-        )
+        model_files.check_counts(options["path"], PreTrainedConfig.get_config_dict(path, revision=revision)[0])
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError):
         raise
     except Exception as error:  # what a damaged config.json does to transformers has many kinds

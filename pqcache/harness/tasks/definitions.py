@@ -61,7 +61,8 @@ def refuse_code(folder: Path) -> None:
 
 def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
     """Every node once; an alias is the node that it stands for."""
-    waiting, seen = [root], set()
+    waiting = [root]
+    seen: set[int] = set()
     while waiting:
         node = waiting.pop()
         if id(node) in seen:

@@ -14,9 +14,13 @@ one such data set.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import lzma
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -28,6 +32,13 @@ from pqcache.harness.tasks.base import Task, require
 HUB, CONSTRUCTED = "hub", "constructed"
 
 Rows = list[dict[str, Any]]
+
+# A row of a published data set has a few million characters at most; a compressed file of a megabyte can hold gigabytes.
+LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # characters
+# What reading a cut, encrypted or foreign file raises, beside what says that a line is no JSON.
+DAMAGED = (
+    OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, UnicodeDecodeError, RuntimeError, NotImplementedError,
+)  # fmt: skip
 
 
 def check_source(source: str, *, constructed: bool = False, file: bool = False) -> None:
@@ -210,31 +221,50 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
     if path.suffix == ".parquet":
         import pandas as pd
 
-        rows = pd.read_parquet(path).head(limit if limit is not None else None).to_dict("records")
+        try:
+            rows = pd.read_parquet(path).head(limit if limit is not None else None).to_dict("records")
+        except Exception as error:  # Arrow's kinds of errors
+            raise ValueError(
+                f"task.source: {path} is no Parquet file ({' '.join(str(error).split())[:200]})"
+            ) from error
         return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
-    if path.suffix == ".gz":
-        import gzip
+    import gzip
 
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             return parse_lines(file, str(path), fields=fields, limit=limit)
-    with open(path, encoding="utf-8") as file:
-        return parse_lines(file, str(path), fields=fields, limit=limit)
+    except OSError as error:
+        raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
 
 def parse_lines(lines: Iterable[str], name: str, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
     """One JSON object per line; empty lines are skipped. name: the file's, for error messages."""
     rows: Rows = []
     try:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(_bounded(lines, name), 1):
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
                 rows.append(_checked(json.loads(line), fields, f"{name}, line {number}"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"task.source: {name} is no JSON lines file ({' '.join(str(error).split())})") from error
+    except (json.JSONDecodeError, *DAMAGED) as error:  # RecursionError is a RuntimeError
+        raise ValueError(f"task.source: {name} is no JSON lines file ({' '.join(str(error).split())[:200]})") from error
     if not rows:
         raise ValueError(f"task.source: {name} holds no row")
     return rows
+
+
+def _bounded(lines: Iterable[str], name: str) -> Iterator[str]:
+    """The lines of a file, none of which is read further than LONGEST_LINE. A list of lines is left as it is."""
+    if not isinstance(lines, io.TextIOBase):
+        yield from lines
+        return
+    total = 0
+    while line := lines.readline(LONGEST_LINE + 1):
+        total += len(line)
+        if len(line) > LONGEST_LINE or total > LONGEST_FILE:
+            what = f"a line of more than {LONGEST_LINE}" if len(line) > LONGEST_LINE else f"more than {LONGEST_FILE}"
+            raise ValueError(f"task.source: {name} holds {what} characters")
+        yield line
 
 
 def _checked(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,53 @@ def test_rows_of_packed_and_table_files(tmp_path: Path) -> None:
         assert sources.read_rows(tmp_path / name, limit=1) == rows[:1]
         with pytest.raises(ValueError, match="lacks c"):
             sources.read_rows(tmp_path / name, fields=("c",))
+
+
+def test_damaged_and_endless_files_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gzip.compress(b'{"a": 1}\n' * 5000)
+    # the first megabytes of a line that would be far longer
+    bomb = gzip.compress(b'{"a": "' + b"x" * (1 << 22) + b'"}')
+    files = {
+        "cut.jsonl.gz": whole[: len(whole) // 2],
+        "flipped.jsonl.gz": whole[:30] + bytes([whole[30] ^ 255]) + whole[31:],
+        "no.jsonl.gz": b"no archive",
+        "bomb.jsonl.gz": bomb,
+        "many.jsonl.gz": gzip.compress(b'{"a": 1}\n' * 300_000),
+        "deep.jsonl": b"[" * 100_000,
+        "latin.jsonl": b'{"a": "\xe9"}',
+        "no.parquet": b"PAR1",
+        "empty.parquet": b"",
+    }
+    monkeypatch.setattr(sources, "LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr(sources, "LONGEST_FILE", 1 << 21)
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=r"^task\.source: ") as error:
+            sources.read_rows(tmp_path / name)
+        assert "\n" not in str(error.value) and name in str(error.value), name
+    print(f"tried {len(files)} damaged files of rows, held {len(files)}")
+
+
+def test_damaged_archives_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data/qasper.jsonl", b"{}\n" * 5000)
+    whole = path.read_bytes()
+    entry = whole.index(b"PK\x01\x02")
+    encrypted = bytearray(whole)
+    for flags in (6, entry + 8):  # of the file's header and of the directory
+        encrypted[flags] |= 1
+    kinds = {
+        "cut": whole[: len(whole) // 2],
+        "encrypted": bytes(encrypted),
+        "flipped": whole[:60] + bytes([whole[60] ^ 255]) + whole[61:],
+        "unknown method": whole[: entry + 10] + b"\x63" + whole[entry + 11 :],
+        "empty": b"",
+    }
+    monkeypatch.setattr(sources, "hub_file", lambda *_: path)
+    for name, data in kinds.items():
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"^task\.source") as error:
+            task_of("longbench_qasper", {"source": "hub"}).prepare(limit=1)
+        assert "\n" not in str(error.value), name
+    print(f"tried {len(kinds)} damaged archives, held {len(kinds)}")

@@ -253,8 +253,9 @@ def read_archive(
                 with archive.open(f"data/{name}") as file:
                     lines = io.TextIOWrapper(file, encoding="utf-8")
                     rows[dataset] = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=FIELDS, limit=limit)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ValueError(f"task.source=hub: {path} is not LongBench's archive ({error})") from error
+    except (KeyError, *sources.DAMAGED) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"task.source=hub: {path} is not LongBench's archive ({reason})") from error
     return rows, sources.hub_facts(REPO, ARCHIVE, path)
 
 
