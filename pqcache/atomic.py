@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,3 +39,12 @@ def write_text(path: Path, text: str) -> None:
     """Write or replace a text file (UTF-8) as a whole."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def sweep(folder: Path, older_s: float = 600.0) -> None:
+    """Remove what processes that were killed while they wrote have left in a folder: temporary files, `older_s` old."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(r"\..+\.\d+", path.name):
+            with contextlib.suppress(OSError):  # another process swept it
+                if path.is_file() and time.time() - path.stat().st_mtime > older_s:
+                    path.unlink()

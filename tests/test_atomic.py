@@ -1,8 +1,9 @@
+import os
 from pathlib import Path
 
 import pytest
 
-from pqcache.atomic import replacing, write_bytes, write_text
+from pqcache.atomic import replacing, sweep, write_bytes, write_text
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -27,3 +28,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         fail()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_old_temporary_files_are_swept(tmp_path: Path) -> None:
+    for name in (".row.json.123", ".status.json.4", ".row.json.9", ".hidden", "row.json.5", ".row.json.x"):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / ".row.json.9").touch()  # being written
+    (tmp_path / ".folder.7").mkdir()
+    sweep(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".row.json.9", ".hidden", "row.json.5", ".row.json.x", ".folder.7"}

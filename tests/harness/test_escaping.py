@@ -1,15 +1,21 @@
-"""What comes from rows and files moves no cursor, makes no column, runs no TeX."""
+"""What is printed and stored: no control characters, columns or TeX of others, no secrets, no impossible times."""
 
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from pqcache.harness.config.folders import write_status
+from pqcache.harness.config.options import one_line
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.latex import escaped
+from pqcache.harness.run.row_builder import _times
 from pqcache.harness.run.streams import guarded
+from tests.harness.cells import REPO
 
 HOSTILE = {
     "clears the screen": "\x1b[2J\x1b[H",
@@ -48,3 +54,46 @@ def test_tex_is_text() -> None:
     assert escaped("\\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
     assert escaped("a\n\nb") == "a  b"
     assert escaped("$x$ % \x1b") == r"\$x\$ \% \textbackslash{}x1b"
+
+
+SECRET = {
+    "user and password": "https://me:pa55word@host/x",
+    "proxy": "ProxyError('http://me:pa55word@proxy:3128')",
+    "query": "https://host/x?a=1&X-Amz-Signature=pa55word&b=2",
+    "token": "https://host/x?access_token=pa55word",
+    "the hub's": "Authorization: Bearer hf_pa55wordpa55word",
+}
+
+
+def test_secrets_in_addresses_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in SECRET.items():
+        assert "pa55word" not in one_line(text), name
+        write_status(tmp_path, "failed", reason=text, traceback=f"Traceback\n  {text}\n")
+        assert "pa55word" not in (tmp_path / "status.json").read_text(), name
+        out, err = io.StringIO(), io.StringIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            with guarded():
+                print(text)
+                print(text, file=sys.stderr)
+        assert "pa55word" not in out.getvalue() + err.getvalue(), name
+    for plain in ("model.path=https://host/a@b", "task.source=/data/x?key", "method.m=2", "a@b.c"):
+        assert one_line(plain) == plain
+
+
+def test_times_of_a_clock_that_was_set_back_are_none() -> None:
+    good = {"prefill_s": 1.0, "tt2t_s": 2.0, "index_build_s": 0.1, "step_s": [0.1] * 4}
+    for wrong in ({"prefill_s": -1.0}, {"tt2t_s": 0.5}, {"index_build_s": -1e-3}, {"step_s": [0.1, -0.1]}):
+        times = _times([{**good, **wrong}], timed=True)  # type: ignore[typeddict-item]
+        names = ("tt2t_s", "tpot_p50_ms", "tpot_p95_ms", "prefill_s", "index_build_s")
+        assert [times[name] for name in names] == [None] * 5 and times["timed_samples"] == 0, wrong
+    assert _times([good], timed=True)["tt2t_s"] == 2.0  # type: ignore[list-item]
+
+
+def test_a_deleted_working_folder_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = f"cd {folder} && rmdir {folder} && exec {sys.executable} {REPO / 'run.py'} method=full"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: the working folder no longer exists; change to another one\n")

@@ -22,8 +22,9 @@ from typing import Any
 
 import yaml
 
-from pqcache.atomic import write_text
+from pqcache.atomic import sweep, write_text
 from pqcache.harness.config.identity import Identity, Options
+from pqcache.harness.config.options import masked
 from pqcache.harness.config.values import show
 
 MAX_NAME = 200  # characters of a folder's name before the hash, which tells apart names that are cut
@@ -117,6 +118,7 @@ def _differing(a: Any, b: Any, prefix: str = "") -> list[str]:
 def open_folder(folder: Path, about: Identity) -> Path:
     """Make a cell's folder and its config.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
     path = folder / CONFIG
     if not isinstance(read_config(folder), dict):
         _set_aside(folder)
@@ -136,6 +138,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def write_status(folder: Path, status: str, **facts: Any) -> None:
-    """Replace status.json."""
+    """Replace status.json. Secrets in its texts are masked."""
+    facts = {key: masked(value) if isinstance(value, str) else value for key, value in facts.items()}
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     write_text(folder / "status.json", json.dumps({"status": status, "time": stamp, **facts}, indent=2) + "\n")

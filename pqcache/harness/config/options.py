@@ -6,6 +6,7 @@ their types and defaults. Nothing is listed twice.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,9 +25,24 @@ PERMITS = "allow_"
 LONGEST_LINE = 2000  # characters
 
 
+# What gives access: user:password@ of an address, a query's token or signature, a token of the hub.
+SECRETS = (
+    (re.compile(r"(\w://)[^\s/@]+@"), r"\1***@"),
+    (re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential|sig)=)[^\s&#'\"]+"), r"\1***"),
+    (re.compile(r"\bhf_[A-Za-z0-9]{8,}"), "hf_***"),
+)
+
+
+def masked(text: str) -> str:
+    """The text without passwords and tokens in its addresses."""
+    for pattern, shown in SECRETS:
+        text = pattern.sub(shown, text)
+    return text
+
+
 def one_line(text: object) -> str:
-    """A text in one printable line of at most LONGEST_LINE characters, whatever a value in it holds."""
-    line = " ".join(str(text).split())
+    """A text in one printable line of at most LONGEST_LINE characters, whatever a value in it holds. Secrets are masked."""
+    line = masked(" ".join(str(text).split()))
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 100]}... ({len(line)} characters)"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from pqcache.harness.config.options import masked
 from pqcache.harness.report.escaping import printable
 
 
@@ -24,7 +25,7 @@ class Stream:
         if self.error is None:
             try:
                 encoding = getattr(self.stream, "encoding", None) or "utf-8"
-                shown = printable(text) if self.escape else text
+                shown = masked(printable(text) if self.escape else text)
                 self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
             except (OSError, ValueError) as error:
                 self._give_up(error)
