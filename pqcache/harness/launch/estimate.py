@@ -43,6 +43,7 @@ class Memory:
     cache: dict[str, int]  # tier (device, host) -> bytes of the method's own cache
     prefill: int  # temporaries of the prompt's forward pass
     recording: int  # of a shared prefill: q, k, v, output and input of every layer
+    sure: bool = True  # weights and cache are no upper bounds: they are really needed
 
     def on_device(self, *, shared: bool = False, recording_on_host: bool = False) -> int:
         """Bytes on the device at the worst moment. shared: with the recording of a shared prefill."""
@@ -71,7 +72,7 @@ def memory(
     top-level key. measured: measure the method's cache (tenths of a second); else what does not evict counts as Full.
     prefill_chunk: tokens that are computed at a time; every layer then holds the whole prompt's K and V until its last chunk.
     """
-    cache = cache_bytes(config, method, prompt_tokens, new_tokens, dtype, measured=measured)
+    cache, sure = _cache(config, method, prompt_tokens, new_tokens, dtype, measured)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     if chunk < prompt_tokens:
         cache = cache | {DEVICE: max(cache.get(DEVICE, 0), kept_bytes(config, prompt_tokens, dtype))}
@@ -80,6 +81,7 @@ def memory(
         cache=cache,
         prefill=prefill_bytes(config, chunk, dtype, attn),
         recording=recording_bytes(config, prompt_tokens, dtype),
+        sure=sure and getattr(config, "quantization_config", None) is None,
     )
 
 
@@ -137,27 +139,34 @@ def cache_bytes(
 
     A method that a one-layer model cannot show (it needs prepared data) counts as Full.
     """
+    return _cache(config, method, prompt_tokens, new_tokens, dtype, measured)[0]
+
+
+def _cache(
+    config: PreTrainedConfig, method: Method | None, prompt_tokens: int, new_tokens: int, dtype: str, measured: bool
+) -> tuple[dict[str, int], bool]:
+    """`cache_bytes`, and whether the method itself was counted: else they are Full's."""
     shape = ModelShape.of(config.get_text_config(decoder=True))
     tokens = prompt_tokens + new_tokens
     kept = 2 * shape.h_kv * shape.d * getattr(torch, dtype).itemsize  # K and V of a token
     whole = kept * round_up(tokens)
     dense = min(shape.n_layers, 0 if method is None else method.dense_layers or 0)
     rest = range(dense, shape.n_layers)
-    if method is None or not rest:
-        return {DEVICE: whole * shape.n_layers}
+    if method is None or not rest or method.name == "full":
+        return {DEVICE: whole * shape.n_layers}, method is not None
     if isinstance(method, EvictionMethod):
         plans = [method.plan(prompt_tokens, layer, shape.n_layers).total for layer in rest]
         entries = sum(round_up(min(prompt_tokens, plan) + new_tokens) for plan in plans)
         copies = shape.group if method.repeats_kv else 1
-        return {DEVICE: whole * dense + entries * copies * (kept + ENTRY * shape.h_kv)}
+        return {DEVICE: whole * dense + entries * copies * (kept + ENTRY * shape.h_kv)}, True
     if method.budget.tokens is not None and not isinstance(method, RetrievalMethod):
         method = _with_ratio(method, min(1.0, method.budget.tokens / tokens))
     fit = _measured(_Keyed(repr(method), method), shape.group, shape.d, dtype) if measured else None
     if fit is None:
-        return {DEVICE: whole * shape.n_layers}
+        return {DEVICE: whole * shape.n_layers}, False
     sizes = {tier: len(rest) * shape.h_kv * round(base + slope * tokens) for tier, (base, slope) in fit.items()}
     sizes[DEVICE] = sizes.get(DEVICE, 0) + whole * dense
-    return sizes
+    return sizes, True
 
 
 def _with_ratio(method: Method, ratio: float) -> Method:

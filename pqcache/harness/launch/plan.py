@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pqcache.harness.config import environment, folders
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.launch import estimate
+from pqcache.harness.launch import estimate, foresee
 from pqcache.harness.launch.survey import CellSurvey, Survey, survey
 from pqcache.harness.run.session import Session
 
@@ -92,6 +92,7 @@ def text(found: Survey) -> str:
         "downloads: " + (", ".join(one.text for one in found.downloads) or "none"),
         *(f"note: {note}" for note in found.notes),
         *_memory_table(found.cells),
+        *_misfits(found),
         f"time: {time_words(found)}",
         *_profile_lines(found.cells),
     ]
@@ -115,6 +116,13 @@ def _memory_table(cells: list[CellSurvey]) -> list[str]:
                 seen.add(line)
                 lines.append(line)
     return lines
+
+
+def _misfits(found: Survey) -> list[str]:
+    """What a run here would refuse, and what it would warn of."""
+    refused, warning = foresee.foresee(found)
+    labels = {one.cell.name: _name(one.cell) for one in found.cells}
+    return [*(f"refused: {labels[name]}: {line}" for name, line in refused.items()), *([warning] if warning else [])]
 
 
 def _name(cell: Cell) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.config.launch import LocalLaunch
+from pqcache.harness.launch import foresee
 from pqcache.harness.launch import plan as words
 from pqcache.harness.launch.survey import survey, weights
 from pqcache.harness.run.session import Session
@@ -46,13 +47,19 @@ class Total:
         self._first: tuple[float, float] | None = None  # the first sample: time and weight
 
     def begin(self, plan: RunPlan, session: Session) -> None:
-        """Print the short plan and begin to count. A plan that cannot be made is one line, and no reason to stop."""
+        """Print the short plan and begin to count. A plan that cannot be made is one line, and no reason to stop.
+
+        Cells that will run here and cannot fit its memory are named in `session.misfits`.
+        """
         said = io.StringIO()  # notes on the tasks come after the plan
         try:
             with contextlib.redirect_stdout(said):
                 found = survey(plan, session, measured=False, counting_s=COUNTING_S)
             lines = words.short(found)
             weight = weights(found)
+            if isinstance(plan.launch, LocalLaunch):  # workers may be on other machines
+                session.misfits, warning = foresee.foresee(found)
+                lines += [warning] if warning else []
         except Exception as error:  # what is wrong, the run itself will say
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             print(f"plan: not made ({reason[:200]})", flush=True)

@@ -49,6 +49,9 @@ def run_or_record(session: Session, cell: Cell) -> Outcome:
         if cell.skip is not None:
             write_status(folder, "not applicable", reason=cell.skip)
             return Outcome("not applicable", reason=cell.skip)
+        if (misfit := session.misfits.get(cell.name)) is not None:
+            write_status(folder, "failed", reason=misfit)
+            return Outcome("failed", reason=misfit)
         with SampleLog(folder / "samples.jsonl", cell.about.mark, session.on_sample(cell)) as log:
             return _run_logged(session, cell, log)
     except Busy as busy:

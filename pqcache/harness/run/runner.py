@@ -64,7 +64,7 @@ def _run_here(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     for index, cell in enumerate(cells):
         if model != model_key(cell):
             model = model_key(cell)
-            _share_prefills([c for c in cells if model_key(c) == model], session)
+            _share_prefills([c for c in cells if model_key(c) == model and c.name not in session.misfits], session)
         if plan.sweep:
             print(f"[{index + 1}/{len(cells)}] {cell.label}", flush=True)
         try:

@@ -62,6 +62,8 @@ class Session:
         self.watch = watch  # is told what happens
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}
+        # cells that this machine's memory cannot hold, which are not started: name -> why, and what would fit
+        self.misfits: dict[str, str] = {}
         self._model: tuple[str, LoadedModel | Exception] | None = None
         self._text: tuple[str, LoadedModel] | None = None
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
