@@ -33,9 +33,8 @@ def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: floa
     elif q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         out = _joined(q, k, v, scaling)
     else:
-        grouped = (
-            q.dtype in (torch.float16, torch.bfloat16) and k.shape[1] != q.shape[1]
-        )  # flash takes K and V as they are
+        # flash takes K and V as they are
+        grouped = q.dtype in (torch.float16, torch.bfloat16) and k.shape[1] != q.shape[1]
         if not grouped:
             k, v = per_head(k, q.shape[1]), per_head(v, q.shape[1])
         bias = causal_lower_right(t, m)

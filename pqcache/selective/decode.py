@@ -203,9 +203,8 @@ def score_loop(
     size = prefill_chunk or prefill
     blocks = [(start, min(prefill, start + size)) for start in range(0, prefill, size)]
     for start, end in [*blocks, *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
-        kept = min(
-            end - start, max(1, end - first + 1)
-        )  # the logits that predict scored tokens; at least the last ones
+        # the logits that predict scored tokens; at least the last ones
+        kept = min(end - start, max(1, end - first + 1))
         out = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=kept)
         targets = ids[0, end - kept + 1 : end + 1]
         if end >= first:

@@ -66,9 +66,8 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         config, dtype, device = CONFIG, torch.float32, torch.device("cpu")
 
     free = iter([int((kept + 2 * step) / chunks.SHARE_OF_FREE) + 1])
-    monkeypatch.setattr(
-        chunks, "free_bytes", lambda _: next(free)
-    )  # asked once: all prompts of a cell are decided alike
+    # asked once: all prompts of a cell are decided alike
+    monkeypatch.setattr(chunks, "free_bytes", lambda _: next(free))
     auto = chunks.Chunks("auto")
     assert [auto.of(Model(), n) for n in (tokens, tokens, 1000)] == [1024, 1024, None]  # type: ignore[arg-type]
     assert auto.fact(1024) == {"prefill_chunk": 1024}

@@ -10,15 +10,14 @@ temporaries are counted from the shapes of one layer.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pqcache.harness.run.chunks import kept_bytes, prefill_bytes
+from pqcache.harness.run.memory import free_bytes, host_memory
 from pqcache.selective import Budget, ModelShape, OwnPrefill, generate, record
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.retrieval import RetrievalMethod
@@ -246,49 +245,8 @@ def recording_place(need: Memory, device: str) -> str | None:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes that the device can give to this process now; None if it does not tell, and of a worker's device.
-
-    On CUDA the question alone opens a context, which takes some hundred MB of the GPU.
-    """
-    if device == WORKER:
-        return None
-    kind = torch.device(device)
-    if kind.type == "cuda":
-        return int(torch.cuda.mem_get_info(kind)[0]) + int(torch.cuda.memory_reserved(kind))
-    return host_memory()
-
-
-def host_memory() -> int | None:
-    """Bytes of host memory that are available, within the process's control group; None if the system does not tell."""
-    free = [value for value in (_available(), _group_limit()) if value is not None]
-    return min(free) if free else None
-
-
-def _available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _group_limit(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group leaves, version 2 or 1."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most = int((folder / limit).read_text())
-            return max(0, most - int((folder / used).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return None
+    """Bytes that the device can give to this process now; None if it does not tell, and of a worker's device."""
+    return None if device == WORKER else free_bytes(torch.device(device))
 
 
 def words(nbytes: float) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.launch import estimate, needs
 from pqcache.harness.launch.estimate import Memory, words
+from pqcache.harness.run.memory import host_memory, swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,16 +68,6 @@ def free(device: str) -> int | None:
     return there if there is None or device != "cpu" else there + swap()
 
 
-def swap() -> int:
-    """Free bytes of swap; 0 where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":") for line in file)
-        return int(facts["SwapFree"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
-
-
 def _bounds(need: Memory, counted: Counted, one: CellSurvey, there: int) -> str:
     parts = f"{words(need.weights)} of weights"
     if counted.exact:
@@ -106,7 +97,7 @@ def _fits(one: CellSurvey, counted: Counted, chosen: tuple[Change, ...], there: 
     need = needs.memory_of(cell, counted, measured=True)
     if need is None or most(need, one.device) > there:
         return False
-    room = estimate.host_memory()
+    room = host_memory()
     return one.device == "cpu" or room is None or need.on_host() <= room
 
 

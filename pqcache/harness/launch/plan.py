@@ -9,6 +9,7 @@ from pqcache.harness.config import environment, folders
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import estimate, foresee
 from pqcache.harness.launch.survey import CellSurvey, Survey, survey
+from pqcache.harness.run.memory import host_memory
 from pqcache.harness.run.session import Session
 
 
@@ -102,7 +103,7 @@ def text(found: Survey) -> str:
 def _memory_table(cells: list[CellSurvey]) -> list[str]:
     lines = []
     for device in dict.fromkeys(one.device for one in cells):
-        there, host = estimate.device_memory(device), estimate.host_memory()
+        there, host = estimate.device_memory(device), host_memory()
         has = f"{estimate.words(there)} free" if there is not None else "size unknown"
         lines.append(f"memory per cell at its longest prompt; {device}: {has}")
         if device != estimate.WORKER and not device.startswith("cpu") and host is not None:

@@ -19,7 +19,7 @@ from pqcache.harness.report.escaping import printable
 
 # what no reader goes without; null in another field costs its column
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
-MOST = 100 + 1e-6  # a score, rounding included
+ROUNDING = 1e-6  # of scores
 _said: set[str] = set()
 
 
@@ -203,8 +203,8 @@ def damage(value: Any) -> str | None:
     for key, kind in kinds.items():
         if not (value[key] is None and key not in NEEDED or fits(value[key], kind)):
             return f"{key} is {one_line(value[key])[:60]}"
-    most = math.inf if value["task"].startswith("lm_eval:") else MOST  # its metrics may have another range
-    least = -most if most == math.inf else 0
+    # the metrics of lm-eval's tasks may have another range
+    least, most = (-math.inf, math.inf) if value["task"].startswith("lm_eval:") else (0, 100 + ROUNDING)
     if any(not least <= score <= most for scores in value["sample_scores"].values() for score in scores.values()):
         return "a sample's score is not between 0 and 100"
     if value["n_failed"] and value["score"] is not None:
@@ -213,7 +213,7 @@ def damage(value: Any) -> str | None:
         if value["n_samples"] != (count := sum(map(len, value["sample_scores"].values()))):
             return f"n_samples is {value['n_samples']}, but it has {count} scores"
         mean = score_statistics.mean(value["sample_scores"])
-        if value["score"] is not None and (mean is None or abs(value["score"] - mean) > MOST - 100):
+        if value["score"] is not None and (mean is None or abs(value["score"] - mean) > ROUNDING):
             return f"score is {value['score']}, but its samples' mean is {mean}"
     elif value["score"] is not None and not least <= value["score"] <= most:
         return f"score is {value['score']}"

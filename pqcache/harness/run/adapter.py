@@ -25,18 +25,18 @@ from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
 from pqcache.harness.run.prompts import PromptFacts, Prompts, key_of
-from pqcache.harness.run.samples import Missing, Sample, SampleLog, failed_sample, fingerprint, make_sample
+from pqcache.harness.run.samples import Missing, Sample, SampleLog, fingerprint, make_sample
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
 from pqcache.harness.run.too_long import TooLong
-from pqcache.selective import NonFinite, generate
+from pqcache.selective import GenerationResult, NonFinite, generate
 from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from pqcache.harness.run.recorder import Recorder
-    from pqcache.selective import GenerationResult, Method, Prefill
+    from pqcache.selective import Method, Prefill
 
 DEFAULT_NEW_TOKENS = 256
 Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, response) -> 0..100
@@ -260,17 +260,8 @@ class HarnessLM(LikelihoodLM):
         )
 
     def fail(self, error: Exception, task: str, doc_id: int, mark: str, response: str, tokens: int) -> Sample:
-        kernel = attention_kernel(self.attn)[0]
-        return failed_sample(
-            str(error),
-            task=task,
-            doc_id=doc_id,
-            mark=mark,
-            response=response,
-            prompt_tokens=tokens,
-            attn=kernel,
-            facts=self.facts,
-        )
+        nothing = GenerationResult([], tokens, None, None, [], 0.0, None, None, None, {}, {}, {})
+        return {**self.finish(task, doc_id, mark, response, None, 0, nothing), "failed": str(error)}
 
     def _question(self, text: str, markers: Sequence[str] = MARKERS) -> int:
         """Tokens of a wrapped prompt that go through the decode path."""

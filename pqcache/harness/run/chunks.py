@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pqcache.harness.run.memory import free_bytes
 from pqcache.selective import ModelShape
 
 if TYPE_CHECKING:
@@ -80,16 +81,3 @@ class Chunks:
     def fact(self, chunk: int | None) -> dict[str, Any]:
         """What a sample's `extra` says of it."""
         return {} if self.wanted is None or chunk is None else {"prefill_chunk": chunk}
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on a device; None where the system does not say."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":") for line in file)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None

@@ -138,7 +138,7 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     if (
         old is not None
         and lm.resumed == len(lm.used)
-        and all(old[key] == row[key] for key in ("sample_scores", "n_failed", "unverified_samples"))
+        and all(old[key] == row[key] for key in ("sample_scores", "n_failed", "n_skipped", "unverified_samples"))
     ):
         return _ended(old, failed)  # nothing was measured: the row stays as it is
     write_row(path, row)

@@ -19,10 +19,10 @@ from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
 from pqcache.harness.config.values import fits
 from pqcache.harness.run.claims import Claim
-from pqcache.selective import GenerationResult
 
 if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
+    from pqcache.selective import GenerationResult
 
 
 Key = tuple[str, int, str]  # task, document, fingerprint
@@ -117,25 +117,6 @@ def make_sample(
         "git_commit": facts["git_commit"],
         "versions": dict(facts["versions"]),
     }
-
-
-def failed_sample(
-    reason: str, *, task: str, doc_id: int, mark: str, response: str, prompt_tokens: int, attn: str, facts: Facts
-) -> Sample:
-    """The line of a sample that was computed and is no answer."""
-    result = GenerationResult([], prompt_tokens, None, None, [], 0.0, None, None, None, {}, {}, {})
-    sample = make_sample(
-        result,
-        task=task,
-        doc_id=doc_id,
-        mark=mark,
-        response=response,
-        score=None,
-        question_tokens=0,
-        attn=attn,
-        facts=facts,
-    )
-    return {**sample, "failed": reason}
 
 
 class SampleLog:

@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config.cells import Cell, open_folder
-from pqcache.harness.run.chunks import free_bytes
 from pqcache.harness.run.claims import Busy
+from pqcache.harness.run.memory import free_bytes
 from pqcache.harness.run.one_cell import make_adapter, requests_of
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.too_long import TooLong

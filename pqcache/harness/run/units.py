@@ -30,9 +30,8 @@ class Job:
     source: str  # digest of the packages' source files
     commit: str | None
     versions: Mapping[str, str | None]
-    folders: Mapping[
-        str, str
-    ]  # cell name -> where the driver has its samples: older and smoke cells lie elsewhere than in `out`
+    # cell name -> where the driver has its samples: older and smoke cells lie elsewhere than in `out`
+    folders: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pqcache.harness.launch import estimate
+from pqcache.harness.run import memory
 from pqcache.measure.geometries import geometry
 from pqcache.methods import METHODS, method_class
 from pqcache.selective import Budget, generate, record
@@ -119,6 +120,6 @@ def test_this_machine_has_memory(tmp_path: Path) -> None:
     assert free is not None and 2**26 < free < 2**50
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert estimate._group_limit(tmp_path) == 600
+    assert memory.group_limit(tmp_path) == 600
     (tmp_path / "memory.max").write_text("max\n")
-    assert estimate._group_limit(tmp_path) is None
+    assert memory.group_limit(tmp_path) is None

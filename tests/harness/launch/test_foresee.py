@@ -86,12 +86,12 @@ def test_host_memory_that_would_fit(tmp_path: Path, free: Free, monkeypatch: pyt
     (one,) = found.cells
     one.device = "cuda"
     assert one.memory is not None
-    monkeypatch.setattr(estimate, "host_memory", lambda: 10**12)
+    monkeypatch.setattr(foresee, "host_memory", lambda: 10**12)
     free(one.memory.weights + one.memory.prefill + 10**9)  # codes fit, K and V do not
     refused, warning = foresee.foresee(found)
     line = next(iter(refused.values()), None) or warning
     assert "method.store=host would fit" in str(line)
-    monkeypatch.setattr(estimate, "host_memory", lambda: 10**9)
+    monkeypatch.setattr(foresee, "host_memory", lambda: 10**9)
     refused, warning = foresee.foresee(found)
     assert "method.store=host would fit" not in str([*refused.values(), warning])
 
