@@ -14,7 +14,7 @@ import yaml
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import Request, compose_all
 from pqcache.harness.report import papers, published
-from pqcache.harness.report.entries import table_entries
+from pqcache.harness.report.entries import printed_rows, table_entries
 
 REPEATED = papers.experiments()
 KNOWN = {"paper", "item", "title", "guesses", "notes", "columns", "figure"}
@@ -71,6 +71,11 @@ def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     columns = dict(plan.report.get("columns") or {"score": "score"})
     printed = Counter(n.value for n in published.numbers(name) if n.metric in columns and n.model)
     assert shown == printed
+    of_no_method = Counter(n.value for n in published.numbers(name) if not n.model)
+    models = {cell.identity["model"]["name"] for cell in plan.cells}
+    assert Counter(e.published for e in printed_rows(plan)) == Counter(
+        {v: k * len(models) for v, k in of_no_method.items()}
+    )
 
 
 @pytest.mark.parametrize("name", ["pqcache_table3", "zipcache_tableB", "kvcrush_fig5"])

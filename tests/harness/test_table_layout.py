@@ -55,6 +55,13 @@ def test_lines_and_columns_by_default() -> None:
     assert text(block, 6, "average") == "*32.00* (*38*)"  # the other budget is another setting
 
 
+def test_a_printed_row_of_no_method_is_ranked_nowhere() -> None:
+    words = [entry("input length", None, d, None, method="", published=9000.0, status="printed") for d in SETS]
+    (block,) = blocks([*table(), *words], {"layout": {"lines": ["input length"]}}, {})
+    assert [text(block, 0, d) for d in SETS] == ["(9000)"] * 3
+    assert text(block, 6, "qasper") == "*36.00* (*39*)"
+
+
 def test_rows_and_columns_as_a_paper_prints_them() -> None:
     report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}, "names": {"pqcache": "PQCache"}}
     (block,) = blocks(table(), report, {})

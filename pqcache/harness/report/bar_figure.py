@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,7 @@ class _Bars:
             e for e in request.entries if e.metric in self.metrics and not (self.difference and e.method == "full")
         ]
         self.single = len({e.dataset for e in self.entries}) == 1
+        self.budgets = {e.budget for e in self.entries if e.budget is not None}
         self.groups = list(dict.fromkeys(self.group(e) for e in self.entries))
         names = list(dict.fromkeys(self.series(e) for e in self.entries))
         if self.single and "" in names and len(names) > 1:
@@ -53,7 +55,7 @@ class _Bars:
         """Bars of one series have one colour."""
         if self.single:
             return "" if entry.budget is None else f"budget {entry.budget:g}"
-        return line_title(entry)
+        return line_title(entry if len(self.budgets) > 1 else replace(entry, budget=None))
 
     def panels(self) -> dict[str, list[Entry]]:
         """Title -> entries: one per model and per metric, where there are several."""

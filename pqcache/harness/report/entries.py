@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any
 
@@ -38,7 +38,7 @@ class Entry:
     published: float | None  # the paper's number
     published_to_full: float | None  # its difference to the paper's Full
     samples: int | None
-    status: str  # ok | missing | not applicable | failed
+    status: str  # ok | missing | not applicable | failed | printed: a printed row of no method
     folder: str  # the cell's name
 
 
@@ -97,6 +97,36 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
                     numbers["measured"] = derived.derive(where, cell, rows, plan.cells, measured)
                 table.append(Entry(**common, **numbers, metric=metric))
     return [*table, *_best_of(plan, table)]
+
+
+def printed_rows(plan: RunPlan) -> list[Entry]:
+    """The printed rows that are of no model and no method, such as the words of each data set: once for every model."""
+    models = dict.fromkeys(cell.identity["model"]["name"] for cell in plan.cells)
+    column = next(iter(plan.report.get("columns") or {"score": "score"}))
+    empty = dict.fromkeys(field.name for field in fields(Entry))
+    common = {
+        **empty,
+        "experiment": plan.experiment or "",
+        "method": "",
+        "setting": "",
+        "folder": "",
+        "status": "printed",
+    }
+    return [
+        Entry(
+            **{
+                **common,
+                "model": model,
+                "line": n.printed_as,
+                "dataset": n.dataset,
+                "metric": column,
+                "published": n.value,
+            }
+        )
+        for model in models
+        for n in published.numbers(plan.experiment or "")
+        if not n.model and not n.method
+    ]
 
 
 def _apart(plan: RunPlan, cell: Cell, keys: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import paper_figures
-from pqcache.harness.report.entries import Entry, rows_of, status, table_entries
+from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.latex import fragment
@@ -123,7 +123,7 @@ def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> s
 def markdown(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """The table of an experiment: caption, a block per model or as `report.layout` says, footnotes."""
     parts = [in_markdown(caption(plan, table, rows))]
-    for block in blocks(table, plan.report, plan.best_of):
+    for block in blocks([*table, *printed_rows(plan)], plan.report, plan.best_of):
         lines = [f"| {' | '.join(map(in_markdown, block.head))} |", f"|{'---|' * len(block.head)}"]
         lines += [f"| {' | '.join(map(_marked, line))} |" for line in block.body]
         parts.append((f"**{in_markdown(block.title)}**\n\n" if block.title else "") + "\n".join(lines))
@@ -139,7 +139,7 @@ def _marked(field: Field) -> str:
 
 def latex(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """The same as LaTeX (booktabs), split where it is wider or longer than a page."""
-    tables = blocks(table, plan.report, plan.best_of)
+    tables = blocks([*table, *printed_rows(plan)], plan.report, plan.best_of)
     return fragment(title_of(plan), caption(plan, table, rows), tables, footnotes(plan, rows))
 
 

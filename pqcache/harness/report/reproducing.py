@@ -151,7 +151,7 @@ def status(item: Item, own: Plans, rows: Mapping[str, Row]) -> list[list[str]]:
         done = "no" if not measured else f"{measured} of {len(plan.cells)} cells"
         lines.append(
             [
-                item.name, item.shows, f"`{name}` ({len(plan.cells)} cells)", _protocols(plan.cells),
+                item.name, item.shows, f"`{name}` ({len(plan.cells)} cell{'' if len(plan.cells) == 1 else 's'})", _protocols(plan.cells),
                 _settings(item, plan), needs(item, plan.cells), done,
             ]
         )  # fmt: skip

@@ -26,6 +26,7 @@ KEYS = ("model", "line", "budget", "setting", "dataset", "metric")
 ROWS, COLUMNS = ("line", "budget", "setting"), ("dataset", "metric")
 HEADS = {"line": "method"}
 NOT_RANKED = ("full", "oracle")  # the papers choose the best among the others
+PRINTED = "printed"  # the status of a printed row that is of no method
 LOWER_IS_BETTER = ("_s", "_ms", "perplexity", "error", "bytes")
 
 
@@ -201,6 +202,8 @@ def _numbers(entry: Entry, best: Mapping[tuple, tuple[float | None, float | None
         parts.append(Text(number(entry.measured, 2), entry.measured == measured))
     elif entry.status in ("ok", "missing"):
         parts.append(Text(EMPTY))
+    elif entry.status == PRINTED:
+        return (Text(f"({entry.published:g})"),)
     else:
         parts.append(Text(entry.status))
     if entry.published is not None:
@@ -246,7 +249,7 @@ def _best(
         raise ValueError(f"report.best={rule}: allowed is budget, column, none")
     groups: dict[tuple, list[Entry]] = {}
     for e in table:
-        if rule == "none" or e.method in NOT_RANKED:
+        if rule == "none" or e.method in NOT_RANKED or e.status == PRINTED:
             continue
         groups.setdefault((e.model, e.dataset, e.metric, e.budget if rule == "budget" else None), []).append(e)
     best: dict[tuple, tuple[float | None, float | None]] = {}
@@ -265,6 +268,6 @@ def _rule(table: Sequence[Entry]) -> str:
     """`budget` where every ranked line has the same budgets, so that a budget is a setting; else `column`."""
     budgets: dict[str, set[float | int | None]] = {}
     for e in table:
-        if e.method not in NOT_RANKED:
+        if e.method not in NOT_RANKED and e.status != PRINTED:
             budgets.setdefault(e.line, set()).add(e.budget)
     return "budget" if len({frozenset(b) for b in budgets.values()}) == 1 else "column"
