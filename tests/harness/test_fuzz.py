@@ -13,7 +13,7 @@ from pqcache.fields import option_fields
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import _choose, _chosen, compose_all
 from pqcache.harness.config.options import ModelOptions, Refused, RunOptions
-from pqcache.harness.config.overrides import options_of
+from pqcache.harness.config.overrides import EXPERIMENT, options_of
 from pqcache.harness.tasks import task_class
 from pqcache.methods import METHODS, method_class
 
@@ -132,4 +132,18 @@ def test_groups_compose_as_hydra_composes_them(group: str) -> None:
     folder = run.CONFIGS.resolve()
     for name in options_of(group, folder):
         choice = (f"{group}={name}",)
+        assert _chosen(folder, (), choice) == _choose.__wrapped__(folder, (), choice)
+
+
+EXPERIMENTS = [path.stem for path in sorted((run.CONFIGS / "experiment").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pqcache_table2", "demo", *(pytest.param(n, marks=pytest.mark.rest) for n in EXPERIMENTS)],
+)
+def test_groups_compose_as_hydra_composes_them_in_an_experiment(name: str) -> None:
+    folder = run.CONFIGS.resolve()
+    experiment = f"{EXPERIMENT}={name}"
+    for choice in ((experiment,), (experiment, "model=llama-3-8b", "method=kvcrush", "task=latency", "launch=ray")):
         assert _chosen(folder, (), choice) == _choose.__wrapped__(folder, (), choice)

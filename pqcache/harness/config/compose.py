@@ -242,8 +242,8 @@ def _composer(config_dir: Path) -> Composer:
 def _chosen(config_dir: Path, files: Files, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A choice of groups as plain containers: (Hydra's own settings, all other keys).
 
-    Without an experiment, a group is what its file says. Hydra composes the defaults once, and again what the files do
-    not decide alone: composing every point of a sweep would take a good part of a second each.
+    A group is what its file says, with what the experiment's file sets of it on top. Hydra composes the defaults once,
+    and again what the files do not decide alone: composing every point of a sweep would take a good part of a second each.
     """
     plain, rest = {}, []
     for text in groups:
@@ -253,11 +253,35 @@ def _chosen(config_dir: Path, files: Files, groups: tuple[str, ...]) -> tuple[di
             rest.append(text)
         else:
             plain[group] = name, own
-    if any(text.startswith(EXPERIMENT) for text in rest):
+    experiment = next((text.partition("=")[2] for text in rest if text.startswith(EXPERIMENT)), None)
+    on_top = _experiment_groups(config_dir / "experiment" / f"{experiment}.yaml", files) if experiment else {}
+    if on_top is None:
         return _choose(config_dir, files, groups)
     hydra, config = _choose(config_dir, files, tuple(rest))
     choices = {**hydra["runtime"]["choices"], **{group: name for group, (name, _) in plain.items()}}
-    return {**hydra, "runtime": {"choices": choices}}, {**config, **{group: own for group, (_, own) in plain.items()}}
+    chosen = {
+        group: OmegaConf.to_container(OmegaConf.merge(own, on_top[group])) if group in on_top else own
+        for group, (_, own) in plain.items()
+    }
+    return {**hydra, "runtime": {"choices": choices}}, {**config, **chosen}
+
+
+@lru_cache(maxsize=1024)
+def _experiment_groups(path: Path, files: Files) -> dict[str, Any] | None:
+    """What an experiment's file sets of each group; None if it asks Hydra for more than its keys and its choice of groups.
+
+    files: what it depends on.
+    """
+    if not path.is_file():
+        return {}  # Hydra says so
+    text = path.read_text(encoding="utf-8")
+    own = OmegaConf.to_container(OmegaConf.create(text))
+    if not isinstance(own, dict) or "@package" in text:
+        return None
+    choices = own.get("defaults") or []
+    if not all(isinstance(one, dict) and str(next(iter(one))).startswith("override /") for one in choices):
+        return None
+    return {group: own[group] for group in ALONE if isinstance(own.get(group), dict)}
 
 
 def _group_file(path: Path) -> dict[str, Any] | None:

@@ -147,11 +147,12 @@ def status(item: Item, own: Plans, rows: Mapping[str, Row]) -> list[list[str]]:
     lines = []
     for name in item.experiments:
         plan = own[name]
+        size = f"{len(plan.cells)} cell{'' if len(plan.cells) == 1 else 's'}"
         measured = sum(cell.name in rows for cell in plan.cells)
         done = "no" if not measured else f"{measured} of {len(plan.cells)} cells"
         lines.append(
             [
-                item.name, item.shows, f"`{name}` ({len(plan.cells)} cell{'' if len(plan.cells) == 1 else 's'})", _protocols(plan.cells),
+                item.name, item.shows, f"`{name}` ({size})", _protocols(plan.cells),
                 _settings(item, plan), needs(item, plan.cells), done,
             ]
         )  # fmt: skip
