@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     refuse_below(parser, args, rounds=1, lengths=1)
     if args.threads:
         torch.set_num_threads(args.threads)
-    if not kernels.installed():
+    if not kernels.usable():
         print("numba is not installed: plain torch is measured")
     machine = MachineRates(args.quick)
     print(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SWEEP = (
     "task=pocket_qa",
     "task.length=4096",
-    "limit=100",
+    "limit=40",
     "method=full,oracle,pqcache,streaming,snapkv,h2o,sparq,kvcrush",
     "budget=0.2",
 )

@@ -7,19 +7,46 @@ additions. Ties go to the lower index everywhere.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from functools import cache
 
 import torch
 
+_MODULES = ("attend", "codes", "nearest")
 _on = {"compiled": True, "numba": True}  # compiled: any kernel, a GPU's included; numba: the kernels of this package
 
 
 @cache
 def installed() -> bool:
-    """Whether numba can be imported. It is imported when the first kernel runs."""
+    """Whether numba is there. It is imported when the first kernel runs."""
     return importlib.util.find_spec("numba") is not None
+
+
+@cache
+def usable() -> bool:
+    """Whether the kernels can be compiled here; one note if numba is there and they cannot.
+
+    numba refuses where it has no folder to keep compiled code in (a read-only installation, no home folder), and it cannot
+    be imported beside a numpy that it does not know.
+    """
+    if not installed():
+        return False
+    try:
+        for name in _MODULES:
+            importlib.import_module(f"{__name__}.{name}")
+    except Exception as error:  # whatever a broken installation raises
+        reason = " ".join(str(error).split())[:200]
+        warnings.warn(
+            f"numba's kernels are not used, plain torch is: {type(error).__name__}: {reason}; a folder that can be written"
+            " to is named by NUMBA_CACHE_DIR",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def allowed(*tensors: torch.Tensor) -> bool:
@@ -29,7 +56,7 @@ def allowed(*tensors: torch.Tensor) -> bool:
 
 def native(*tensors: torch.Tensor) -> bool:
     """Whether the CPU kernels serve these tensors."""
-    return _on["numba"] and installed() and all(t.device.type == "cpu" for t in tensors) and allowed(*tensors)
+    return _on["numba"] and all(t.device.type == "cpu" for t in tensors) and allowed(*tensors) and usable()
 
 
 @contextlib.contextmanager

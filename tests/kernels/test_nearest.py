@@ -179,7 +179,7 @@ def test_plain_torch_switches_the_kernels_off():
 
 
 def test_assign_falls_back_without_numba(monkeypatch):
-    monkeypatch.setattr(kernels, "installed", lambda: False)
+    monkeypatch.setattr(kernels, "usable", lambda: False)
     x = points(2, 200, 8, 7)
     codes, _ = assign(x, x[:, :5])
     assert codes[:, :5].eq(torch.arange(5)).all()

@@ -1,0 +1,48 @@
+"""Where numba cannot compile, plain torch serves, and says so once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from pqcache import kernels
+from pqcache.pq.kmeans import assign
+
+pytest.importorskip("numba")
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As before the first kernel."""
+    assert kernels.installed()
+    for name in kernels._MODULES:
+        monkeypatch.delitem(sys.modules, f"pqcache.kernels.{name}", raising=False)
+    kernels.usable.cache_clear()
+    yield
+    kernels.usable.cache_clear()
+
+
+def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core import caching
+
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+
+
+def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+
+
+@pytest.mark.parametrize(("break_it", "why"), [(no_folder, "no locator"), (no_numba, "numba")])
+def test_plain_torch_and_one_note(break_it: Break, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, centroids = torch.randn(2, 300, 16), torch.randn(2, 8, 16)
+    with kernels.without_numba():
+        expected, _ = assign(x, centroids)
+    break_it(monkeypatch)
+    with pytest.warns(RuntimeWarning, match=f"plain torch is: .*{why}") as caught:
+        answers = [assign(x, centroids)[0] for _ in range(3)]
+    assert len(caught) == 1
+    assert all(torch.equal(a, expected) for a in answers)
