@@ -44,8 +44,11 @@ def test_control_characters_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_markdown_keeps_its_columns_and_holds_no_html() -> None:
     assert in_markdown("a|b\nc") == "a\\|b c"
+    assert in_markdown("a\\|b \\\\$") == r"a\\\|b \\\\\$"  # a backslash of theirs does not undo one of ours
     assert in_markdown("<img src=x onerror=y>") == "&lt;img src=x onerror=y>"
     assert "](" not in in_markdown("[x](javascript:y) ![x](file:z)")
+    assert in_markdown("[x][y] and [y]: javascript:z") == "[x]\\[y] and [y]\\: javascript:z"
+    assert in_markdown("$\\href{javascript:x}{y}$") == "\\$\\href{javascript:x}{y}\\$"
     for plain in ("<0.001", "[+1.0, -2.0]", "**50.1** (49.7)", "H2O 512-0", "a_b"):
         assert in_markdown(plain) == plain
 

@@ -39,6 +39,12 @@ def test_table_and_picture(command: Callable[..., int], tmp_path: Path, capsys: 
         assert loss.difference == pytest.approx(gap) and loss.samples == 2
 
 
+def test_names_of_rows_are_text_in_the_table() -> None:
+    loss = pocket_losses.Loss(1.0, -1.0, 1, 2, 0.5, None)
+    line = pocket_losses.table({("a|b", "<img src=x>"): {"pocket_[c](file:d)": loss}}, {}).splitlines()[-1]
+    assert line.startswith("| a\\|b | &lt;img src=x> | [c]\\(file:d) | ")
+
+
 def test_folders_without_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         pocket_losses.main([str(tmp_path), str(tmp_path)])

@@ -11,6 +11,8 @@ from nbconvert.preprocessors import ExecutePreprocessor
 
 from pqcache.harness.report.rows import Row, write_row
 
+HOSTILE = "<img src=x onerror=y>"  # what someone else's row may name as its method
+
 
 def _row(method: str, score: float | None, difference: float | None) -> Row:
     known = {
@@ -46,7 +48,7 @@ def _execute(path: Path, parameters: str | None, folder: Path, monkeypatch: pyte
     ],
 )
 def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for method, (score, difference) in rows.items():
+    for method, (score, difference) in {**rows, HOSTILE: (7.0, None)}.items() if rows else ():
         (tmp_path / method).mkdir()
         write_row(tmp_path / method / "row.json", _row(method, score, difference))
     parameters = f"folder = {str(tmp_path)!r}\nnames = ['demo']"
@@ -54,6 +56,8 @@ def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, mon
     for method, (score, _) in rows.items():
         assert method in page
         assert f"{score:.2f}" in page
+    assert HOSTILE not in page
+    assert page.count("&lt;img src=x onerror=y&gt;") >= (2 if rows else 0)  # in both tables
 
 
 @pytest.mark.rest

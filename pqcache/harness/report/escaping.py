@@ -7,6 +7,8 @@ import unicodedata
 
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control and format characters, half characters, line separators
 TAG = re.compile(r"<(?=[A-Za-z/!?])")
+LINK = re.compile(r"\](?=[(\[:])")  # what makes a link of brackets
+BACKSLASH = re.compile(r"\\(?=[!-/:-@\[-`{-~])")  # one that would escape what follows, and undo an escape of ours
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -18,9 +20,10 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def in_markdown(text: str) -> str:
-    """The text for a line or a table's cell of Markdown: it makes no column, link, picture or HTML."""
+    """The text for a line or a table's cell of Markdown: it makes no column, link, picture, formula or HTML."""
     line = printable(" ".join(text.split()) if "\n" in text else text, keep="")
-    return TAG.sub("&lt;", line).replace("](", "]\\(").replace("|", "\\|")
+    line = TAG.sub("&lt;", BACKSLASH.sub(r"\\\\", line))
+    return LINK.sub(r"]\\", line).replace("|", "\\|").replace("$", "\\$")
 
 
 def _escape(character: str) -> str:

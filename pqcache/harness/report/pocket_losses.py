@@ -25,6 +25,7 @@ from typing import Any
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.diagnostic_arrays import read_arrays
+from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full
 from pqcache.harness.report.score_statistics import known_mean
@@ -143,7 +144,8 @@ def table(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]]) ->
             seen = (measured.mean, measured.p5, measured.worst_head) if measured is not None else (None, None, None)
             cells = [*key, task.removeprefix("pocket_"), number(loss.score), signed(loss.difference)]
             cells += [f"{loss.lost} of {loss.samples}", number(loss.depth_lost, 2), number(loss.depth_kept, 2)]
-            lines.append(f"| {' | '.join([*cells, *(number(v, 3) for v in seen)])} |")
+            cells += [number(value, 3) for value in seen]
+            lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
     return "\n".join(lines)
 
 
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_text(scores / "losses.md", text + "\n")
     drawing.keep_files(scores)
     picture(lost, measured, scores / "losses.png")
-    print(text)
+    print(printable(text))
 
 
 if __name__ == "__main__":
