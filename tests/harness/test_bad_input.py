@@ -58,6 +58,8 @@ ONE_LINE = {
     "method=oracle method.recent_ratio=2": ["method.recent_ratio=2"],
     "method=oracle method.store=hots": ["method.store=hots", "did you mean host?"],
     "method=pqcache method.m=3": ["m=3"],
+    "method=oracle method.n_sink=2000": ["method.n_sink=2000", "takes 2009 of a prompt's 2048", "budget=0.2 gives 435"],
+    "method=quest method.page=100000": ["method.page=100000", "takes 2048 of a prompt's 2048", "budget=0.2 gives 409"],
     "task.length=long": ["task.length=long", "an integer", "default 2048"],
     "task.length=7": ["task.length=7", "at least"],
     "task=needle task.depths=[101]": ["task.depths=[101]"],

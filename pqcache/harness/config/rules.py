@@ -152,10 +152,13 @@ def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors:
             errors.append(_line(error))
 
 
-def make_method(name: str, options: dict[str, Any], budget: Any, run: RunOptions, errors: list[str]) -> tuple[Any, str]:
+def make_method(
+    name: str, options: dict[str, Any], budget: Any, run: RunOptions, errors: list[str], prompt: int | None = None
+) -> tuple[Any, str]:
     """(the Method, ""), or (None, why it does not apply). Each bad hyper-parameter becomes a line in `errors`.
 
-    (the Method, the reason) where only diagnostics=trace does not apply to it.
+    (the Method, the reason) where only diagnostics=trace does not apply to it, and where its hyper-parameters override the
+    budget. prompt: tokens of every prompt, if the task's options say it.
     """
     from pqcache.selective import Budget, NotApplicable
 
@@ -177,7 +180,15 @@ def make_method(name: str, options: dict[str, Any], budget: Any, run: RunOptions
     if run.diagnostics == "trace" and not method.traceable:
         why = "is not determined by the tokens it selects; diagnostics=true measures it"
         return method, f"diagnostics=trace: {name} {why}"
-    return method, ""
+    return method, overridden_budget(method, prompt) if prompt is not None and not run.smoke else ""
+
+
+def overridden_budget(method: Any, prompt: int) -> str:
+    """One line if a method's hyper-parameters override its budget for prompts of `prompt` tokens, else empty."""
+    from pqcache.selective.override import overriding
+
+    line = overriding(method, prompt)
+    return "" if line is None else _own_line(method.name, method.hyper_parameters(), line)
 
 
 def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **common: Any) -> list[str]:

@@ -18,6 +18,7 @@ from pqcache.naming import closest, suggestion
 if TYPE_CHECKING:
     from pqcache.selective import Method
 
+LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
 NO_OPTIONS = ("cells", "cell", "best_of", "report", "paper_scale")  # top-level keys that compose.py reads
 
 Options = dict[str, Any]
@@ -60,7 +61,9 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     rules.check_random(options["model"], names["model"], names["task"], errors)
     rules.check_latency(names["task"], run, errors)
     rules.check_task(names["task"], options["task"], base["task"], errors)
-    method, skip = rules.make_method(names["method"], options["method"], budget, run, errors)
+    length = options["task"].get("length")
+    prompt = length if isinstance(length, int) and length < LONGEST_PROMPT and not errors else None
+    method, skip = rules.make_method(names["method"], options["method"], budget, run, errors, prompt)
     if errors:
         raise Refused(errors)
 

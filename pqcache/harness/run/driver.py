@@ -16,10 +16,11 @@ from pqcache.harness.config.folders import write_status
 from pqcache.harness.run import reduce
 from pqcache.harness.run.claims import Busy, Claim
 from pqcache.harness.run.job import make_job
-from pqcache.harness.run.one_cell import Outcome, failed
+from pqcache.harness.run.one_cell import Outcome, failed, not_applicable
 from pqcache.harness.run.samples import Missing, SampleLog
 from pqcache.harness.run.session import Session, Watch, model_key
 from pqcache.harness.run.units import Failure, Progress, Unit, UnitResult, groups, make_units
+from pqcache.selective import NotApplicable
 
 if TYPE_CHECKING:
     from pqcache.harness.run.engines import Engine
@@ -112,6 +113,8 @@ def _missing_units(cells: list[Cell], session: Session, workers: int, outcomes: 
         except Missing:
             write_status(cell.folder, "running")
             todo.append(cell)
+        except NotApplicable as error:
+            outcomes[cell.name] = not_applicable(cell, error)
         except Exception as error:  # a model that cannot be loaded, a task that cannot be built
             outcomes[cell.name] = failed(cell, error)
     units = []

@@ -118,6 +118,19 @@ class LikelihoodLM(LM):
         ids = self.tokens(request.doc)[0] if self.tokens is not None else self._pair(*map(str, request.args[:2]))[0]
         self.check_length(str(request.task_name), int(request.doc_id or 0), len(ids) - 1, 0)
 
+    def prefill_tokens(self, request: Instance) -> int:
+        """How many tokens of a request are computed before the first decode step. Raises TooLong."""
+        if request.request_type == "generate_until":
+            known = self.read(request, tokens=False).known
+            return int(known.tokens - known.question)
+        if self.tokens is not None:
+            return self.tokens(request.doc)[2]
+        if request.request_type == "loglikelihood_rolling":
+            whole = len(self.loaded.encode(str(request.args[0])))
+            return max(1, min(whole, (self.loaded.max_length or whole) + 1) // 2)
+        _, first, question = self._pair(*map(str, request.args[:2]))
+        return max(1, first - max(1, question))
+
     # -- lm-eval's interface ---------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

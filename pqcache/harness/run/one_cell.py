@@ -17,6 +17,7 @@ from lm_eval.tasks.manager import TaskDict
 
 from pqcache.harness.config.cells import Cell, open_folder
 from pqcache.harness.config.folders import write_status
+from pqcache.harness.config.rules import overridden_budget
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import latency_rounds, too_long, tracking
@@ -27,6 +28,7 @@ from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.session import Session, task_of_cell
 from pqcache.harness.tasks import Figure, TaskSpec
+from pqcache.selective import NotApplicable
 
 
 @dataclass
@@ -70,12 +72,21 @@ def _run_logged(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         with contextlib.suppress(OSError):
             write_status(folder, "interrupted", n_samples=len(log))
         raise
+    except NotApplicable as error:
+        return not_applicable(cell, error)
     except Exception as error:  # one failed cell must not lose the others
         return failed(cell, error)
     row = read_row(folder / "row.json")
     facts = {"reason": outcome.reason} if outcome.reason else {}
     write_status(folder, outcome.status, n_samples=row["n_samples"] if row is not None else None, **facts)
     return outcome
+
+
+def not_applicable(cell: Cell, error: NotApplicable) -> Outcome:
+    """The outcome of a cell whose method does not apply to the task's prompts."""
+    reason = " ".join(str(error).split())
+    write_status(cell.folder, "not applicable", reason=reason)
+    return Outcome("not applicable", reason=reason)
 
 
 def failed(cell: Cell, error: Exception) -> Outcome:
@@ -169,12 +180,10 @@ def recorder_of(cell: Cell) -> Recorder | None:
 def make_adapter(
     session: Session, cell: Cell, log: SampleLog, recorder: Recorder | None = None
 ) -> tuple[HarnessLM, TaskSpec, TaskDict]:
-    """A cell's method behind lm-eval's interface, and its task."""
+    """A cell's method behind lm-eval's interface, and its task. Raises NotApplicable; see `check_first_prompt`."""
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
     cell.method.know_tokenizer(loaded.tokenizer)
-    if session.weights:
-        cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
 
     def scorer(task: str, doc: dict, response: str) -> float | None:
         metric = spec.metric[task].partition(",")[0]
@@ -199,7 +208,26 @@ def make_adapter(
         prefill_chunk=cell.run.prefill_chunk,
         known=session.known_prompts(cell),
     )
+    check_first_prompt(lm, tasks, cell)
+    if session.weights:
+        cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
     return lm, spec, tasks
+
+
+def check_first_prompt(lm: HarnessLM, tasks: TaskDict, cell: Cell) -> None:
+    """Raise NotApplicable if hyper-parameters override the budget at the task's first sample.
+
+    It is the first of the task, not of this process: all workers and resumed runs decide alike. Prompts whose length is an option
+    of the task were checked with the command.
+    """
+    one_length = isinstance(cell.identity["task"].get("length"), int)
+    if cell.run.smoke or one_length or cell.ignores_budget or cell.method.budget.is_everything:
+        return
+    for request in requests_of(tasks, 1, cell.identity["seed"]):
+        with contextlib.suppress(too_long.TooLong):
+            if line := overridden_budget(cell.method, lm.prefill_tokens(request)):
+                raise NotApplicable(line)
+            return
 
 
 def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Any]:

@@ -33,6 +33,8 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
         print(f"\ninterrupted in {interrupted}; the same command goes on where it stopped", file=sys.stderr)
         return 130
     printing.print_result(plan, outcomes, out)
+    if not plan.sweep and all(outcome.status == "not applicable" for outcome in outcomes.values()):
+        return 2
     return 1 if any(outcome.status == "failed" for outcome in outcomes.values()) else 0
 
 

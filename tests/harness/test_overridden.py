@@ -1,0 +1,89 @@
+"""Cells whose hyper-parameters override the budget: refused with the command, or not applicable at the first sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness.run import engines, worker
+from pqcache.harness.run.likelihood import LikelihoodLM
+from tests.harness.cells import Command, rows, status
+
+NEEDLE = ("task=needle", "task.lengths=[256]", "task.depths=[0,50]")
+PAGES = ("method=quest", "method.page=100000")
+
+
+@pytest.fixture
+def needle(tiny: Path, tmp_path: Path) -> Command:
+    """As `command`, on a task without one length."""
+
+    def call(*arguments: str) -> int:
+        base = ["model=hf", f"model.path={tiny}", "limit=2", f"out={tmp_path / 'out'}", "wandb=disabled"]
+        return run.main([*base, f"cache_dir={tmp_path / 'cache'}", *NEEDLE, *arguments])
+
+    return call
+
+
+def test_one_length_is_refused_alone_and_skipped_in_a_sweep(
+    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("method=oracle", "method.n_sink=2000") == 2
+    line = capsys.readouterr().err
+    assert line == "error: method.n_sink=2000: takes 256 of a prompt's 256 tokens; budget=0.2 gives 76\n"
+    assert not (tmp_path / "out").exists()
+    assert command("-m", "method=oracle", "method.n_sink=8,2000", "limit=1") == 0
+    assert "skipped, not applicable: method.n_sink=2000" in capsys.readouterr().out
+    assert list(rows(tmp_path / "out")) == ["oracle 0.2"]
+    assert len(generated) == 1
+
+
+def test_other_tasks_decide_at_the_first_sample(
+    needle: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert needle(*PAGES) == 2
+    shown = capsys.readouterr().out
+    assert "skipped, not applicable: method.page=100000: takes 2" in shown
+    state = status(tmp_path / "out")["quest"]
+    assert state["status"] == "not applicable"
+    assert state["reason"].startswith("method.page=100000: takes ")
+    assert needle("-m", "method=quest", "method.page=16,100000", "shared_prefill=true") == 0
+    assert sorted(rows(tmp_path / "out")) == ["quest 0.2"]
+    assert len(generated) == 2
+
+
+def test_scored_texts_count_their_prefill() -> None:
+    def asks(kind: str, *arguments: str) -> Any:
+        return SimpleNamespace(request_type=kind, args=arguments, doc={})
+
+    def tokens(request: Any, question: int = 0, max_length: int | None = None, **own: Any) -> int:
+        loaded = SimpleNamespace(max_length=max_length, encode=str.split)
+        pair = lambda context, _: ([], len(context.split()), question)  # noqa: E731
+        fake: Any = SimpleNamespace(**{"tokens": None, "_pair": pair, "loaded": loaded, **own})
+        return LikelihoodLM.prefill_tokens(fake, request)
+
+    assert tokens(asks("loglikelihood", "a b c d e f g", "h i")) == 6  # the last one is a decode step
+    assert tokens(asks("loglikelihood", "a b c d e f g", "h i"), question=3) == 4
+    assert tokens(asks("loglikelihood_rolling", "a b c d e f g h")) == 4
+    assert tokens(asks("loglikelihood_rolling", "a b c d e f g h"), max_length=3) == 2
+    assert tokens(asks("loglikelihood", "a", "b"), tokens=lambda _: ([1, 2, 3, 4], 2, 3)) == 3
+
+
+def test_a_driver_gives_its_workers_no_such_cell(
+    needle: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        workers = 1
+        run: Callable[..., None] = staticmethod(lambda *_, **__: pytest.fail("a unit was made"))
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    monkeypatch.setattr(engines, "engine_for", lambda _: Engine())
+    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
+    assert needle(*PAGES, "launch=ray") == 2
+    assert status(tmp_path / "out")["quest"]["status"] == "not applicable"
