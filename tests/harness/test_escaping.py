@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness.config.folders import write_status
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.files import CONFIGS
+from pqcache.harness.config.folders import foreign, open_folder, read_config, write_status
 from pqcache.harness.config.options import one_line
+from pqcache.harness.report import papers
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.latex import escaped
-from pqcache.harness.run.row_builder import _times
+from pqcache.harness.report.rows import write_row
+from pqcache.harness.report.tables import cell_label
+from pqcache.harness.run import tracking
+from pqcache.harness.run.row_builder import _times, build_row
 from pqcache.harness.run.streams import guarded
 from tests.harness.cells import REPO
 
@@ -83,6 +90,28 @@ def test_secrets_in_addresses_are_masked(tmp_path: Path, monkeypatch: pytest.Mon
         assert "pa55word" not in out.getvalue() + err.getvalue(), name
     for plain in ("model.path=https://host/a@b", "task.source=/data/x?key", "method.m=2", "a@b.c"):
         assert one_line(plain) == plain
+
+
+def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "https://me:pa55word@host/m?access_token=pa55word"
+    words = ["-m", "method=oracle,quest", "model=hf", f"model.path='{secret}'", f"model.system='of {secret}'"]
+    plan = make_plan(compose_all([*words, f"out={tmp_path}"], CONFIGS))
+    logged: list[object] = []
+    monkeypatch.setattr(tracking, "_start", lambda *sent: logged.append(sent[1:]) or 1 / 0)
+    for cell in plan.cells:
+        assert cell.identity["model"]["path"] == secret  # what is loaded
+        row = build_row(
+            cell, {}, [], prompt_protocol={"system": f"of {secret}"}, kv_dtype="float32", data={"of": [secret]}
+        )
+        write_row(open_folder(cell.folder, cell.about) / "row.json", row)
+        tracking.track(cell, row, [], "offline")
+        shown = [cell.label, cell.yaml(), papers.command(cell), cell_label(cell, "model.path"), str(logged)]
+        shown += [str(path) for path in tmp_path.rglob("*")]
+        shown += [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+        assert logged and all("pa55word" not in text for text in shown)
+        assert cell.about.matches(read_config(cell.folder)) and foreign(cell.folder, cell.about) is None
+    (other,) = make_plan(compose_all([w.replace("pa55word", "x").replace(",quest", "") for w in words], CONFIGS)).cells
+    assert other.about.digest != plan.cells[0].about.digest
 
 
 def test_times_of_a_clock_that_was_set_back_are_none() -> None:

@@ -13,7 +13,7 @@ from pqcache.harness.config import folders
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options
 from pqcache.harness.config.launch import Launch, LocalLaunch
-from pqcache.harness.config.options import NOT_HASHED, Refused, RunOptions
+from pqcache.harness.config.options import NOT_HASHED, Refused, RunOptions, without_secrets
 from pqcache.harness.config.smoke import reduced
 from pqcache.harness.config.validation import Checked, check
 
@@ -59,7 +59,7 @@ class Cell:
         extra["launch"] = {"name": self.launch.name, **asdict(self.launch)}
         shown = self.about.shown
         groups = {group: {**shown[group], **options} for group, options in self.permits.items()}
-        return yaml.safe_dump({**shown, **groups, **extra}, sort_keys=False)
+        return yaml.safe_dump(without_secrets({**shown, **groups, **extra}), sort_keys=False)
 
     @property
     def label(self) -> str:

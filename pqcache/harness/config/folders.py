@@ -24,7 +24,7 @@ import yaml
 
 from pqcache.atomic import sweep, write_text
 from pqcache.harness.config.identity import Identity, Options
-from pqcache.harness.config.options import masked
+from pqcache.harness.config.options import masked, without_secrets
 from pqcache.harness.config.values import show
 
 MAX_NAME = 200  # characters of a folder's name before the hash, which tells apart names that are cut
@@ -43,7 +43,7 @@ def _prefix(about: Identity) -> str:
     """The beginning of every folder name for this configuration, whatever version made the folder."""
     options = about.options
     model = options["model"]
-    model_name = model["name"] if model["name"] != "hf" else str(model["path"]).rstrip("/").split("/")[-1]
+    model_name = model["name"] if model["name"] != "hf" else masked(str(model["path"])).rstrip("/").split("/")[-1]
     parts = [model_name, options["method"]["name"], budget_name(options)]
     return "__".join(map(_clean, [*parts, options["task"]["name"], f"seed{options['seed']}"]))
 
@@ -105,7 +105,7 @@ def foreign(folder: Path, about: Identity) -> str | None:
     stored = read_config(folder)
     if not isinstance(stored, dict) or about.matches(stored):  # `open_folder` sets what cannot be read aside
         return None
-    keys = _differing(about.filled(stored), about.options)
+    keys = _differing(without_secrets(about.filled(stored)), without_secrets(about.options))
     return f"{folder}: holds another configuration ({', '.join(keys[:5])}); move it away or choose another out="
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqcache.fields import added_options, retired
+from pqcache.harness.config.options import without_secrets
 from pqcache.harness.config.values import plain
 
 Options = dict[str, Any]
@@ -56,7 +57,7 @@ class Identity:
 
     options: Options  # everything that decides what is computed; rows repeat it
     absent: Options  # the value of each key where a folder's config.yaml does not name it
-    changed: Options  # the keys that are not at their default, groups with a dot: what names and tables show
+    changed: Options  # the keys that are not at their default, groups with a dot: what names and tables show; secrets are masked
     newer: tuple[str, ...] = ()  # keys that are no part of the hash while they have the absent value
     hidden: tuple[str, ...] = ()  # keys that are not shown while they have the absent value
 
@@ -73,12 +74,13 @@ class Identity:
 
     @property
     def shown(self) -> Options:
-        """What config.yaml and --cfg job show."""
-        return self._without(self.hidden)
+        """What config.yaml and --cfg job show. Secrets are masked."""
+        shown: Options = without_secrets(self._without(self.hidden))
+        return shown
 
     def matches(self, stored: Any) -> bool:
         """Whether a folder's config.yaml, of this version or an older one, is this configuration."""
-        return isinstance(stored, dict) and self.filled(stored) == self.options
+        return isinstance(stored, dict) and without_secrets(self.filled(stored)) == without_secrets(self.options)
 
     def filled(self, stored: Options) -> Options:
         """A stored configuration, with the keys that it does not name added."""
@@ -123,4 +125,4 @@ def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Ide
         changed |= {prefix + key: value for key, value in own.items() if key not in defaults or defaults[key] != value}
         newer += [prefix + key for key in one.newer()]
         hidden += [prefix + key for key in one.hidden()]
-    return Identity({**options, **plain(top.options)}, absent, changed, tuple(newer), tuple(hidden))
+    return Identity({**options, **plain(top.options)}, absent, without_secrets(changed), tuple(newer), tuple(hidden))

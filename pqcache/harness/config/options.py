@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pqcache.fields import added
 
@@ -38,6 +38,17 @@ def masked(text: str) -> str:
     for pattern, shown in SECRETS:
         text = pattern.sub(shown, text)
     return text
+
+
+def without_secrets(value: Any) -> Any:
+    """A value whose texts are `masked`, at any depth of dictionaries and lists. Tuples become lists, as in a file."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, dict):
+        return {key: without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    return value
 
 
 def one_line(text: object) -> str:

@@ -35,7 +35,7 @@ import yaml
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.options import Refused
+from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.report import paper_figures
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.escaping import in_markdown
@@ -75,11 +75,11 @@ def words(name: str, configs: Path = CONFIGS) -> list[str]:
 
 
 def command(cell: Cell) -> str:
-    """The command that fills this cell alone, run from the repository's root."""
+    """The command that fills this cell alone, run from the repository's root. Secrets are masked."""
     out = str(Path(cell.run.out).parent if cell.run.smoke else cell.run.out)
     typed = [text for text in cell.typed if not text.startswith(("out=", "smoke=", "hydra.mode="))]
     extra = [f"out={out}", *(["smoke=true"] if cell.run.smoke else []), "hydra.mode=RUN"]
-    return shlex.join(["python", "run.py", *typed, *extra])
+    return shlex.join(["python", "run.py", *map(masked, [*typed, *extra])])
 
 
 def missing(plan: RunPlan) -> list[str]:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.options import masked
 from pqcache.harness.report.rows import Row, read_row, row_files, skipped_text
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def cell_label(cell: Cell, key: str) -> str:
         return str(cell.identity[key]["name"])
     group, _, name = key.partition(".")
     value = cell.identity[group].get(name, "") if name else cell.identity[group]
-    return "" if value == "" else str(value)
+    return "" if value == "" else masked(str(value))
 
 
 def _budget(value: float | int) -> str:

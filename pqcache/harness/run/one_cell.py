@@ -17,6 +17,7 @@ from lm_eval.tasks.manager import TaskDict
 
 from pqcache.harness.config.cells import Cell, open_folder
 from pqcache.harness.config.folders import write_status
+from pqcache.harness.config.options import without_secrets
 from pqcache.harness.config.rules import overridden_budget
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
@@ -174,7 +175,8 @@ def recorder_of(cell: Cell) -> Recorder | None:
     """What writes the diagnostics of a cell, if it has any."""
     if not cell.run.diagnostics:
         return None
-    return Recorder(cell.folder, cell.run.diagnostics, cell.identity, cell.identity["dense_layers"] or 0)
+    origin = without_secrets(cell.identity)
+    return Recorder(cell.folder, cell.run.diagnostics, origin, cell.identity["dense_layers"] or 0)
 
 
 def make_adapter(

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, cast
 
 from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.report.score_statistics import Scores, known_mean
@@ -36,15 +37,15 @@ def build_row(
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
     row = {
-        **_configuration(cell),
-        "data": dict(data or {}),
+        **without_secrets(_configuration(cell)),
+        "data": without_secrets(dict(data or {})),
         "seed": cell.identity["seed"],
         "n_samples": sum(len(s) for s in scores.values()),
         "n_failed": len(every) - len(samples),
         "unverified_samples": sum("cell" not in s for s in every),
         "n_skipped": n_skipped,
         "protocol": cell.identity["protocol"],
-        "prompt_protocol": {**prompt_protocol, **question},
+        "prompt_protocol": without_secrets({**prompt_protocol, **question}),
         "attn": _joined(s["attn"] for s in samples) or "",
         "kv_dtype": kv_dtype,
         "kmeans_iterations": extra.get("kmeans_iterations"),

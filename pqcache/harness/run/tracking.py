@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report.rows import Row
 
 NOT_LOGGED = ("sample_scores", "versions", "model_options", "task_options", "hyper_parameters")
@@ -52,7 +53,7 @@ def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
 
 
 def _track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
-    run = _start(cell, cell.name, f"{row['model']}/{row['task']}", cell.identity, mode)
+    run = _start(cell, cell.name, f"{row['model']}/{row['task']}", without_secrets(cell.identity), mode)
     try:
         for index, sample in enumerate(samples):
             times = ("tt2t_s", "prefill_s") if row["diagnostics"] is None else ()

@@ -20,7 +20,7 @@ from typing import Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.launch import SlurmLaunch
-from pqcache.harness.config.options import Refused
+from pqcache.harness.config.options import Refused, without_secrets
 from pqcache.harness.run.engines.follow import Follower
 from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
 
@@ -46,7 +46,7 @@ def work(job: Job, units: list[Unit], attempts: list[int], results: str) -> None
 
 def _store(results: str, attempt: int, result: UnitResult) -> None:
     path = Path(results) / f"{result.unit}-{attempt}.json"
-    write_text(path, json.dumps(asdict(result)))
+    write_text(path, json.dumps(without_secrets(asdict(result))))
 
 
 def _read(path: Path) -> UnitResult:
