@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,17 @@ ONE_LINE = {
     "cells=3": ["cells=3", "experiment file"],
     "-m method=full,oracle budget=0.1,1.5": ["budget=1.5"],
     "-m limit=2,4": ["limit", "one command"],
+    "-m seed=range(1,100000000)": ["seed=range(1,100000000)", "more than 100000 values"],
+    "-m method=full,oracle seed=range(0,90000)": ["180000 points", "at most 100000 cells"],
+    "budget=interval(0,1)": ["budget=interval(0,1)"],
+    "task.length=${oc.decode:'1'}": ["task.length="],
+    "budget=" + "[" * 200 + "]" * 200: ["budget=[[[", "at most 20 brackets"],
+    "model.device=cuda:x": ["model.device=cuda:x", "cuda:<n>"],
+    "out=" + "a" * 256: ["out=aaa", "at most 255 bytes"],
+    "cache_dir=''": ["cache_dir=", "must name a folder"],
+    "cache_dir=/dev/null": ["cache_dir=/dev/null", "is a file"],
+    "out=${oc.env:MY_TOKEN,x}": ["oc.env:MY_TOKEN", "may hold a secret"],
+    'model.revision=KEY out="${oc.env:API_${model.revision},x}"': ["oc.env:API_KEY", "may hold a secret"],
     "-m method=full,oracle out=a,b": ["out", "one command"],
 }
 
@@ -128,6 +140,12 @@ def test_one_clear_line(
     assert any(all(part in error for part in expected) for error in errors), shown.err
     assert len(errors) == 1, shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.symlink(tmp_path / "a", tmp_path / "a")
+    assert run.main([f"out={tmp_path / 'a' / 'b'}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_all_errors_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import run
@@ -127,6 +128,10 @@ def test_a_prompt_longer_than_the_model_fails_and_says_so(
         ("method=oracle model.max_length=300", "task.length=256: with 48 new tokens more than the 300 tokens"),
         ("method=oracle task.length=4080", "task.length=4080: with 48 new tokens more than the 4096 tokens"),
         ("method=oracle model.device=cuda:77", "model.device=cuda:77"),
+        pytest.param(
+            *("method=oracle model.device=mps", "model.device=mps: there is no MPS device here"),
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="has MPS"),
+        ),
     ],
 )
 def test_what_the_model_is_too_small_for_is_refused_before_its_weights(

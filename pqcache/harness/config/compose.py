@@ -32,6 +32,7 @@ from pqcache.harness.config.overrides import (
     shortened,
     texts,
     valid,
+    variable,
     yaml_text,
 )
 from pqcache.harness.config.values import show
@@ -80,6 +81,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def compose_all(argv: list[str], config_dir: Path) -> Request:
     """Every configuration that a command line asks for. Raises Refused with one line per error."""
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)  # however the name is put together
     arguments = parse_arguments(argv)
     errors: list[str] = []
     overrides = valid(parse(arguments.overrides, errors), config_dir, errors)
@@ -227,8 +229,7 @@ def _composer(config_dir: Path) -> Composer:
         hydra, chosen = _chosen(config_dir, files, groups)
         config = OmegaConf.create(chosen)
         try:
-            parsed = OverridesParser.create().parse_overrides([text for text in overrides if text.startswith(VALUE)])
-            for override in parsed:
+            for override in _parsed([text for text in overrides if text.startswith(VALUE)]):
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
             values = OmegaConf.to_container(config, resolve=True)
         except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
@@ -237,6 +238,18 @@ def _composer(config_dir: Path) -> Composer:
         return hydra, {str(k): v for k, v in values.items()}
 
     return cache(compose_once)
+
+
+def _parsed(texts: list[str]) -> list[Override]:
+    """The overrides that set a value. One that Hydra reads only in another spelling is refused by its name."""
+    parser = OverridesParser.create()
+    parsed = []
+    for text in texts:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException as error:
+            raise Refused([f"{shortened(text.removeprefix(VALUE))}: {shortened(error)}"]) from error
+    return parsed
 
 
 def _chosen(config_dir: Path, files: Files, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:

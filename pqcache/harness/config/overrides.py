@@ -17,6 +17,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
+from omegaconf.resolvers import oc
 
 from pqcache.harness.config.options import GROUPS, one_line
 from pqcache.harness.config.values import show
@@ -30,7 +31,8 @@ LONGEST = 10_000  # characters of one override
 DEEPEST = 20  # brackets within brackets
 MOST_CELLS = 100_000  # of one command
 # Environment variables that a configuration may not read: it is written to disk and to logs.
-SECRET = re.compile(r"oc\.env:[^}]*(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+NO_SECRETS = "a variable that may hold a secret (KEY, TOKEN, SECRET, PASSWORD) cannot be read into a configuration"
 # The package is given here. In an experiment file it would have to be the first line, which is the command that runs it.
 EXPERIMENT = "experiment@_global_"
 
@@ -74,9 +76,14 @@ def _too_much(text: str) -> str | None:
         deepest = max(deepest, depth)
     if deepest > DEEPEST:
         return f"at most {DEEPEST} brackets within brackets are read"
-    if SECRET.search(text):
-        return "a variable that may hold a secret (KEY, TOKEN, SECRET, PASSWORD) cannot be read into a configuration"
     return None
+
+
+def variable(name: str, *default: Any) -> Any:
+    """The value of `${oc.env:name}` or `${oc.env:name,default}`. Raises ValueError for a name that may be a secret's."""
+    if SECRET.search(name):
+        raise ValueError(f"oc.env:{name}: {NO_SECRETS}")
+    return oc.env(name, *default)
 
 
 def count(overrides: Iterable[Override]) -> int:
