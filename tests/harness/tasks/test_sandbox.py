@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tracemalloc
 from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def test_no_hostile_program_has_an_effect(name: str, how: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_program_is_judged_by_itself(name: str) -> None:
     assert judged(FORGERIES[name], "f", WANTS_A_NUMBER, "", timeout=2.0) is not None
+
+
+@needs_isolation
+@pytest.mark.rest
+@pytest.mark.parametrize("program", [KERNEL["a flood of answers"], "return 'x' * (8 << 20)"])
+def test_a_flood_does_not_fill_the_harness(program: str) -> None:
+    tracemalloc.start()
+    try:
+        assert judged(f"def f(x):\n    {program}\n", "f", WANTS_A_NUMBER, "", timeout=1.0) is not None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @needs_isolation
