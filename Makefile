@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint configs format heatmaps pocket profile tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs lock format heatmaps pocket profile tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ lint: $(INSTALLED) ## ruff and mypy
 
 configs: $(INSTALLED) ## write the files of configs/ that list options, from the code
 	$(RUN) -m pqcache.harness.config.files
+
+lock: $(INSTALLED) ## write requirements.lock: the versions of constraints.txt on Linux, with the hashes of their files
+	$(RUN) -m pip --quiet install --target $(VENV)/lock uv
+	UV_CUSTOM_COMPILE_COMMAND='make lock' $(VENV)/lock/bin/uv pip compile pyproject.toml --extra harness --extra dev \
+	    --constraints constraints.txt --generate-hashes --no-annotate --no-config --default-index https://pypi.org/simple \
+	    --python-version 3.11.5 --no-python-downloads --python-platform x86_64-manylinux_2_28 --quiet -o requirements.lock
 
 format: $(INSTALLED) ## let ruff rewrite what it can
 	$(RUN) -m ruff check --fix .

@@ -34,6 +34,18 @@ def pins(repo: Path) -> dict[str, Version]:
     return result
 
 
+def test_the_lock_file_has_the_same_versions_with_hashes(repo: Path, pins: dict[str, Version]) -> None:
+    text = (repo / "requirements.lock").read_text()
+    block = re.compile(r"^(\S+)==(\S+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n", re.MULTILINE)
+    locked = {canonicalize_name(name): Version(version) for name, version in block.findall(text)}
+    assert all(line.startswith("#") for line in block.sub("", text).splitlines())
+    compiled_here = {"flash-attn", "einops"}  # the gpu extra
+    assert {name: version for name, version in locked.items() if name in pins} == {
+        name: version for name, version in pins.items() if name not in compiled_here
+    }
+    assert all(name.startswith(("nvidia-", "cuda-")) for name in locked.keys() - pins)  # of PyPI's torch
+
+
 def _requirements(project: dict, extras: tuple[str, ...]) -> list[Requirement]:
     lines = [*project["dependencies"], *(line for e in extras for line in project["optional-dependencies"][e])]
     return [Requirement(line) for line in lines]
