@@ -1,6 +1,7 @@
 """The shared interface: one budget, one cache, one attention function for every KV-cache method."""
 
 from pqcache.selective.attach import attach
+from pqcache.selective.batch import Request, generate_batch, time_batch
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, Likelihood, NonFinite, decode_loop, generate, likelihood
@@ -26,6 +27,7 @@ __all__ = [
     "OwnPrefill",
     "Plan",
     "Prefill",
+    "Request",
     "SelectiveCache",
     "SelectiveLayer",
     "StagedLayer",
@@ -34,7 +36,9 @@ __all__ = [
     "attach",
     "decode_loop",
     "generate",
+    "generate_batch",
     "likelihood",
     "partition_plan",
     "record",
+    "time_batch",
 ]

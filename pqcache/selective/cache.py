@@ -66,6 +66,7 @@ class SelectiveCache(Cache):
         self.pads: list[int] = []  # leading padding columns, per row
         self.prompt_lengths: list[int] | None = None
         self.token_ids: torch.Tensor | None = None
+        self.left_padded = False  # announced: no attention_mask says so
         self.expected = 0  # tokens of the longest row when the request ends; 0 = unknown
         self._target: int | None = None  # columns at which the prompt or the turn ends
         self._announced = False  # the end of this prompt or turn, by begin or begin_turn
@@ -84,11 +85,16 @@ class SelectiveCache(Cache):
         self._forget()
 
     def begin(
-        self, prompt_lengths: Iterable[int], token_ids: torch.Tensor | None = None, max_new_tokens: int = 0
+        self,
+        prompt_lengths: Iterable[int],
+        token_ids: torch.Tensor | None = None,
+        max_new_tokens: int = 0,
+        left_padded: bool = False,
     ) -> None:
         """Start a new request and announce where the prompt ends, so that it may arrive in chunks.
 
         prompt_lengths: real tokens per row. token_ids (n, columns): for methods that look at the tokens themselves.
+        left_padded: shorter rows begin with padding, and passes have position_ids but no attention_mask: none is built then.
         Raises NotApplicable if prompt + max_new_tokens exceed a sliding window of the model.
         """
         self.reset()
@@ -96,6 +102,7 @@ class SelectiveCache(Cache):
         if not self.prompt_lengths or min(self.prompt_lengths) < 1:
             raise ValueError(f"prompt_lengths={self.prompt_lengths}: allowed is at least one token per row")
         self.token_ids = token_ids
+        self.left_padded = left_padded
         self.method.check_prompt(self.prompt_lengths, token_ids)
         self._announced = True
         self._target = max(self.prompt_lengths)
@@ -185,7 +192,7 @@ class SelectiveCache(Cache):
     def _check_padding(self, seen: torch.Tensor | None, t: int) -> None:
         """Only left padding is understood: holes, right padding and custom patterns would silently be attended."""
         if seen is None:
-            if any(self.pads) and self.columns == 0 and t > 1:
+            if any(self.pads) and self.columns == 0 and t > 1 and not self.left_padded:
                 raise ValueError("prompt_lengths differ, but no attention_mask says where the padding is")
             return
         column = torch.arange(seen.shape[-1], device=seen.device)

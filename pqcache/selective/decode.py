@@ -17,6 +17,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import Watcher
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
+from pqcache.selective.shape import ModelShape
 from pqcache.selective.shared_prefill import Prefill
 from pqcache.selective.shared_prefill import feed as feed_recorded
 from pqcache.store.lanes import Lanes
@@ -250,12 +251,17 @@ def likelihood(
     return Likelihood(logprobs.tolist(), greedy.tolist(), replace(result, prompt_tokens=max(first, prefill)))
 
 
+def planned_tokens(method: Method, shape: ModelShape, tokens: int) -> int | None:
+    """The budget per layer and KV head for a prompt of `tokens` tokens; None if the method ignores it."""
+    plans = [method.plan(tokens, i, shape.n_layers) for i in range(method.dense_layers or 0, shape.n_layers)]
+    totals = [plan.total for plan in plans if plan is not None]
+    return round(fmean(totals)) if totals else None
+
+
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
     """Cost and result of one finished request, from the cache's ledger and the clock."""
     cache.wait()
     ledger, shape, method = cache.ledger, cache.shape, cache.method
-    plans = [method.plan(planned, i, shape.n_layers) for i in range(method.dense_layers or 0, shape.n_layers)]
-    totals = [plan.total for plan in plans if plan is not None]
     resident = cache.resident_bytes()
     ledger.note_resident(resident)
     ratio = method.published_ratio(planned, shape)
@@ -267,7 +273,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         step_s=[b - a for a, b in zip(marks, marks[1:], strict=False)],
         index_build_s=ledger.index_build_s,
         index_work_s=ledger.index_work_s,
-        budget_tokens=round(fmean(totals)) if totals else None,
+        budget_tokens=planned_tokens(method, shape, planned),
         attended_tokens=ledger.attended(all_layers=False),
         attended_tokens_all_layers=ledger.attended(all_layers=True),
         resident_bytes=resident,

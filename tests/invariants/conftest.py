@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case, and in the rest another one of
     every second case, the others in the next test.
 
-    What a cache refuses depends on the method, not on the architecture: one is enough there.
+    What a cache refuses, and how rows are fed together, depends on the method, not on the architecture: one is enough there.
     """
     if "case" not in metafunc.fixturenames:
         return
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     test = metafunc.definition.name
     more = slice(zlib.crc32(test.encode()) // 16 % 2, None, 2)
     shifts = [(0, slice(None), ()), (4, more, pytest.mark.rest)]
-    if metafunc.module.__name__.endswith("test_refusals"):
+    if metafunc.module.__name__.endswith(("test_refusals", "test_batch")):
         shifts = shifts[:1]
     chosen = [
         pytest.param(case, name, id=f"{case.id}-{name}", marks=marks)
