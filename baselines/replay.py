@@ -65,6 +65,7 @@ class Replay(RetrievalMethod):
 
     name: ClassVar[str] = "replay"
     ignores_budget: ClassVar[bool] = True
+    takes_batches: ClassVar[bool] = False  # a trace is of one prompt
     composable: ClassVar[bool] = False  # a trace is valid for its own layers and positions only
 
     # a trace file, or a folder with the traces of several prompts

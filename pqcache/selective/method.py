@@ -38,6 +38,8 @@ class Method:
 
     name: ClassVar[str]
     ignores_budget: ClassVar[bool] = False
+    # Whether several prompts may be answered at once.
+    takes_batches: ClassVar[bool] = True
     # Raised by one whenever the algorithm changes: samples of two revisions never share a folder.
     revision: ClassVar[int] = 0
     # Removed hyper-parameters -> their only value, which is still hashed, reported and accepted.

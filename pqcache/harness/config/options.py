@@ -16,7 +16,7 @@ GROUPS = ("model", "method", "task", "experiment", "launch")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
-NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "plan")
+NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "batch_check", "plan")
 
 
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
@@ -102,6 +102,10 @@ class RunOptions:
     shared_prefill: Literal["auto"] | bool = "auto"
     # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
     prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
+    # prompts of similar length that are answered at once; above 1 there are no times and bytes, and prefills are not shared
+    batch: int = added(1, absent=1)
+    # with batch above 1: how many first samples of each sub-task are answered again alone; the row says how many differ
+    batch_check: int = 0
     # print what would run, what it needs and how long it takes, and run nothing
     plan: bool = False
     # prepared method data, machine profiles

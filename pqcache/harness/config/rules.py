@@ -25,6 +25,16 @@ def check_run(run: RunOptions, errors: list[str]) -> None:
         errors.append(
             f"prefill_chunk={run.prefill_chunk}: must be at least 1, auto, or null for the whole prompt at once"
         )
+    if run.batch < 1:
+        errors.append(f"batch={run.batch}: must be at least 1")
+    if run.batch > 1 and run.diagnostics:
+        errors.append(f"diagnostics={show(run.diagnostics)}: sees one prompt at a time, so with batch=1 only")
+    if run.batch_check < 0:
+        errors.append(f"batch_check={run.batch_check}: must be 0 or more samples")
+    if run.batch_check and run.batch == 1:
+        errors.append(
+            f"batch_check={run.batch_check}: compares batches with single prompts, so with batch above 1 only"
+        )
     if not 0 <= run.seed < 2**32:
         errors.append(f"seed={run.seed}: must be from 0 to {2**32 - 1}")
     if run.dense_layers is not None and run.dense_layers < 0:
@@ -135,6 +145,8 @@ def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
         errors.append(f"diagnostics={show(run.diagnostics)}: task=latency measures times, which diagnostics slow")
     if run.shared_prefill is True:
         errors.append("shared_prefill=true: task=latency measures prefills, so each runs its own")
+    if run.batch > 1:
+        errors.append(f"batch={run.batch}: task=latency has task.batch")
     if run.question_as_decode:
         errors.append("question_as_decode=true: the prompts of task=latency ask nothing")
 
@@ -189,6 +201,14 @@ def overridden_budget(method: Any, prompt: int) -> str:
 
     line = overriding(method, prompt)
     return "" if line is None else _own_line(method.name, method.hyper_parameters(), line)
+
+
+def without_batches(cls: type[Any], task: str, options: dict[str, Any], run: RunOptions) -> str:
+    """Why a method cannot answer the cell's batches; empty if it can."""
+    key, batch = ("task.batch", options["batch"]) if task == "latency" else ("batch", run.batch)
+    if isinstance(batch, int) and batch > 1 and not cls.takes_batches:
+        return f"{key}={batch}: {cls.name} answers one prompt at a time"
+    return ""
 
 
 def value_errors(cls: type, values: dict[str, Any], base: dict[str, Any], **common: Any) -> list[str]:

@@ -64,6 +64,7 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     length = options["task"].get("length")
     prompt = length if isinstance(length, int) and length < LONGEST_PROMPT and not errors else None
     method, skip = rules.make_method(names["method"], options["method"], budget, run, errors, prompt)
+    skip = skip or rules.without_batches(method_type, names["task"], options["task"], run)
     if errors:
         raise Refused(errors)
 

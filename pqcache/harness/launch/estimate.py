@@ -3,7 +3,7 @@
     need = memory(config, method, prompt_tokens=32000, new_tokens=512, dtype="float16")
     need.on_device(shared=True) <= device_memory("cuda")       # does a shared prefill fit beside the cache?
 
-Figures are bytes of one request (batch 1). Weights and recording are exact. The cache is measured: what the method's own
+Figures are bytes of one request, times the batch. Weights and recording are exact. The cache is measured: what the method's own
 layers hold after a short prompt of a one-layer model, extended to the prompt's length; evictors by their plan. Prefill's
 temporaries are counted from the shapes of one layer.
 """
@@ -64,12 +64,14 @@ def memory(
     attn: str = "auto",
     measured: bool = True,
     prefill_chunk: int | None = None,
+    batch: int = 1,
 ) -> Memory:
     """What one cell needs at a prompt of `prompt_tokens` and an answer of `new_tokens`.
 
     config: the model's. method: None counts the cache as Full's. dtype: as torch names it, without "torch.". attn: as the
     top-level key. measured: measure the method's cache (tenths of a second); else what does not evict counts as Full.
     prefill_chunk: tokens that are computed at a time; every layer then holds the whole prompt's K and V until its last chunk.
+    batch: prompts of this length at once.
     """
     cache, sure = _cache(config, method, prompt_tokens, new_tokens, dtype, measured)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
@@ -77,8 +79,8 @@ def memory(
         cache = cache | {DEVICE: max(cache.get(DEVICE, 0), kept_bytes(config, prompt_tokens, dtype))}
     return Memory(
         weights=parameter_count(config) * getattr(torch, dtype).itemsize,
-        cache=cache,
-        prefill=prefill_bytes(config, chunk, dtype, attn),
+        cache={tier: batch * nbytes for tier, nbytes in cache.items()},
+        prefill=batch * prefill_bytes(config, chunk, dtype, attn),
         recording=recording_bytes(config, prompt_tokens, dtype),
         sure=sure and getattr(config, "quantization_config", None) is None,
     )

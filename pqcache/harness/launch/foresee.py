@@ -106,6 +106,8 @@ def _changes(cell: Cell, device: str) -> list[Change]:
     from pqcache.harness.run import models
 
     changes: list[Change] = []
+    if cell.run.batch > 1:
+        changes.append(("batch=1", lambda c: replace(c, run=replace(c.run, batch=1))))
     if cell.run.prefill_chunk is None:
         changes.append(("prefill_chunk=auto", lambda c: replace(c, run=replace(c.run, prefill_chunk="auto"))))
     method: Any = cell.method

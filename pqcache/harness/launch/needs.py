@@ -124,9 +124,15 @@ def memory_of(cell: Cell, counted: Counted, *, measured: bool) -> estimate.Memor
             attn=cell.run.attn,
             measured=measured,
             prefill_chunk=_chunk(cell, config, prompt, dtype),
+            batch=batch_of(cell),
         )
     except (OSError, ValueError):
         return None
+
+
+def batch_of(cell: Cell) -> int:
+    """Prompts that the cell computes at once."""
+    return int(cell.identity["task"]["batch"] if cell.identity["task"]["name"] == "latency" else cell.run.batch)
 
 
 def _chunk(cell: Cell, config: Any, tokens: int, dtype: str) -> int | None:
@@ -138,4 +144,4 @@ def _chunk(cell: Cell, config: Any, tokens: int, dtype: str) -> int | None:
     if there is None:
         return None
     weights = estimate.parameter_count(config) * getattr(torch, dtype).itemsize
-    return chunks.fitting_chunk(config, tokens, max(0, there - weights), dtype)
+    return chunks.fitting_chunk(config, tokens, max(0, there - weights) // batch_of(cell), dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pqcache.harness.config import environment, folders
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.launch import estimate, foresee
+from pqcache.harness.launch import estimate, foresee, needs
 from pqcache.harness.launch.survey import CellSurvey, Survey, survey
 from pqcache.harness.run.memory import host_memory
 from pqcache.harness.run.session import Session
@@ -46,6 +46,8 @@ def time_words(found: Survey) -> str:
         return "no profile of this model on this device (make profile)"
     if found.samples == found.done:
         return "all samples are done"
+    if any(needs.batch_of(one.cell) > 1 for one in found.cells):
+        return "unknown: profiles are of one prompt at a time"
     limit = f", at most {duration(most)}" if duration(most) != duration(seconds) else ""
     return f"about {duration(seconds)}{limit}"
 

@@ -232,6 +232,8 @@ def _serve(members: Sequence[CellSurvey], own: int) -> None:
 def _wanted(plan: RunPlan, members: Sequence[CellSurvey]) -> bool:
     """shared_prefill, with auto resolved: in sweeps, where the recording fits."""
     value = members[0].cell.run.shared_prefill
+    if members[0].cell.run.batch > 1:
+        return False
     if value != "auto":
         return bool(value)
     places = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import Entry
-from pqcache.harness.report.rows import Row
+from pqcache.harness.report.rows import Row, batch_text
 
 MIN_TOP = 0.1  # an axis of scores shows at least this part of the scale, so that small scores look small
 
@@ -52,7 +52,9 @@ class FigureRequest:
         dtypes = dict.fromkeys(str(row.get("kv_dtype")) for row in rows if row.get("kv_dtype"))
         own = dict.fromkeys(str(r.get("protocol")) for r in rows if r.get("protocol") and r.get("method") != "full")
         run = "".join(
-            f"{text}, " for text in ("batch 1", "/".join(dtypes), f"protocol {'/'.join(own)}" if own else "") if text
+            f"{text}, "
+            for text in (batch_text(rows), "/".join(dtypes), f"protocol {'/'.join(own)}" if own else "")
+            if text
         )
         noun = "sample" if each == "1" else "samples"
         return f"{smoke}{title}. {each} {noun} a cell, {prompt:.0f} prompt tokens on average, {run}{devices}."

@@ -74,7 +74,7 @@ def table(rows: Sequence[Row]) -> str:
             "" if full else span(row["paired_interval"], signed),
             *(_family(row, task) for task in tasks),
             number(row["attended_tokens"], 0),
-            size(sum(row["bytes_per_step"].values())),
+            size(sum(row["bytes_per_step"].values())) if row["bytes_per_step"] else MISSING,
             number(row["tt2t_s"], 3),
             number(row["tpot_p50_ms"], 2),
         ]

@@ -15,7 +15,7 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import axes as drawing
-from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.report.rows import Row, batch_text, read_row
 from pqcache.harness.report.tables import budget_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _caption(rows: Sequence[Row]) -> str:
     devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
     budgets = ", ".join(dict.fromkeys(budget_text(row) for row in rows if row["budget_ratio"] != 1.0))
     dtypes = ", ".join(dict.fromkeys(row["kv_dtype"] for row in rows))
-    configuration = f"{models}; budget {budgets or 'none'}; batch 1, {dtypes}"
+    configuration = f"{models}; budget {budgets or 'none'}; {batch_text(rows)}, {dtypes}"
     samples = rows[0]["n_samples"]
     return f"{configuration}; {devices}; {samples} sample{'' if samples == 1 else 's'} a point"
 

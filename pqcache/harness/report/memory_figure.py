@@ -25,8 +25,8 @@ def token_bytes(shape: ModelShape) -> int:
 
 
 def measured_gib(row: Row, shape: ModelShape) -> float:
-    """GiB that all layers would hold, from what the row's layers held."""
-    layers = row["extra"]["layers"]
+    """GiB that all layers would hold for one prompt, from what the row's layers held."""
+    layers = row["extra"]["layers"] * row["extra"].get("batch", 1)
     return sum(row["resident_bytes"].values()) / BYTES[row["kv_dtype"]] * 2 * shape.n_layers / layers / GIB
 
 

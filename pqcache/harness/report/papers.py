@@ -41,7 +41,7 @@ from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status,
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.latex import fragment
-from pqcache.harness.report.rows import Row
+from pqcache.harness.report.rows import Row, batch_text
 from pqcache.harness.report.table_layout import Field, blocks
 
 if TYPE_CHECKING:
@@ -105,11 +105,10 @@ def frame(table: Iterable[Entry]) -> pd.DataFrame:
 def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """What a table shows, in one or two sentences."""
     counts = sorted({e.samples for e in table if e.samples is not None})
-    sizes = (
-        "nothing measured yet"
-        if not counts
-        else f"{'-'.join(map(str, dict.fromkeys([counts[0], counts[-1]])))} sample{'s' if counts[-1] > 1 else ''}, batch 1,"
-    )
+    sizes = "nothing measured yet"
+    if counts:
+        each = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+        sizes = f"{each} sample{'s' if counts[-1] > 1 else ''}, {batch_text(rows.values())},"
     machines = " / ".join(dict.fromkeys(row["device"] for row in rows.values()))
     text = f"{title_of(plan)}: {sizes}{f' on {machines}' if machines else ''}."
     if any(e.published is not None for e in table):

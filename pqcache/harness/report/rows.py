@@ -115,7 +115,7 @@ class Row(TypedDict):
     # what was attended, measured on the run's own queries; null without diagnostics=true
     diagnostics: dict[str, Any] | None  # see Diagnostics
 
-    # time; null with diagnostics=true, because measuring slows the steps
+    # time; null with diagnostics=true, because measuring slows the steps, and with batch=n, as are bytes
     timed_samples: int  # samples in the times; with shared_prefill those with a prefill of their own
     timed_alone: bool  # times are of processes with nothing else of the run on their host; false where there are none
     tt2t_s: float | None  # prompt submitted -> second token (median over samples)
@@ -130,8 +130,16 @@ class Row(TypedDict):
     versions: dict[str, str | None]
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
-    extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
+    # means of what the method reports of itself, medians of seconds; with batch=n: batch, and with batch_check: batch_checked
+    # and batch_differ, samples that were answered again alone and those whose answer differs
+    extra: dict[str, Any]
     folder: str  # the cell's folder name
+
+
+def batch_text(rows: Iterable[Row]) -> str:
+    """How many prompts were computed at once, for captions: "batch 8", "batch 1 / 8"."""
+    sizes = sorted({int((row.get("extra") or {}).get("batch", 1)) for row in rows})
+    return f"batch {' / '.join(map(str, sizes or [1]))}"
 
 
 # -- the Full cell -----------------------------------------------------------------------------------------------------
@@ -157,6 +165,7 @@ def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
 
     def likeness(candidate: Row) -> tuple[int, int, str]:
         alike = sum(candidate[k] == row[k] for k in ("attn", "protocol", "dense_layers"))
+        alike += batch_text([candidate]) == batch_text([row])
         alike += candidate["prompt_protocol"]["question_as_decode"] == row["prompt_protocol"]["question_as_decode"]
         return alike, candidate["n_samples"], candidate["folder"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
-from pqcache.harness.report.rows import Row, read_row, row_files, skipped_text
+from pqcache.harness.report.rows import Row, batch_text, read_row, row_files, skipped_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,6 +49,12 @@ def row_text(row: Row, path: Path | None) -> str:
         ),
         "machine": f"{row['device']}, {row['attn']}, commit {(row['git_commit'] or MISSING)[:12]}",
     }
+    if row["extra"].get("batch", 1) > 1:
+        if row["task"] == "latency":
+            lines["time"] += f"; {_throughput(row)}"
+        else:
+            del lines["resident"], lines["per step"]
+            lines["time"] = _batch(row)
     if other := metrics_text(row):
         lines["metrics"] = other
     if (measured := row["diagnostics"]) is not None:
@@ -62,6 +68,19 @@ def row_text(row: Row, path: Path | None) -> str:
     )
     body = [f"  {name:<9} {text}" for name, text in lines.items()]
     return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
+
+
+def _batch(row: Row) -> str:
+    """Why a row has neither times nor bytes, and what was found of its batches."""
+    extra = row["extra"]
+    found = f"batch {extra['batch']}"
+    if "batch_checked" in extra:
+        found += f": {extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
+    return f"not measured ({found})"
+
+
+def _throughput(row: Row) -> str:
+    return f"batch {row['extra']['batch']:.0f}, {number(row['extra']['tokens_per_s'])} tokens/s"
 
 
 def metrics_text(row: Row) -> str:
@@ -189,8 +208,9 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     tasks = ", ".join(dict.fromkeys(row["task"] for row in every))
     names = ", ".join(dict.fromkeys(row["model"] for row in every))
     smoke = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if every[0]["smoke"] else ""
+    batch = batch_text(every)
     return smoke + (
-        f"{names}, {tasks}: {each} samples a cell{skipped}, {prompt:.0f} prompt tokens on average, batch 1, on {devices}.\n"
+        f"{names}, {tasks}: {each} samples a cell{skipped}, {prompt:.0f} prompt tokens on average, {batch}, on {devices}.\n"
         "to Full: mean difference of the same samples, 95 % bootstrap interval. MiB: cache after the last step.\n"
     )
 
@@ -241,7 +261,7 @@ def _grid(frame: pd.DataFrame) -> str:
 
 def _measured(row: Row) -> dict[str, str]:
     full = row["method"] == "full"
-    resident = sum(row["resident_bytes"].values()) / 2**20
+    resident = sum(row["resident_bytes"].values()) / 2**20 if row["resident_bytes"] else None
     values = (
         number(row["score"]),
         "" if full else signed(row["paired_difference"]),
@@ -350,7 +370,7 @@ def results_table(folder: str | Path) -> pd.DataFrame:
         "tpot_p50_ms": "TPOT ms",
     }
     rows["changed"] = [_changed(folder) for folder in rows["folder"]]
-    resident = rows.filter(like="resident_bytes.").sum(axis=1) / 2**20
+    resident = rows.filter(like="resident_bytes.").sum(axis=1, min_count=1) / 2**20
     table = rows[list(columns)].rename(columns=columns)
     table["resident MiB"] = resident
     return table.sort_values(["model", "task", "seed", "method", "budget", "changed"], ignore_index=True)

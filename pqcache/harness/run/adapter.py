@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config import environment
+from pqcache.harness.run import batches
 from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
@@ -43,7 +44,7 @@ Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, re
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """One request in the model's terms."""
 
     task: str
@@ -72,7 +73,7 @@ class _Prompt:
 
 
 class HarnessLM(LikelihoodLM):
-    """One model under one method, one sample at a time."""
+    """One model under one method, one sample at a time, or `batch` of them."""
 
     def __init__(
         self,
@@ -93,13 +94,15 @@ class HarnessLM(LikelihoodLM):
         computes: bool = True,
         prefill_chunk: Chunk = None,
         known: Prompts | None = None,
+        batch: int = 1,
+        batch_check: int = 0,
     ) -> None:
         super().__init__()
         self.loaded = loaded
         self.method = method
         self.log = log
         self.attn = attn
-        self.chunks = Chunks(prefill_chunk)
+        self.chunks = Chunks(prefill_chunk, batch)
         self.seed = seed
         self.question_as_decode = question_as_decode
         self.max_new_tokens = max_new_tokens
@@ -111,11 +114,15 @@ class HarnessLM(LikelihoodLM):
         self.tokens = tokens
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
+        self.batch, self.batch_check = batch, batch_check
+        self.said: set[str] = set()  # notes on batches that were printed
+        self.computed: set[tuple[str, int]] = set()  # (task, document) of samples of this evaluation's batches
         self.smoke = smoke
         self.known = known if known is not None else Prompts()  # the prompts that were read
         self.computes = computes  # false: the model has no weights, and every sample must be in the log
         self.timed = True  # false: times would not be of this process alone, and are dropped
-        self.warm = smoke  # a smoke run needs no warm-up: its times mean nothing
+        # a smoke run needs no warm-up: its times mean nothing; samples of batches have none
+        self.warm = smoke or batch > 1
         self.prompts: dict[tuple, _Prompt] = {}  # the same keys -> the prompts
 
     @property
@@ -130,13 +137,18 @@ class HarnessLM(LikelihoodLM):
             self.attached(),
             tqdm(total=len(requests), desc=self.label, unit="sample", disable=disable_tqdm, leave=False) as bar,
         ):
+            if self.batch > 1:
+                batches.fill(self, requests, bar.update)
+                if self.computes:
+                    batches.check(self, requests)
             for request in requests:
                 sample = self.answer(request)
                 answers.append(sample["response"])
                 scores = [s["score"] for s in self.used.values() if s["score"] is not None]
                 if scores:
                     bar.set_postfix_str(f"score {sum(scores) / len(scores):.1f}", refresh=False)
-                bar.update()
+                if self.batch == 1:
+                    bar.update()
         return answers
 
     # -- one sample ----------------------------------------------------------------------------------------------------
@@ -148,32 +160,40 @@ class HarnessLM(LikelihoodLM):
 
     def has(self, request: Instance) -> bool:
         """Whether the log holds the sample."""
-        prepared = self.read(request, tokens=False)
-        return self.log.find(prepared.task, prepared.doc_id, prepared.mark, prepared.old_mark) is not None
+        return self.find(self.read(request, tokens=False)) is not None
+
+    def find(self, prepared: Prepared) -> Sample | None:
+        """The request's sample in the log."""
+        return self.log.find(prepared.task, prepared.doc_id, prepared.mark, prepared.old_mark)
 
     def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
         """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
         prepared = self.read(request, tokens=False)
         task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
-        sample = self.log.find(task, doc_id, mark, prepared.old_mark)
+        sample = self.find(prepared)
         if sample is None or self.unrecorded(sample):
             try:
-                sample = self._generate(self.read(request), request.doc, prefill)
+                sample = self.generate_alone(self.read(request), request.doc, prefill)
             except NonFinite as error:
                 sample = self.fail(error, task, doc_id, mark, "", prepared.known.tokens)
-            if prepared.cut is not None:
-                sample["extra"]["cut_tokens"] = prepared.cut[1]
-            if self.recorder is not None and "failed" not in sample:
-                self.recorder.save(task, doc_id, mark)  # before the log: its line promises that the files exist
-            self.log.append(sample)
-        else:
+            self.log_sample(prepared, sample)
+        elif (task, doc_id) not in self.computed:
             self.resumed += 1
         self.used[task, doc_id] = sample
         known = prepared.known
         self.prompts[task, doc_id] = _Prompt(known.wrapper, known.cut, known.tokens, known.bos_count, known.sha256)
         return sample
 
-    def read(self, request: Instance, *, tokens: bool = True) -> _Prepared:
+    def log_sample(self, prepared: Prepared, sample: Sample) -> None:
+        """Record a finished sample."""
+        if prepared.cut is not None:
+            sample["extra"]["cut_tokens"] = prepared.cut[1]
+        if self.recorder is not None and "failed" not in sample:
+            # before the log: its line promises that the files exist
+            self.recorder.save(prepared.task, prepared.doc_id, prepared.mark)
+        self.log.append(sample)
+
+    def read(self, request: Instance, *, tokens: bool = True) -> Prepared:
         """A request in the model's terms. Raises TooLong. tokens: with its token ids; facts alone are read once a session."""
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
@@ -194,7 +214,7 @@ class HarnessLM(LikelihoodLM):
         self.check_length(task, doc_id, known.tokens, new_tokens)
         ids = self.known.ids(key, made) if tokens else []
         marks = known.mark, known.old_mark
-        return _Prepared(
+        return Prepared(
             task, doc_id, ids, until, new_tokens, *marks, stop_token, known.wrapper, known.cut, known.question, known
         )
 
@@ -323,19 +343,29 @@ class HarnessLM(LikelihoodLM):
         new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
         return [s for s in until if s], min(int(new_tokens), NEW_TOKENS) if self.smoke else int(new_tokens)
 
-    def _generate(self, prepared: _Prepared, doc: dict, prefill: Prefill | None = None) -> Sample:
-        task, doc_id, ids, until = prepared.task, prepared.doc_id, prepared.ids, prepared.until
+    def ends(self, prepared: Prepared) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(tokens that end the answer, tokens that cannot begin it)."""
         tokenizer = self.loaded.tokenizer
         stop_ids = self.loaded.stop_ids()
         vocabulary = tokenizer.get_vocab()
         special = set(tokenizer.all_special_tokens)
         # Decoding drops special tokens, so that the text would never hold these stop strings.
-        stop_ids |= {vocabulary[s] for s in until if s in special and s in vocabulary}
+        stop_ids |= {vocabulary[s] for s in prepared.until if s in special and s in vocabulary}
         not_first: set[int] = set()
         # Its last token ends the answer, too. An answer begins neither with it nor with an end token.
         if prepared.stop_token:
             stop_ids.add(tokenizer(prepared.stop_token, add_special_tokens=False)["input_ids"][-1])
             not_first = stop_ids
+        return tuple(sorted(stop_ids)), tuple(sorted(not_first))
+
+    def stopper(self, prepared: Prepared) -> Callable[[list[int]], bool] | None:
+        """Whether a stop string of the request has just been completed."""
+        return stopper(self.loaded.tokenizer, prepared.until)
+
+    def generate_alone(self, prepared: Prepared, doc: dict, prefill: Prefill | None = None) -> Sample:
+        """The sample of one request, computed now by itself. Raises NonFinite."""
+        task, doc_id, ids = prepared.task, prepared.doc_id, prepared.ids
+        stop_ids, not_first = self.ends(prepared)
         self.begin(task, doc_id, ids)
         chunk = self.chunks.of(self.loaded.model, len(ids) - prepared.question)
         result = generate(
@@ -343,22 +373,26 @@ class HarnessLM(LikelihoodLM):
             self.method,
             torch.tensor([ids], device=self.loaded.model.device),
             max_new_tokens=prepared.new_tokens,
-            eos_token_ids=tuple(sorted(stop_ids)),
-            stop=stopper(tokenizer, until),
+            eos_token_ids=stop_ids,
+            stop=self.stopper(prepared),
             question_tokens=prepared.question,
-            not_first=tuple(sorted(not_first)),
+            not_first=not_first,
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             prefill=prefill,
             prefill_chunk=chunk,
         )
         result.extra.update(self.chunks.fact(chunk))
+        return self.sample_of(prepared, doc, result, stop_ids)
+
+    def sample_of(self, prepared: Prepared, doc: dict, result: GenerationResult, stop_ids: Collection[int]) -> Sample:
+        """The sample of a finished generation: its answer as text, without the tokens that end it, and the score."""
         answer = result.token_ids
         while answer and answer[-1] in stop_ids:
             answer = answer[:-1]
-        response = cut(str(tokenizer.decode(answer, skip_special_tokens=True)), until)
-        score = self.scorer(task, doc, response) if self.scorer is not None else None
-        return self.finish(task, doc_id, prepared.mark, response, score, prepared.question, result)
+        response = cut(str(self.loaded.tokenizer.decode(answer, skip_special_tokens=True)), prepared.until)
+        score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
+        return self.finish(prepared.task, prepared.doc_id, prepared.mark, response, score, prepared.question, result)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:

@@ -66,6 +66,7 @@ class Chunks:
     """`prefill_chunk` of one cell. `auto` is decided by the memory that is free when the first prompt comes."""
 
     wanted: Chunk
+    batch: int = 1  # prompts at once, which share the memory
     free: int | None = None
 
     def of(self, model: PreTrainedModel, tokens: int) -> int | None:
@@ -76,7 +77,7 @@ class Chunks:
             self.free = free_bytes(model.device)
         if self.free is None:
             return None
-        return fitting_chunk(model.config, tokens, self.free, str(model.dtype).removeprefix("torch."))
+        return fitting_chunk(model.config, tokens, self.free // self.batch, str(model.dtype).removeprefix("torch."))
 
     def fact(self, chunk: int | None) -> dict[str, Any]:
         """What a sample's `extra` says of it."""

@@ -21,7 +21,7 @@ from pqcache.harness.config.options import without_secrets
 from pqcache.harness.config.rules import overridden_budget
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
-from pqcache.harness.run import latency_rounds, too_long, tracking
+from pqcache.harness.run import batches, latency_rounds, too_long, tracking
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.recorder import Recorder
@@ -185,6 +185,7 @@ def make_adapter(
     """A cell's method behind lm-eval's interface, and its task. Raises NotApplicable; see `check_first_prompt`."""
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
+    batches.check_task(tasks["tasks"], cell.run.batch)
     cell.method.know_tokenizer(loaded.tokenizer)
 
     def scorer(task: str, doc: dict, response: str) -> float | None:
@@ -209,6 +210,8 @@ def make_adapter(
         computes=session.weights,
         prefill_chunk=cell.run.prefill_chunk,
         known=session.known_prompts(cell),
+        batch=cell.run.batch,
+        batch_check=cell.run.batch_check,
     )
     check_first_prompt(lm, tasks, cell)
     if session.weights:

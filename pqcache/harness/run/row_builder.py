@@ -12,6 +12,7 @@ from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.report.score_statistics import Scores, known_mean
+from pqcache.harness.run import batches
 from pqcache.harness.run.claims import Busy, claim
 from pqcache.harness.run.samples import Sample
 from pqcache.harness.run.timing import percentile, tpot_ms
@@ -36,6 +37,9 @@ def build_row(
     question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
+    if cell.run.batch > 1:
+        extra.pop(batches.DIFFERS, None)
+        extra |= batches.facts(samples, cell.run.batch)
     row = {
         **without_secrets(_configuration(cell)),
         "data": without_secrets(dict(data or {})),

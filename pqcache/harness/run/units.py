@@ -111,9 +111,8 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
             continue
         same = {key: cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")}
         alone = cell.name if cell.run.diagnostics or cell.identity["task"]["name"] == "latency" else None
-        key = json.dumps(
-            [same, cell.device, cell.run.attn, cell.run.prefill_chunk, cell.run.limit, alone], sort_keys=True
-        )
+        how = [cell.run.attn, cell.run.prefill_chunk, cell.run.batch, cell.run.limit]
+        key = json.dumps([same, cell.device, *how, alone], sort_keys=True)
         by_prompts.setdefault(key, []).append(cell)
     return [sorted(group, key=lambda cell: cell.identity["method"]["name"] != "full") for group in by_prompts.values()]
 
@@ -130,8 +129,9 @@ def make_units(group: Sequence[Cell], model: str, *, documents: int, tasks: int,
     label = f"{task}, {len(group)} cells" if len(group) > 1 else group[0].label
     if task == "latency":
         return [Unit(model, names, label, timed=True, whole=True)]
-    own = 0 if group[0].run.diagnostics else min(documents, own_documents(tasks))
-    size = max(1, math.ceil((documents - own) / (workers * UNITS_PER_WORKER)))
+    batch = group[0].run.batch  # which has no times to measure apart
+    own = 0 if group[0].run.diagnostics or batch > 1 else min(documents, own_documents(tasks))
+    size = max(1, math.ceil((documents - own) / (workers * UNITS_PER_WORKER * batch))) * batch
     units = [Unit(model, names, label, 0, own, timed=True)] if own else []
     return units + [
         Unit(model, names, label, start, min(documents, start + size)) for start in range(own, documents, size)

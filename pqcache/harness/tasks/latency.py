@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pqcache.fields import added
 from pqcache.harness.tasks.base import Longest, Task, require
 
 # The first two decode steps are not timed.
@@ -26,12 +27,15 @@ class LatencyOptions:
     rounds: int = 3
     # whether copies and clustering run beside the model; auto: on CUDA
     overlap: Literal["auto", "none", "threads"] = "auto"
+    # prompts of this length at once; times and bytes are of the whole batch
+    batch: int = added(1, absent=1)
 
     def __post_init__(self) -> None:
         require(self.length >= 16, "length", self.length, "must be at least 16 tokens")
         fewest = f"must be at least {FEWEST_NEW_TOKENS}"
         require(self.new_tokens >= FEWEST_NEW_TOKENS, "new_tokens", self.new_tokens, fewest)
         require(self.rounds >= 1, "rounds", self.rounds, "must be at least 1")
+        require(self.batch >= 1, "batch", self.batch, "must be at least 1")
 
 
 class Latency(Task[LatencyOptions]):

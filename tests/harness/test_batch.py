@@ -1,0 +1,159 @@
+"""batch=n: the answers and folders of several prompts at once, what a row says of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache import selective
+from pqcache.harness.config.options import RunOptions
+from pqcache.harness.config.rules import without_batches
+from pqcache.harness.report.rows import batch_text, read_row
+from pqcache.harness.report.tables import row_text
+from pqcache.harness.run import batches, units
+from pqcache.methods import METHODS, method_class
+from tests.harness.cells import Command
+
+NUMBERS = ("batch_checked", "batch_differ", "batch")
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `command`: 8 tokens."""
+    monkeypatch.setattr(batches, "Request", lambda ids, new, *more: selective.Request(ids, min(8, new), *more))
+
+
+def stored(out: Path) -> tuple[Any, list[dict[str, Any]], Path]:
+    (folder,) = (path.parent for path in out.glob("*/row.json"))
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    return read_row(folder / "row.json"), lines, folder
+
+
+def test_answers_are_those_of_single_prompts(command: Command, tmp_path: Path) -> None:
+    words = ["method=snapkv", "budget=0.3", "task=pocket_qa", "task.length=512", "limit=4", "question_as_decode=true"]
+    assert command(*words, out=tmp_path / "one") == 0
+    assert command(*words, "batch=2", "batch_check=2", out=tmp_path / "two") == 0
+    (one, alone, first), (two, lines, second) = stored(tmp_path / "one"), stored(tmp_path / "two")
+    assert "batch=2" in second.name and "batch" not in first.name
+    assert two["sample_scores"] == one["sample_scores"] and two["n_samples"] == 4
+    answers = {s["doc_id"]: s["response"] for s in lines}
+    assert answers == {s["doc_id"]: s["response"] for s in alone}
+    assert len(lines) == 4 + 2  # two were checked, and their lines say so
+    assert [two["extra"][name] for name in NUMBERS] == [2, 0, 2]
+    assert two["tt2t_s"] is two["tpot_p50_ms"] is two["prefill_s"] is two["index_build_s"] is None
+    assert not two["resident_bytes"] and not two["peak_bytes"] and not two["bytes_per_step"]
+    assert two["attended_tokens"] is None and two["timed_samples"] == 0
+    assert two["budget_tokens"] == one["budget_tokens"] > 0
+    assert one["tt2t_s"] > 0 and "batch" not in one["extra"]
+    assert "batch 2: 0 of 2 answers differ from those alone" in row_text(two, None)
+    assert batch_text([one, two]) == "batch 1 / 2"
+
+
+def test_a_batch_goes_on_where_it_stopped(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
+) -> None:
+    sizes: list[int] = []
+    answer = batches._answer
+    monkeypatch.setattr(batches, "_answer", lambda lm, group: (sizes.append(len(group)), answer(lm, group)))
+    assert command("method=full", "batch=2", "limit=1") == 0
+    assert command("method=full", "batch=2", "limit=4") == 0
+    assert sizes == [1, 2, 1] and not generated
+    row, _, folder = stored(tmp_path / "out")
+    written = (folder / "row.json").stat().st_mtime_ns
+    assert command("method=full", "batch=2", "limit=4") == 0
+    assert sizes == [1, 2, 1] and (folder / "row.json").stat().st_mtime_ns == written
+    assert command("method=full", "batch=2", "limit=4", "batch_check=1") == 0
+    assert len(generated) == 1 and read_row(folder / "row.json")["extra"]["batch_checked"] == 1
+    assert row["n_samples"] == 4
+
+
+def test_one_note_instead_of_shared_prefills(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(units, "OWN_PREFILLS", 1)
+    assert command("-m", "method=full,snapkv", "budget=0.3", "limit=3", "shared_prefill=true", "batch=3") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("prefills are not shared") == 1
+    assert "6 distinct, 0 of them shared" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["batch=0"], "batch=0: must be at least 1"),
+        (["batch=many"], "batch=many: expected"),
+        (["batch=2", "batch_check=-1"], "batch_check=-1: must be 0 or more"),
+        (["batch_check=2"], "batch_check=2: compares batches with single prompts"),
+        (["batch=2", "diagnostics=true"], "diagnostics=true: sees one prompt at a time"),
+        (["model=random", "task=latency", "batch=2"], "batch=2: task=latency has task.batch"),
+        (["model=random", "task=latency", "task.batch=0"], "task.batch=0: must be at least 1"),
+    ],
+)
+def test_bad_values_are_refused(
+    command: Command, words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "model=random" in words:
+        assert run.main(["method=full", *words, f"out={tmp_path}", f"cache_dir={tmp_path}"]) == 2
+    else:
+        assert command("method=full", *words) == 2
+    err = capsys.readouterr().err
+    assert line in err and len(err.splitlines()) == 1
+
+
+def test_a_trace_is_of_one_prompt() -> None:
+    def line(name: str, task: str = "pocket_qa", **options: int) -> str:
+        return without_batches(method_class(name), task, options, RunOptions(batch=2))
+
+    assert line("replay") == "batch=2: replay answers one prompt at a time"
+    assert line("replay", "latency", batch=4) == "task.batch=4: replay answers one prompt at a time"
+    assert [name for name in METHODS if line(name)] == ["replay"]
+
+
+@pytest.mark.rest
+def test_prompts_of_one_length_where_chunks_ask_for_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups: list[set[int]] = []
+    answer = batches._answer
+
+    def counted(lm: Any, group: Any) -> None:
+        groups.append({len(prepared.ids) for prepared, _ in group})
+        answer(lm, group)
+
+    monkeypatch.setattr(batches, "_answer", counted)
+    words = ["method=infllm", "method.exc_block=16", "method.block=16", "method.n_init=8", "budget=0.3"]
+    assert command(*words, "batch=3", "prefill_chunk=64") == 0
+    assert all(len(group) == 1 for group in groups) and len(groups) > 1
+    assert capsys.readouterr().out.count("infllm takes prompts of one length in chunks") == 1
+
+
+def test_given_texts_are_scored_one_by_one() -> None:
+    class Scored:
+        OUTPUT_TYPE = "loglikelihood"
+
+    batches.check_task({"texts": Scored}, 1)
+    with pytest.raises(ValueError, match="batch=4: texts scores given texts"):
+        batches.check_task({"texts": Scored}, 4)
+
+
+def test_latency_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=random", "model.geometry=tiny", "task=latency", "method=pqcache", "method.store=host"]
+    words += ["task.length=150", "task.rounds=1", "task.new_tokens=6", "wandb=disabled", f"cache_dir={tmp_path}"]
+    assert run.main([*words, f"out={tmp_path / 'one'}"]) == 0
+    assert run.main([*words, "task.batch=4", f"out={tmp_path / 'four'}"]) == 0
+    (one, _, first), (four, lines, second) = stored(tmp_path / "one"), stored(tmp_path / "four")
+    assert "batch=4" in second.name and "batch" not in first.name
+    for tier in ("device", "host"):
+        assert four["resident_bytes"][tier] > 3.9 * one["resident_bytes"][tier]
+    assert four["tt2t_s"] > four["prefill_s"] > 0
+    assert four["bytes_per_step"]["demand_fetch"] == 4 * one["bytes_per_step"]["demand_fetch"]
+    steps = lines[0]["step_s"][2:]
+    assert four["extra"]["tokens_per_s"] == pytest.approx(4 * len(steps) / sum(steps))
+    assert four["extra"]["batch"] == 4 and one["extra"]["batch"] == 1
+    assert four["extra"]["cache_ms"] == pytest.approx(4 * one["extra"]["cache_ms"], rel=0.05)
+    assert four["extra"]["weights_ms"] > 0
+    assert "tokens/s" in capsys.readouterr().out
