@@ -8,6 +8,7 @@
     figure: {kind: heat_maps}                                     needle: a map per method, side by side
     figure: {kind: curves, x: tokens, y: perplexity}              pg19: perplexity over the length
     figure: {kind: ranks}                                         diagnostics: ranks of tokens over decode steps
+    figure: {kind: throughput, full_batch: 4}                     latency: tokens per second over the batch, within a memory
     figure: {kind: memory}                                        latency: bytes of K and V by model over the length
     figure: {kind: score_curves, heads: [[3, 25]]}                diagnostics=scores: sorted scores, a panel per layer and head
     figure: {kind: score_map, heads: [[11, 15]]}                  diagnostics=scores: queries over tokens, darker is higher
@@ -43,6 +44,7 @@ from pqcache.harness.report.panel_figures import draw_gain, draw_panels
 from pqcache.harness.report.prompt_figures import draw_keys_and_values, draw_saliency
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.score_figures import draw_score_curves, draw_score_map
+from pqcache.harness.report.throughput_figure import draw_throughput
 
 
 def draw(plan: RunPlan, entries: Sequence[Entry], rows: Mapping[str, Row], path: Path) -> Path | None:
@@ -151,6 +153,7 @@ KINDS = {
     "curves": _curves,
     "ranks": _ranks,
     "memory": draw_memory,
+    "throughput": draw_throughput,
     "score_curves": draw_score_curves,
     "score_map": draw_score_map,
     "prompt_kv": draw_keys_and_values,
