@@ -7,14 +7,17 @@ import shlex
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import Request, compose_all
+from pqcache.harness.config.options import Refused
 from pqcache.harness.report import papers, published
-from pqcache.harness.report.entries import printed_rows, table_entries
+from pqcache.harness.report.derived import derive
+from pqcache.harness.report.entries import measured, printed_rows, table_entries
 
 REPEATED = papers.experiments()
 KNOWN = {"paper", "item", "title", "guesses", "notes", "columns", "figure"}
@@ -109,3 +112,24 @@ def test_report_keys_are_known(repo: Path) -> None:
         assert report["title"]
         for key in ("guesses", "notes"):
             assert all(isinstance(line, str) and line.endswith(".") for line in report.get(key) or []), (name, key)
+
+
+def test_table_a_is_timed_in_batches(tmp_path: Path) -> None:
+    """Its times come from cells of task=latency, which take none of the other cells' task options."""
+    plan = plan_of("zipcache_tableA", tmp_path)
+    cells = {cell.names[0]: cell for cell in plan.cells}
+    latency = [cell.identity["task"] for cell in plan.cells if cell.identity["task"]["name"] == "latency"]
+    assert [task["batch"] for task in latency] == [8] * 7
+    assert cells["kivi"].identity["task"]["lines"] == 200 and cells["kivi_x8"].identity["task"]["length"] == 3072
+    times: dict[str, Any] = {cells["zipcache_x8"].name: {"prefill_s": 2.0}, cells["full_x8"].name: {"prefill_s": 1.5}}
+
+    def prefill(name: str) -> float | None:
+        return derive("timed:ms:prefill_s", cells[name], times, plan.cells, measured)
+
+    assert (prefill("zipcache"), prefill("full")) == (2000.0, 1500.0)
+    assert prefill("zipcache_norm_full") is prefill("mikv") is prefill("zipcache_x8") is None
+    words = ["experiment=zipcache_tableA", "task.lines=100", f"out={tmp_path}"]
+    lines = [c.identity["task"].get("lines") for c in make_plan(compose_all(words, papers.CONFIGS)).cells]
+    assert sorted(lines, key=str) == [100] * 7 + [None] * 7
+    with pytest.raises(Refused, match="task.lines: unknown key"):
+        make_plan(compose_all([*words, "cell=full_x8"], papers.CONFIGS))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pqcache.fields import option_fields
 from pqcache.harness.config.options import Refused
 from pqcache.harness.config.overrides import (
     EXPERIMENT,
@@ -164,7 +165,7 @@ def _cells(
     if len(names) > 1 and not sweep:
         raise Refused([f"this experiment has {len(names)} cells: choose one with cell=<name> or sweep with -m"])
     composed = []
-    typed = {text.lstrip("+").partition("=")[0] for text in rest}
+    typed = {_key(text) for text in rest}
     for name in names:
         errors: list[str] = []
         own = parse(_cell_overrides(cells[name], name), errors)
@@ -174,9 +175,31 @@ def _cells(
         own = [o for o in own if o.get_key_element().lstrip("+") not in typed]  # what was typed wins
         swept = any(o.is_sweep_override() for o in own)
         for point in _product(own, config_dir):
-            typed_for_cell = [f"{CELL}={name}", *rest, *(point if swept else [])]
-            composed.append(_composed([*point, *rest], name, config_dir, compose_once, typed_for_cell))
+            task = next((text.partition("=")[2] for text in point if text.startswith("task=")), None)
+            foreign = set() if task is None else _foreign(task, str(head["task"].get("name")))
+            if picked:  # what is typed for one cell is meant for it
+                foreign -= typed
+            shared = [text for text in rest if _key(text) not in foreign]
+            typed_for_cell = [f"{CELL}={name}", *shared, *(point if swept else [])]
+            one = _composed([*point, *shared], name, config_dir, compose_once, typed_for_cell)
+            kept = {key: value for key, value in one.config["task"].items() if f"task.{key}" not in foreign}
+            composed.append(replace(one, config={**one.config, "task": kept}))
     return composed
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+").partition("=")[0]
+
+
+def _foreign(own: str, shared: str) -> set[str]:
+    """The options of the experiment's task that a cell with a task of its own does not have: they are the other cells'."""
+    from pqcache.harness.tasks import task_class
+
+    try:
+        has, others = (set(option_fields(task_class(name).Options)) for name in (own, shared))
+    except ValueError:
+        return set()  # a name that is refused later
+    return {f"task.{key}" for key in others - has}
 
 
 def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) -> dict[str, list[str]]:
@@ -207,7 +230,7 @@ def _composed(
     for group in ALONE:
         defaults[group] = _group_file(config_dir / group / f"{choices[group]}.yaml") or {}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
-    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    named = {_key(text) for text in overrides}
     if experiment := choices.get(EXPERIMENT):
         named |= {f"task.{key}" for key in _task_keys(config_dir, experiment)}
     return Composed(config, defaults, cell, typed, frozenset(named))

@@ -77,14 +77,20 @@ def compare(plan: RunPlan, item: Item) -> list[Comparison]:
         cells = [cell for cell in plan.cells if _is_of(cell, setting.of)]
         for key, printed in setting.values.items():
             ours: list[Any] = []
-            for cell in cells:
+            of_key = with_documents(cells) if key.partition(".")[0] == "task" else cells
+            for cell in of_key:
                 value = _value(cell, key)
                 if value not in ours:
                     ours.append(value)
-            lines = tuple(dict.fromkeys(map(line_name, cells)))
+            lines = tuple(dict.fromkeys(map(line_name, of_key)))
             note = _note(plan, setting, key, printed)
             made.append(Comparison(key, lines, tuple(ours), printed, setting.source, note))
     return made
+
+
+def with_documents(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells without those of task=latency that only time the others."""
+    return [cell for cell in cells if cell.identity["task"]["name"] != "latency"] or list(cells)
 
 
 def _is_of(cell: Cell, of: str | tuple[str, ...]) -> bool:

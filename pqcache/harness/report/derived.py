@@ -6,6 +6,7 @@
       perplexity_to_full: "minus:full:rate:perplexity"
       hit_rate: "percent:row:extra.cluster_hit_rate"
       clustering: "share:index:prefill"            percent of the prefill's time
+      prefill_ms: "timed:ms:prefill_s"             of the cell of task=latency with the same model and method
 
 The other line is the cell of that name, or the method where cells have no names, with the same model, task and seed, and the
 same budget if it has one.
@@ -19,7 +20,8 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.report.rows import Row
 
 Plain = Callable[[Row, str], float | None]  # what reads a column that needs no other row
-KINDS = ("percent", "gain", "minus", "seconds", "share")
+KINDS = ("percent", "gain", "minus", "seconds", "share", "timed")
+SAME = ("model", "method", "budget", "protocol", "dense_layers", "seed")  # of a cell and the one that times it
 
 
 def is_derived(where: str) -> bool:
@@ -29,10 +31,12 @@ def is_derived(where: str) -> bool:
 
 def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell], plain: Plain) -> float | None:
     """A derived number of a cell; None if one of its parts was not measured. rows: cell name -> row."""
+    kind, _, rest = where.partition(":")
+    if kind == "timed":
+        return next((plain(rows[one.name], rest) for one in cells if one.name in rows and _times(one, cell)), None)
     row = rows.get(cell.name)
     if row is None:
         return None
-    kind, _, rest = where.partition(":")
     if kind == "seconds":
         return seconds(row, rest)
     if kind == "share":
@@ -49,6 +53,12 @@ def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell
     if own is None or base is None or other is cell:
         return None
     return own - base if kind == "minus" else base / own if own else None
+
+
+def _times(one: Cell, cell: Cell) -> bool:
+    """Whether a cell measures another one's times."""
+    latency = one.identity["task"]["name"] == "latency"
+    return latency and one is not cell and all(one.identity[key] == cell.identity[key] for key in SAME)
 
 
 def seconds(row: Row, phase: str) -> float | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import prose
-from pqcache.harness.report.check import compare, plan_at_paper_scale
+from pqcache.harness.report.check import compare, plan_at_paper_scale, with_documents
 from pqcache.harness.report.entries import Entry, table_entries
 from pqcache.harness.report.footnotes import methods_of
 from pqcache.harness.report.items import PAPERS, Item, downloads, items, models
@@ -70,7 +70,7 @@ def hours(item: Item, cells: Sequence[Cell]) -> float | None:
     Per sample: 2 P s / compute for a prompt of s tokens, 2 P bytes / bandwidth for each new token; P parameters.
     """
     total = 0.0
-    for cell in cells:
+    for cell in with_documents(cells):
         if _size_name(cell) not in models():
             return None
         parameters = models()[_size_name(cell)][0] * 1e9
