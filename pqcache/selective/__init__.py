@@ -1,7 +1,7 @@
 """The shared interface: one budget, one cache, one attention function for every KV-cache method."""
 
 from pqcache.selective.attach import attach
-from pqcache.selective.batch import Request, generate_batch, time_batch
+from pqcache.selective.batch import Request, generate_batch, record_batch, time_batch
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import GenerationResult, Likelihood, NonFinite, decode_loop, generate, likelihood
@@ -40,5 +40,6 @@ __all__ = [
     "likelihood",
     "partition_plan",
     "record",
+    "record_batch",
     "time_batch",
 ]

@@ -18,6 +18,7 @@ from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import Clock, GenerationResult, NonFinite, chunk_of, planned_tokens, report
 from pqcache.selective.method import Method
+from pqcache.selective.shared_prefill import Prefill, feed, record
 from pqcache.store.lanes import Lanes
 
 
@@ -88,20 +89,28 @@ def pad_left(requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def batch_loop(
-    model: PreTrainedModel, cache: SelectiveCache, requests: Sequence[Request], *, prefill_chunk: int | None = None
+    model: PreTrainedModel,
+    cache: SelectiveCache,
+    requests: Sequence[Request],
+    *,
+    prefill_chunk: int | None = None,
+    prefill: Prefill | None = None,
 ) -> tuple[list[_Row], list[float]]:
     """The answered rows, and the time of each step since submission. The cache was begun, `left_padded`.
 
-    prefill_chunk: columns per prefill block.
+    prefill_chunk: columns per prefill block. prefill: the recorded prompts, in place of forward passes.
     """
     ids, pads = (x.to(model.device) for x in pad_left(requests))
     clock = Clock(ids.device)
     rows = [_Row(request) for request in requests]
     positions = (torch.arange(ids.shape[1], device=ids.device) - pads[:, None]).clamp_min(0)
     at = positions[:, -1:]
-    size = prefill_chunk or ids.shape[1]
-    for block, where in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
-        logits = _logits(model, cache, block, where)
+    if prefill is not None:
+        logits = feed(cache, prefill).clone()  # other methods read them too
+    else:
+        size = prefill_chunk or ids.shape[1]
+        for block, where in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
+            logits = _logits(model, cache, block, where)
     running = rows
     while True:
         for slot, row in enumerate(running):
@@ -136,12 +145,14 @@ def generate_batch(
     prefill_chunk: int | None = None,
     attn: str = "auto",
     lanes: Lanes | None = None,
+    prefill: Prefill | None = None,
 ) -> list[GenerationResult | NonFinite]:
     """Greedy generation of several prompts at once under `method`, without times and bytes; in the order of the requests.
 
-    NonFinite stands where a row's logits held NaN or infinity. Arguments and errors as of `generate`.
+    NonFinite stands where a row's logits held NaN or infinity. prefill: what `record_batch` made of the same requests. Arguments
+    and errors as of `generate`.
     """
-    cache, rows, _ = _run(model, method, requests, prefill_chunk, attn, lanes)
+    cache, rows, _ = _run(model, method, requests, prefill_chunk, attn, lanes, prefill=prefill)
     results: list[GenerationResult | NonFinite] = []
     for row in rows:
         if not row.finite:
@@ -167,6 +178,19 @@ def generate_batch(
             )  # fmt: skip
         )
     return results
+
+
+def record_batch(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    *,
+    attn: str = "auto",
+    device: str | None = None,
+    prefill_chunk: int | None = None,
+) -> Prefill:
+    """The dense prefill of several prompts, their questions left out, for `generate_batch`. See shared_prefill.record."""
+    ids, pads = pad_left(requests)
+    return record(model, ids, attn, device, prefill_chunk, pads.tolist())
 
 
 def time_batch(
@@ -201,11 +225,14 @@ def _run(
     attn: str,
     lanes: Lanes | None,
     close: bool = True,
+    prefill: Prefill | None = None,
 ) -> tuple[SelectiveCache, list[_Row], list[float]]:
     """A begun cache, the answered rows and the times. close: end what runs beside the model."""
     if not requests:
         raise ValueError("requests: allowed is at least one")
     lengths = [request.body for request in requests]
+    if prefill is not None and [prefill.tokens - pad for pad in prefill.pads] != lengths:
+        raise ValueError(f"prefill of other prompts: allowed are prompts of {', '.join(map(str, lengths))} tokens")
     chunk = chunk_of(method, max(lengths), prefill_chunk)
     if chunk is not None and len(set(lengths)) > 1 and method.chunk_unit(max(lengths)) > 1:
         raise ValueError(f"prefill_chunk={prefill_chunk}: {method.name} takes prompts of one length in chunks")
@@ -215,9 +242,11 @@ def _run(
     done = False
     try:
         with attach(model):
-            rows, marks = batch_loop(model, cache, requests, prefill_chunk=chunk)
+            rows, marks = batch_loop(model, cache, requests, prefill_chunk=chunk, prefill=prefill)
         done = True
     finally:
         if close or not done:
             cache.lanes.close()
+    if prefill is not None:
+        prefill.check_unchanged()
     return cache, rows, marks

@@ -154,7 +154,7 @@ def generate(
     s = input_ids.shape[1]
     if not 0 <= question_tokens < s:
         raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
-    if prefill is not None and prefill.tokens != s - question_tokens:
+    if prefill is not None and (prefill.tokens != s - question_tokens or prefill.pads != [0]):
         raise ValueError(f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}")
     chunk = chunk_of(method, s - question_tokens, prefill_chunk)
     cache = SelectiveCache(model, method, attn=attn, lanes=lanes)

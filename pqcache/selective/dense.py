@@ -30,7 +30,7 @@ def dense_prefill(
     step = ctx.step
     counts, ends = step.counts, step.counts
     if store is None or step.first:
-        if not ctx.last_only and not (step.padded and mask is None):
+        if not ctx.last_only and (ctx.recorded or not (step.padded and mask is None)):
             return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
         # the block's own rows, as a store holds them: padding left out
         if step.padded:

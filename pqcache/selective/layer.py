@@ -63,6 +63,7 @@ class LayerContext:
     rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     step: Step  # what this forward pass is
     last_only: bool = False  # the last layer of a pass for the last token's logits: no other row is used
+    recorded: bool = False  # the block's exact attention was computed before; see shared_prefill.py
     scaling: float = field(init=False)  # set by the attention function
     # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
     probs: torch.Tensor | None = None

@@ -9,11 +9,12 @@ another cache's layers, which evict, pack or index as after a forward pass of th
         result = generate(model, method, input_ids, max_new_tokens=32, prefill=prefill)
 
 Scores and bytes equal those of a run with a prefill of its own. Times of the prompt do not exist, so none are reported.
+A batch of left-padded prompts is recorded as one; `generate_batch` feeds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.dense import DenseLayer
+from pqcache.selective.dense import DenseLayer, dense_prefill
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
@@ -35,14 +36,14 @@ class OwnPrefill(ValueError):
 
 @dataclass
 class Call:
-    """Inputs and output of one attention module for the whole prompt."""
+    """Inputs and output of one attention module for the whole prompt; n = 1, or the prompts of a batch."""
 
-    q: torch.Tensor  # (1, h, s, d)
-    k: torch.Tensor  # (1, h_kv, s, d)
+    q: torch.Tensor  # (n, h, s, d)
+    k: torch.Tensor  # (n, h_kv, s, d)
     v: torch.Tensor
-    out: torch.Tensor  # (1, s, h, d)
+    out: torch.Tensor  # (n, s, h, d)
     module: nn.Module
-    hidden: torch.Tensor  # (1, s, D)
+    hidden: torch.Tensor  # (n, s, D)
     cos: torch.Tensor
     sin: torch.Tensor
     position_ids: torch.Tensor | None
@@ -68,12 +69,16 @@ class Call:
 
 @dataclass
 class Prefill:
-    """A prompt's dense prefill: one Call per layer, and the logits (1, vocabulary) of the prompt's last token."""
+    """A prompt's dense prefill: one Call per layer, and the logits (n, vocabulary) of the last token.
+
+    tokens: columns. pads: of each row, the columns of left padding.
+    """
 
     tokens: int
     attn: str
     logits: torch.Tensor
     calls: list[Call]
+    pads: list[int]
     _versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +150,7 @@ class _Passing(DenseLayer):
     ) -> torch.Tensor:
         if not (ctx.step.first and ctx.step.ends_prompt):
             return super().prefill(q, k, v, mask, ctx)
-        return ctx.cache.kernel(ctx.module, q, k, v, mask, scaling=ctx.scaling, dropout=0.0)[0]
+        return dense_prefill(q, k, v, mask, None, ctx)
 
 
 class _Recording(Method):
@@ -163,27 +168,33 @@ def record(
     attn: str = "auto",
     device: str | None = None,
     prefill_chunk: int | None = None,
+    pads: Sequence[int] | None = None,
 ) -> Prefill:
-    """The dense prefill of input_ids (1, s). Holds q, k, v, the output and the input of every layer.
+    """The dense prefill of input_ids (n, s). Holds q, k, v, the output and the input of every layer.
 
     device: where they are kept; None: where they were computed. `feed` moves one layer at a time back. prefill_chunk: tokens
-    that are computed at a time.
+    that are computed at a time. pads: columns of left padding per row; prompts with padding are computed in one block.
     """
+    pads = list(pads or [0] * len(input_ids))
+    if any(pads) and prefill_chunk is not None and prefill_chunk < input_ids.shape[1]:
+        raise OwnPrefill(f"prefill_chunk={prefill_chunk}: prompts of several lengths are recorded in one block")
     cache = SelectiveCache(model, _Recording(), attn=attn)
     tape = _Tape(device)
     cache.watchers.append(tape)
     ids = input_ids.to(model.device)
-    cache.begin([ids.shape[1]], token_ids=ids)
+    cache.begin([ids.shape[1] - pad for pad in pads], token_ids=ids, left_padded=True)
     cache.expected = ids.shape[1]
+    size = prefill_chunk or ids.shape[1]
+    positions = (torch.arange(ids.shape[1]) - torch.tensor(pads)[:, None]).clamp_min(0).to(ids.device)
     with attach(model):
-        for block in ids.split(prefill_chunk or ids.shape[1], dim=1):
-            logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    return Prefill(ids.shape[1], cache.attn, logits, tape.calls)
+        for block, at in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
+            out = model(input_ids=block, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return Prefill(ids.shape[1], cache.attn, out.logits[:, -1], tape.calls, pads)
 
 
 @torch.no_grad()
 def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
-    """Give a begun cache its prompt from a recording, inside attach(model). Returns the logits (1, vocabulary).
+    """Give a begun cache its prompt from a recording, inside attach(model). Returns the logits (n, vocabulary).
 
     Raises OwnPrefill if the method does not attend to the prompt exactly; `begin` makes the cache usable again.
     """
@@ -205,7 +216,8 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
                 position_ids=call.position_ids,
                 modules=call.modules,
                 rotary=call.rotary,
-                step=cache.plan_step(1, prefill.tokens, None),
+                step=cache.plan_step(len(prefill.logits), prefill.tokens, None),
+                recorded=True,
             )
             ctx.scaling = call.scaling
             cache.enter_layer(ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pqcache.harness.config.options import RunOptions
 from pqcache.harness.config.rules import without_batches
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.report.tables import row_text
-from pqcache.harness.run import batches, units
+from pqcache.harness.run import batches
 from pqcache.methods import METHODS, method_class
 from tests.harness.cells import Command
 
@@ -71,14 +72,22 @@ def test_a_batch_goes_on_where_it_stopped(
     assert row["n_samples"] == 4
 
 
-def test_one_note_instead_of_shared_prefills(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.rest
+def test_cells_share_the_prefill_of_a_batch(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(units, "OWN_PREFILLS", 1)
-    assert command("-m", "method=full,snapkv", "budget=0.3", "limit=3", "shared_prefill=true", "batch=3") == 0
-    shown = capsys.readouterr().out
-    assert shown.count("prefills are not shared") == 1
-    assert "6 distinct, 0 of them shared" in shown
+    words = ["-m", "budget=0.3", "limit=3", "batch=2"]
+    answers, prefills = [], []
+    for shared in ("true", "false"):
+        assert command(*words, "method=full,snapkv,infllm", f"shared_prefill={shared}", out=tmp_path / shared) == 0
+        lines = [json.loads(line) for path in (tmp_path / shared).glob("*/samples.jsonl") for line in path.open()]
+        answers.append(sorted((line["cell"], line["doc_id"], line["response"]) for line in lines))
+        prefills.append(re.findall(r"prefills: (\d+) distinct, (\d+)", capsys.readouterr().out))
+    assert answers[0] == answers[1] and len(answers[0]) == 9
+    assert prefills == [[("6", "3")], [("9", "0")]]  # infllm computes its own
+    more = ["method=full,snapkv", "shared_prefill=true", "prefill_chunk=64"]
+    assert command(*words, *more, out=tmp_path / "chunks") == 0
+    assert capsys.readouterr().out.count("a batch with prompts of several lengths is not recorded in chunks") == 1
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class RunOptions:
     shared_prefill: Literal["auto"] | bool = "auto"
     # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
     prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
-    # prompts of similar length that are answered at once; above 1 there are no times and bytes, and prefills are not shared
+    # prompts of similar length that are answered at once; above 1 there are no times and bytes
     batch: int = added(1, absent=1)
     # with batch above 1: how many first samples of each sub-task are answered again alone; the row says how many differ
     batch_check: int = 0

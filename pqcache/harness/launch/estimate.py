@@ -81,7 +81,7 @@ def memory(
         weights=parameter_count(config) * getattr(torch, dtype).itemsize,
         cache={tier: batch * nbytes for tier, nbytes in cache.items()},
         prefill=batch * prefill_bytes(config, chunk, dtype, attn),
-        recording=recording_bytes(config, prompt_tokens, dtype),
+        recording=batch * recording_bytes(config, prompt_tokens, dtype),
         sure=sure and getattr(config, "quantization_config", None) is None,
     )
 

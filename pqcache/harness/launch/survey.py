@@ -208,7 +208,7 @@ def _share(plan: RunPlan, found: Sequence[CellSurvey], measured: bool) -> bool:
             continue
         members = [one for one in members if _shares(one, measured)]
         tasks = {document.task for document in members[0].counted.documents} if members else set()
-        own = units.own_documents(max(1, len(tasks)))
+        own = units.own_documents(max(1, len(tasks)), members[0].cell.run.batch if members else 1)
         if len(members) > 1:
             any_shared = True
             _serve(members, own)
@@ -232,8 +232,6 @@ def _serve(members: Sequence[CellSurvey], own: int) -> None:
 def _wanted(plan: RunPlan, members: Sequence[CellSurvey]) -> bool:
     """shared_prefill, with auto resolved: in sweeps, where the recording fits."""
     value = members[0].cell.run.shared_prefill
-    if members[0].cell.run.batch > 1:
-        return False
     if value != "auto":
         return bool(value)
     places = [

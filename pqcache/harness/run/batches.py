@@ -3,25 +3,26 @@ answered again alone.
 
 In float64 both answers are equal. In fewer bits sums of other shapes round differently, and where two tokens are nearly as likely
 an answer may change: the batch is part of a cell's identity. Times and bytes of a batch belong to no sample, so its samples have
-none. Prefills are not shared.
+none. Cells share the prefill of a batch as they share that of a prompt (sharing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.run.too_long import TooLong
-from pqcache.selective import NonFinite, NotApplicable, Request, generate_batch
+from pqcache.selective import NonFinite, NotApplicable, OwnPrefill, Request, generate_batch
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from pqcache.harness.run.adapter import HarnessLM, Prepared
     from pqcache.harness.run.samples import Sample
+    from pqcache.harness.run.sharing import Recorder
+    from pqcache.selective import Prefill
 
 APART = "batch > 1: {} takes prompts of one length in chunks; prompts of other lengths are answered apart"
-NOTE = "batch > 1: prefills are not shared between cells; each cell computes its own"
 DIFFERS = "differs_alone"  # in a sample's `extra`: 1 if the answer alone is another one
 
 Todo = tuple["Prepared", dict[str, Any]]  # a request in the model's terms, and its document
@@ -36,24 +37,73 @@ def check_task(tasks: dict[str, Any], batch: int) -> None:
 
 def fill(lm: HarnessLM, requests: Sequence[Instance], done: Callable[[int], object] = lambda count: None) -> None:
     """Compute the missing samples of generation requests into the log. done: is called with the size of each batch."""
-    todo: list[tuple[tuple[int, int], Instance]] = []  # ((new tokens, prompt tokens before the question), request)
-    for request in requests:
-        try:
-            prepared = lm.read(request, tokens=False)
-        except TooLong:
-            continue
-        if lm.find(prepared) is None:
-            todo.append(((prepared.new_tokens, prepared.known.tokens - prepared.question), request))
-    todo.sort(key=lambda pair: pair[0], reverse=True)  # little padding and waiting; the largest first
-    for start in range(0, len(todo), lm.batch):
-        group = [(lm.read(request), request.doc) for _, request in todo[start : start + lm.batch]]
-        for part in _parts(lm, group):
+    for group in _batches(lm, requests, lambda request: not lm.has(request)):
+        for part in _parts(lm, _read(lm, group)):
             try:
                 _answer(lm, part)
             except NotApplicable:  # the longest prompt with the longest answer may exceed a window that no row does
                 for one in part:
                     _answer(lm, [one])
             done(len(part))
+
+
+def share(
+    members: Sequence[HarnessLM],
+    requests: Sequence[Instance],
+    recorder: Recorder,
+    done: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Compute the batches that several cells lack, each from one prefill. `fill` computes what is left."""
+    alone: set[int] = set()  # members that need their own prefill
+    for group in _batches(members[0], requests, lambda request: any(not lm.has(request) for lm in members)):
+        lacking = [i for i, lm in enumerate(members) if i not in alone and not any(map(lm.has, group))]
+        prefill: Prefill | None = None
+        for index in lacking if len(lacking) > 1 else ():
+            lm = members[index]
+            todo = _read(lm, group)
+            try:
+                if prefill is None and (prefill := recorder.record_batch(lm, _rows(lm, todo))) is None:
+                    break
+                _answer(lm, todo, prefill)
+            except OwnPrefill:
+                alone.add(index)
+            except Exception:  # the cell's own run will meet the same error and report it
+                alone.add(index)
+                prefill = None  # it may have been left half used
+        done(len(group))
+
+
+def _batches(
+    lm: HarnessLM, requests: Sequence[Instance], lacks: Callable[[Instance], bool]
+) -> Iterator[Sequence[Instance]]:
+    """The lacking requests in batches, those with the longest answers and prompts first: little padding and waiting."""
+    sizes: list[tuple[int, int]] = []
+    todo: list[Instance] = []
+    for request in requests:
+        try:
+            prepared = lm.read(request, tokens=False)
+        except TooLong:
+            continue
+        if lacks(request):
+            todo.append(request)
+            sizes.append((prepared.new_tokens, prepared.known.tokens - prepared.question))
+    order = sorted(range(len(todo)), key=lambda i: sizes[i], reverse=True)
+    for start in range(0, len(order), lm.batch):
+        yield [todo[i] for i in order[start : start + lm.batch]]
+
+
+def _read(lm: HarnessLM, group: Sequence[Instance]) -> list[Todo]:
+    return [(lm.read(request), request.doc) for request in group]
+
+
+def _rows(lm: HarnessLM, group: Sequence[Todo]) -> list[Request]:
+    rows = []
+    for prepared, _ in group:
+        ends, not_first = lm.ends(prepared)
+        rows.append(
+            Request(prepared.ids, prepared.new_tokens, ends, lm.stopper(prepared), prepared.question, not_first)
+        )
+    return rows
 
 
 def _parts(lm: HarnessLM, group: Sequence[Todo]) -> list[list[Todo]]:
@@ -70,18 +120,14 @@ def _parts(lm: HarnessLM, group: Sequence[Todo]) -> list[list[Todo]]:
     ]
 
 
-def _answer(lm: HarnessLM, group: Sequence[Todo]) -> None:
+def _answer(lm: HarnessLM, group: Sequence[Todo], prefill: Prefill | None = None) -> None:
     first = group[0][0]
     lm.begin(first.task, first.doc_id, first.ids)
-    rows = []
-    for prepared, _ in group:
-        ends, not_first = lm.ends(prepared)
-        rows.append(
-            Request(prepared.ids, prepared.new_tokens, ends, lm.stopper(prepared), prepared.question, not_first)
-        )
-    longest = max(row.body for row in rows)
-    chunk = lm.chunks.of(lm.loaded.model, longest)
-    results = generate_batch(lm.loaded.model, lm.method, rows, attn=lm.attn, prefill_chunk=chunk)
+    rows = _rows(lm, group)
+    chunk = lm.chunks.of(lm.loaded.model, max(row.body for row in rows))
+    results = generate_batch(
+        lm.loaded.model, lm.method, rows, attn=lm.attn, prefill_chunk=None if prefill else chunk, prefill=prefill
+    )
     for (prepared, doc), row, result in zip(group, rows, results, strict=True):
         key = prepared.task, prepared.doc_id
         if isinstance(result, NonFinite):

@@ -104,13 +104,10 @@ def _by_model(cells: list[Cell]) -> list[Cell]:
 
 def _share_prefills(cells: list[Cell], session: Session) -> None:
     """Compute the samples that cells can share a prefill for. The cells find them in their logs."""
-    from pqcache.harness.run import batches, sharing
+    from pqcache.harness.run import sharing
 
     for group in groups(cells):
         if len(group) < 2 or group[0].run.shared_prefill is False:
-            continue
-        if group[0].run.batch > 1:
-            print(batches.NOTE, flush=True)
             continue
         try:
             sharing.run_group(group, session)

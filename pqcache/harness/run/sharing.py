@@ -10,6 +10,7 @@ device, else to host memory, else nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +19,14 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config.cells import Cell, open_folder
+from pqcache.harness.run import batches
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.memory import free_bytes
 from pqcache.harness.run.one_cell import make_adapter, requests_of
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.too_long import TooLong
 from pqcache.harness.run.units import own_documents
-from pqcache.selective import OwnPrefill, Prefill, attach, record
+from pqcache.selective import OwnPrefill, Prefill, attach, record, record_batch
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from pqcache.harness.run.adapter import HarnessLM
     from pqcache.harness.run.session import Session
+    from pqcache.selective import Request
 
 Place = Literal["device", "host", "off"]
 SHARE_OF_FREE = 0.9  # of the free memory that a recording and a method's cache may take
@@ -40,6 +43,9 @@ NOTES: dict[Place, str] = {
     "host": "shared prefills: a recording does not fit the device beside a cache; it is kept in host memory",
     "off": "shared prefills: a recording fits neither the device nor host memory; each cell computes its own",
 }
+CHUNKS = (
+    "shared prefills: a batch with prompts of several lengths is not recorded in chunks; each cell computes its own"
+)
 
 
 def recording_bytes(model: PreTrainedModel, tokens: int) -> int:
@@ -83,22 +89,41 @@ class Recorder:
 
     shared: Literal["auto"] | bool
     prompts: int = 0  # recorded
-    said: set[Place] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
 
     def record(self, lm: HarnessLM, request: Instance) -> Prefill | None:
         """The dense prefill of a request's prompt; None where it does not fit."""
         ids, question = lm.prompt(request)
         body = ids[: len(ids) - question]
-        place = place_of(lm.loaded.model, len(body), self.shared)
-        if self.shared is not False and place not in self.said:
-            self.said.add(place)
-            if NOTES[place]:
-                print(NOTES[place], flush=True)
-        if place == "off":
+        if (place := self._place(lm, len(body))) == "off":
             return None
         self.prompts += 1
         model, kept = lm.loaded.model, "cpu" if place == "host" else None
         return record(model, torch.tensor([body]), lm.attn, kept, prefill_chunk=lm.chunks.of(model, len(body)))
+
+    def record_batch(self, lm: HarnessLM, rows: Sequence[Request]) -> Prefill | None:
+        """The dense prefill of a batch; None where it does not fit, or needs chunks and has prompts of several lengths."""
+        model, width = lm.loaded.model, max(row.body for row in rows)
+        chunk, place = lm.chunks.of(model, width), self._place(lm, len(rows) * width)
+        if place == "off":
+            return None
+        if chunk is not None and chunk < width and len({row.body for row in rows}) > 1:
+            if CHUNKS not in self.said:
+                self.said.add(CHUNKS)
+                print(CHUNKS, flush=True)
+            return None
+        self.prompts += len(rows)
+        kept = "cpu" if place == "host" else None
+        return record_batch(model, rows, attn=lm.attn, device=kept, prefill_chunk=chunk)
+
+    def _place(self, lm: HarnessLM, tokens: int) -> Place:
+        """Where a recording of so many tokens goes; says once if that is not the device."""
+        place = place_of(lm.loaded.model, tokens, self.shared)
+        if self.shared is not False and place not in self.said:
+            self.said.add(place)
+            if NOTES[place]:
+                print(NOTES[place], flush=True)
+        return place
 
 
 def run_group(group: list[Cell], session: Session) -> None:
@@ -115,7 +140,7 @@ def run_group(group: list[Cell], session: Session) -> None:
             members.append(lm)
         if tasks is None or len(members) < 2:
             return
-        own = own_documents(len(tasks["tasks"]))
+        own = own_documents(len(tasks["tasks"]), group[0].run.batch)
         requests = requests_of(tasks, group[0].run.limit, group[0].identity["seed"])
         requests = [r for r in requests if r.request_type == "generate_until" and int(r.doc_id or 0) >= own]
         prompts = _fill(members, requests, Recorder(group[0].run.shared_prefill))
@@ -131,6 +156,9 @@ def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder
         attach(first.loaded.model),
         tqdm(total=len(requests), desc=f"{len(members)} cells", unit="prompt", leave=False) as bar,
     ):
+        if first.batch > 1:
+            batches.share(members, requests, recorder, bar.update)
+            return recorder.prompts
         for request in requests:
             _serve(members, request, recorder, alone)
             bar.update()

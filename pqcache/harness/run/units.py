@@ -117,9 +117,12 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
     return [sorted(group, key=lambda cell: cell.identity["method"]["name"] != "full") for group in by_prompts.values()]
 
 
-def own_documents(tasks: int) -> int:
-    """First documents of each of a task's lm-eval tasks that every cell computes with a prefill of its own."""
-    return math.ceil(OWN_PREFILLS / tasks)
+def own_documents(tasks: int, batch: int = 1) -> int:
+    """First documents of each of a task's lm-eval tasks that every cell computes with a prefill of its own, for its times.
+
+    None where several are computed at once: these have no times.
+    """
+    return math.ceil(OWN_PREFILLS / tasks) if batch == 1 else 0
 
 
 def make_units(group: Sequence[Cell], model: str, *, documents: int, tasks: int, workers: int) -> list[Unit]:
@@ -129,8 +132,8 @@ def make_units(group: Sequence[Cell], model: str, *, documents: int, tasks: int,
     label = f"{task}, {len(group)} cells" if len(group) > 1 else group[0].label
     if task == "latency":
         return [Unit(model, names, label, timed=True, whole=True)]
-    batch = group[0].run.batch  # which has no times to measure apart
-    own = 0 if group[0].run.diagnostics or batch > 1 else min(documents, own_documents(tasks))
+    batch = group[0].run.batch
+    own = 0 if group[0].run.diagnostics else min(documents, own_documents(tasks, batch))
     size = max(1, math.ceil((documents - own) / (workers * UNITS_PER_WORKER * batch))) * batch
     units = [Unit(model, names, label, 0, own, timed=True)] if own else []
     return units + [

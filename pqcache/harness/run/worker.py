@@ -137,28 +137,34 @@ class _Run:
             requests = requests_of(tasks, cells[0].run.limit, cells[0].identity["seed"])
             stop = float("inf") if self.unit.stop is None else self.unit.stop
             requests = [r for r in requests if self.unit.first <= int(r.doc_id or 0) < stop]
-            if cells[0].run.batch > 1:  # all of them are generated: check_task
-                for cell, lm in members.values():
-                    self._guard(cell, partial(self._batches, lm, requests))
-                return
             share = cells[0].run.shared_prefill
             recorder = Recorder(share if len(members) > 1 and not self.unit.timed else False)
+            if cells[0].run.batch > 1:  # all of them are generated: check_task
+                self._batches(list(members.values()), requests, recorder)
+                return
             with attach(next(iter(members.values()))[1].loaded.model):
                 for request in requests:
                     self._request(members, request, recorder)
             self.prefills += recorder.prompts
 
-    def _batches(self, lm: HarnessLM, requests: list[Instance]) -> None:
-        """Answer all requests by one cell, several at a time."""
+    def _batches(self, members: list[tuple[Cell, HarnessLM]], requests: list[Instance], recorder: Recorder) -> None:
+        """Answer all requests by every cell, several at a time, from one prefill where they can share it."""
         from pqcache.harness.run import batches
 
-        before = len(lm.log)
-        try:
+        def count() -> int:
+            return sum(len(lm.log) for _, lm in members)
+
+        def alone(lm: HarnessLM) -> None:
             batches.fill(lm, requests)
             batches.check(lm, requests)
-        finally:
-            self.samples += len(lm.log) - before
-            self.prefills += len(lm.log) - before
+
+        before = count()
+        batches.share([lm for _, lm in members], requests, recorder)
+        shared = count()
+        for cell, lm in members:
+            self._guard(cell, partial(alone, lm))
+        self.samples += count() - before
+        self.prefills += recorder.prompts + count() - shared
 
     def _request(self, members: dict[str, tuple[Cell, HarnessLM]], request: Instance, recorder: Recorder) -> None:
         """Answer one request by every cell that has not failed, from one prefill where they can share it."""
