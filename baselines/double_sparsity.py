@@ -33,6 +33,7 @@ from pqcache.selective.calibration import Calibration, Tensors, watch_text
 from pqcache.selective.group import per_head, top_tokens
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext, WatchedCall
+from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import BufferCodec, ExactCodec, TokenCodec, right_align
@@ -193,7 +194,7 @@ class DoubleSparsity(RetrievalMethod):
         weight = calibration.get(model, text, cache_dir, channel_weights, {name: 3})[name]
         r = max(1, floor_share(weight.shape[2], self.channel_ratio))
         for module, layer in zip(modules, weight, strict=True):
-            self.channels[module] = top_tokens(layer[None], [r])[0].to(model.device)
+            self.channels[module] = top_tokens(layer[None], [r])[0].to(home(module))
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> LabelIndex:
         return LabelIndex(self)

@@ -37,6 +37,7 @@ from pqcache.selective.calibration import Calibration, Tensors, watch_text
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext, WatchedCall
+from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.rope import project_query, rotate
 from pqcache.selective.shape import ModelShape, NotApplicable
@@ -147,7 +148,8 @@ class SpeculativeIndex(Index):
         """Speculate with the input of the layer before under this layer's query weights."""
         if ctx.step.decode and self.partial is not None:
             module: Any = ctx.modules[self.layer.layer_idx]
-            q = rotate(module, project_query(module, ctx.hidden), ctx.cos, ctx.sin)
+            query = project_query(module, ctx.hidden)  # on this layer's device
+            q = rotate(module, query, ctx.cos.to(query.device), ctx.sin.to(query.device))
             self.speculate(q, getattr(module, "scaling", q.shape[-1] ** -0.5))
 
     def speculate(self, q: torch.Tensor, scaling: float) -> None:
@@ -265,7 +267,7 @@ class InfiniGen(RetrievalMethod):
         for i, module in enumerate(modules):
             layer = {name: tensors[name][i] for name in ("basis", "q_sum", "k_sum")}
             assert self.column_rule is not None and self.partial_ratio is not None  # see `fill`
-            self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(model.device)
+            self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(home(module))
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         if self.budget.is_everything:

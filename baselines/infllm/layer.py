@@ -236,7 +236,7 @@ class InfLLMLayer(SelectiveLayer):
 
     def _tables(self, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor]:
         """This pass's cos and sin as a pure rotation: a model's attention scaling stays in its keys."""
-        key = ("infllm",)
+        key = ("infllm", ctx.cos.device)
         if key not in ctx.step.masks:
             ctx.step.masks[key] = pure_rotation(ctx.cos, ctx.sin)
         return ctx.step.masks[key]
@@ -245,7 +245,7 @@ class InfLLMLayer(SelectiveLayer):
         """q (n, h, t, d), rotated by the model, at the constant distance from keys before RoPE instead: fp32."""
         # a window longer than its row has nothing far behind it
         windows = tuple(min(plan.window, length) for plan, length in zip(memory.plans, memory.lengths, strict=True))
-        key = ("infllm", windows)
+        key = ("infllm", ctx.cos.device, windows)
         cos, sin = self._tables(ctx)
         if key not in ctx.step.masks:
             at = table(windows, q.device)[:, None] - 1

@@ -166,7 +166,7 @@ class Measures(Watcher):
             # Neither the first token nor the last.
             share = torch.linspace(0, 1, self.tracked + 2)[1:-1]
             self.positions = torch.stack([(share * (s - 1)).round().long() for s in self.prompt]).to(logits.device)
-        self.ranks.setdefault(at, []).append(m.ranks(logits, prompt, self.positions).int())
+        self.ranks.setdefault(at, []).append(m.ranks(logits, prompt, self.positions.to(logits.device)).int())
         first = self.first_top.get(at)
         if first is None:
             inside = prompt.expand(order.shape).gather(2, order)
@@ -229,19 +229,19 @@ class Measures(Watcher):
         if not self.measured:
             return {}
         layers = sorted(self.measured)
-        nothing = torch.full_like(self.measured[layers[0]][0]["output_error"], torch.nan)
-        out = {
-            name: torch.stack(
-                [torch.stack([step.get(name, nothing) for step in self.measured[at]], -1) for at in layers]
-            ).cpu()
-            for name in ARRAYS
-        }
-        out["ranks"] = torch.stack([torch.stack(self.ranks[at], 2) for at in layers]).cpu()
+        # each layer's on its own device until here
+        out = {name: torch.stack([self._steps(at, name).cpu() for at in layers]) for name in ARRAYS}
+        out["ranks"] = torch.stack([torch.stack(self.ranks[at], 2).cpu() for at in layers])
         assert self.positions is not None
         out["positions"] = self.positions.int().cpu()
-        out["pages"] = torch.stack([self.pages[at][0] for at in layers]).int().cpu()
-        out["page_weights"] = torch.stack([self.pages[at][1] for at in layers]).float().cpu()
+        out["pages"] = torch.stack([self.pages[at][0].int().cpu() for at in layers])
+        out["page_weights"] = torch.stack([self.pages[at][1].float().cpu() for at in layers])
         return out
+
+    def _steps(self, at: int, name: str) -> torch.Tensor:
+        """One of ARRAYS of a layer, (n, h, steps); NaN where a step has none."""
+        nothing = torch.full_like(self.measured[at][0]["output_error"], torch.nan)
+        return torch.stack([step.get(name, nothing) for step in self.measured[at]], -1)
 
 
 def _sets(selected: Selected, h: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

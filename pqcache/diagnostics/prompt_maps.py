@@ -59,8 +59,8 @@ class PromptMaps(Watcher):
         """PROMPT_ARRAYS on the CPU; empty without a prompt."""
         if not self.sums:
             return {}
-        sums = torch.stack([self.sums[at][0].unflatten(0, (self.h_kv, -1)).sum(1).float() for at in sorted(self.sums)])
-        sums = sums.cpu()
+        groups = [self.sums[at][0].unflatten(0, (self.h_kv, -1)).sum(1).float() for at in sorted(self.sums)]
+        sums = torch.stack([layer.cpu() for layer in groups])
         largest = torch.finfo(torch.float16).max
         return {
             "accumulated": sums,

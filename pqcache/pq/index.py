@@ -66,7 +66,7 @@ class PQIndex(Index):
             code = torch.uint8 if method.b <= 8 else torch.int16
             self.codes = Buffer(n, h_kv * method.m, (), code, home, pinned=far, token_major=far)
             self.codes.expected = max(0, cache.expected - method.n_sink)
-            self.far = FarCodes(k.device, cache.lanes, cache.ledger.move) if far else None
+            self.far = FarCodes(k.device, cache.lanes.on(k.device), cache.ledger.move) if far else None
             self.fitted = [0] * n
         # too few keys for an index, or few new ones since the last fit: nothing to cluster
         due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + REFIT)]
@@ -83,7 +83,7 @@ class PQIndex(Index):
     def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
         """Start the fit on the device where K-Means runs. A store on the host has the keys there already."""
         assert self.centroids is not None and self.codes is not None
-        method, ledger, lanes = self.method, ctx.cache.ledger, ctx.cache.lanes
+        method, ledger, lanes = self.method, ctx.cache.ledger, ctx.cache.lanes.on(k.device)
         home = self.codes.data.device
         where = k.device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
         old, longest, code_dtype = self.centroids, max(counts), self.codes.data.dtype

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.budget import Plan, floor_share, partition_plan
+from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 
@@ -122,15 +123,15 @@ class PQCache(RetrievalMethod):
         """
         if self.max_iter != "adaptive" or (self.cost is not None and cache_dir is None):
             return
-        size = self._geometry(model.config, model.device, str(model.dtype).removeprefix("torch."))
+        size = self._geometry(model.config, home(model), str(model.dtype).removeprefix("torch."))
         try:
-            self.cost = load_cost(size, model.device, cache_dir)
+            self.cost = load_cost(size, home(model), cache_dir)
         except NotApplicable:
             if text is None or cache_dir is None:
                 raise
             from pqcache.pq.profile import make_profile  # it needs a decoder layer of transformers
 
-            self.cost = make_profile(size, model.device, cache_dir)
+            self.cost = make_profile(size, home(model), cache_dir)
 
     def check_model(self, config: PreTrainedConfig) -> None:
         d = ModelShape.of(config).d

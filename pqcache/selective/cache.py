@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from pqcache.selective.layer import LayerContext, SelectiveLayer, Step, Watcher
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
+from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
 from pqcache.store.buffer import Buffer
@@ -36,7 +37,7 @@ class SelectiveCache(Cache):
         lanes: Lanes | None = None,
     ) -> None:
         """lanes: what runs copies and index builds beside the model; None chooses by the model's device."""
-        device = model.device if isinstance(model, PreTrainedModel) else torch.device("cpu")
+        device = home(model) if isinstance(model, PreTrainedModel) else torch.device("cpu")
         self.lanes = (lanes or lanes_for(device)).serve(device)
         config = model if isinstance(model, PreTrainedConfig) else model.config
         config = config.get_text_config(decoder=True)

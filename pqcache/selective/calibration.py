@@ -24,6 +24,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.method import Method
+from pqcache.selective.placement import home, weights
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import sliding_window
 
@@ -90,8 +91,8 @@ class Calibration:
         """What a result depends on: settings, configuration, samples of every weight, token ids. 32 hexadecimal digits."""
         content = json.dumps([*self.settings, model.config.to_dict()], sort_keys=True, default=str)
         digest = hashlib.sha256(content.encode())
-        for name, weight in model.named_parameters():
-            flat = weight.detach().flatten()
+        for name, weight in weights(model):
+            flat = weight.flatten()
             samples = flat[:: max(1, flat.numel() // 64)].double().cpu()
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + samples.numpy().tobytes())
         digest.update(ids.cpu().numpy().tobytes())
@@ -126,7 +127,7 @@ def watch_text(model: PreTrainedModel, ids: torch.Tensor, watch: Callable[[Watch
     cache.watchers.append(_TextWatcher(watch))
     cache.begin([ids.shape[1]])
     with attach(model):
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids.to(home(model)), past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 class _TextWatcher(Watcher):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pqcache.device.switch import device_of, on_device
 from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.placement import places
 from pqcache.selective.shape import NotApplicable
 from pqcache.store.transfer import send
 
@@ -32,6 +33,8 @@ class CapturedSteps:
     def __init__(self, model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor, tokens: int) -> None:
         if not on_device(token):
             raise NotApplicable(f"recording decode steps needs a CUDA device and Triton, not {token.device}")
+        if kept := places(model):
+            raise NotApplicable(f"decode steps cannot be recorded: the model's weights are on {', '.join(kept)}")
         if cache.observers or cache.watchers:
             raise NotApplicable("decode steps cannot be recorded while observers or watchers look on")
         if tokens < 1:

@@ -17,6 +17,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import Watcher
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
+from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.shared_prefill import Prefill
 from pqcache.selective.shared_prefill import feed as feed_recorded
@@ -95,7 +96,7 @@ def decode_loop(
     Raises NonFinite at the end if any step's logits held NaN or +infinity; nothing waits for the device to know.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
-    ids = input_ids.to(model.device)
+    ids = input_ids.to(home(model))
     clock = Clock(ids.device)
     body = ids.shape[1] - question_tokens
     prompt = list(ids[:, :body].split(prefill_chunk or max(body, 1), dim=1)) if feed is None else []
@@ -197,7 +198,7 @@ def score_loop(
     decode path; the last one is only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end, as
     `decode_loop` does.
     """
-    ids = ids.to(model.device)
+    ids = ids.to(home(model))
     clock = Clock(ids.device)
     logprobs, greedy = [], []
     finite = torch.ones((), dtype=torch.bool, device=ids.device)

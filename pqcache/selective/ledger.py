@@ -110,7 +110,7 @@ class Ledger:
     def mean(self, name: str, value: torch.Tensor) -> None:
         """Record one value (one element, added up on its device) of a figure that `reported` gives as a mean."""
         total = self._means.setdefault(name, [torch.zeros_like(value), torch.zeros_like(value)])
-        total[0] += value
+        total[0] += value.to(total[0].device)  # a model's layers may be on several devices
         total[1] += 1
 
     def reported(self) -> dict[str, Any]:

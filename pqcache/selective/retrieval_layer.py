@@ -51,7 +51,7 @@ class RetrievalLayer(StagedLayer):
         self.plans = self.make_plans(lengths, ctx)
         n_local = 1 + max(self.index.max_local(plan) for plan in self.plans)
         known, self.store = self.store, self.new_store(n_local, ctx)
-        self.store.use_lanes(ctx.cache.lanes)
+        self.store.use_lanes(ctx.cache.lanes.on(k.device))
         self.store.expect(ctx.cache.expected)
         if self.store.whole and self.staged is not None:
             self.store = self.staged

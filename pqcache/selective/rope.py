@@ -35,8 +35,9 @@ def unrotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.T
 def tables(
     rotary: Callable[..., Any], like: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin for `position_ids` (n, t) in the dtype of `like`, from the model's own rotary embedding."""
-    return rotary(like, position_ids=position_ids)
+    """cos, sin for `position_ids` (n, t) in dtype and on the device of `like`, from the model's own rotary embedding."""
+    cos, sin = rotary(like, position_ids=position_ids)
+    return cos.to(like.device), sin.to(like.device)  # the embedding may be on another device than the layer
 
 
 def project_query(module: Any, hidden: torch.Tensor) -> torch.Tensor:

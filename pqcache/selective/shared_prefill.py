@@ -27,6 +27,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.dense import DenseLayer, dense_prefill
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.method import Method
+from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape
 
 
@@ -50,14 +51,16 @@ class Call:
     modules: list[nn.Module]
     rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     scaling: float
+    device: torch.device  # where the layer computes
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.k, self.v, self.out, self.hidden
 
     def moved(self, device: torch.device | str) -> Call:
         """The same call with its tensors on a device."""
-        named = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "out", "hidden")}
-        return replace(self, **named)
+        named = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "out", "hidden", "cos", "sin")}
+        positions = None if self.position_ids is None else self.position_ids.to(device)
+        return replace(self, **named, position_ids=positions)
 
     def kernel(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple:
         """Returns the recorded output in place of dense attention; refuses any block but the recorded one."""
@@ -115,7 +118,9 @@ class _Tape(Watcher):
             assert isinstance(call.layer, _Passing)
             k, v = call.layer.give_up()
         q, out, hidden, cos, sin, positions = found
-        made = Call(q, k, v, out, ctx.module, hidden, cos, sin, positions, ctx.modules, ctx.rotary, ctx.scaling)
+        made = Call(
+            q, k, v, out, ctx.module, hidden, cos, sin, positions, ctx.modules, ctx.rotary, ctx.scaling, call.q.device
+        )  # fmt: skip
         self.calls.append(made if self.device is None else made.moved(self.device))
 
 
@@ -181,7 +186,7 @@ def record(
     cache = SelectiveCache(model, _Recording(), attn=attn)
     tape = _Tape(device)
     cache.watchers.append(tape)
-    ids = input_ids.to(model.device)
+    ids = input_ids.to(home(model))
     cache.begin([ids.shape[1] - pad for pad in pads], token_ids=ids, left_padded=True)
     cache.expected = ids.shape[1]
     size = prefill_chunk or ids.shape[1]
@@ -204,7 +209,7 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
     cache.open_forward()
     try:
         for index, recorded in enumerate(prefill.calls):
-            call = recorded.moved(prefill.logits.device)
+            call = recorded.moved(recorded.device)
             layer = cache.layers[index]
             ctx = LayerContext(
                 layer_idx=index,

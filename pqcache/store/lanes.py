@@ -52,11 +52,25 @@ class Lanes:
     asynchronous = False
     device: torch.device | None = None  # the CUDA device that work is queued on; None: work ends when its call returns
 
+    def __init__(self) -> None:
+        self._others: dict[torch.device, Lanes] = {}  # of the other CUDA devices that a model's layers are on
+
     def serve(self, device: torch.device) -> Lanes:
         """Work for a cache on `device` from now on; returns itself."""
         if device.type == "cuda":
             self.device = device
         return self
+
+    def on(self, device: torch.device) -> Lanes:
+        """The lanes for tensors on `device`: a stream belongs to one device, and a model's layers may be on several."""
+        if device.type != "cuda" or device == self.device:
+            return self
+        if device not in self._others:
+            self._others[device] = self._alike(device).serve(device)
+        return self._others[device]
+
+    def _alike(self, device: torch.device) -> Lanes:
+        return Lanes()
 
     def _ended(self, result: T) -> Work[T]:
         """Work whose call has returned; on a CUDA device it ends with the event recorded here, on the current stream."""
@@ -87,6 +101,8 @@ class Lanes:
 
     def close(self) -> None:
         """Drop work that has not begun, wait for work that has, end the threads. The lanes can be used again."""
+        for other in self._others.values():
+            other.close()
 
 
 @contextmanager
@@ -118,10 +134,14 @@ class ThreadLanes(Lanes):
     asynchronous = True
 
     def __init__(self, workers: int = 1, pause: Callable[[str], None] | None = None) -> None:
+        super().__init__()
         self.workers, self.pause = workers, pause
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._failed: dict[str, BaseException] = {}  # a copy lane's first error: no later copy of it can be trusted
         self._lock = threading.Lock()
+
+    def _alike(self, device: torch.device) -> Lanes:
+        return ThreadLanes(self.workers, self.pause)
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         on_stream = self._callers_stream()
@@ -169,6 +189,7 @@ class ThreadLanes(Lanes):
             return _Job(self._pools[kind].submit(task))
 
     def close(self) -> None:
+        super().close()
         with self._lock:
             pools, self._pools = self._pools, {}
         for pool in pools.values():
@@ -215,6 +236,9 @@ class CudaLanes(ThreadLanes):
         super().__init__(workers)
         self.device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def _alike(self, device: torch.device) -> Lanes:
+        return CudaLanes(device, self.workers)
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
         stream = self._stream(lane)
