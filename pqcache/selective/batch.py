@@ -18,6 +18,7 @@ from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import Clock, GenerationResult, NonFinite, chunk_of, planned_tokens, report
 from pqcache.selective.method import Method
+from pqcache.selective.placement import home
 from pqcache.selective.shared_prefill import Prefill, feed, record
 from pqcache.store.lanes import Lanes
 
@@ -100,7 +101,7 @@ def batch_loop(
 
     prefill_chunk: columns per prefill block. prefill: the recorded prompts, in place of forward passes.
     """
-    ids, pads = (x.to(model.device) for x in pad_left(requests))
+    ids, pads = (x.to(home(model)) for x in pad_left(requests))
     clock = Clock(ids.device)
     rows = [_Row(request) for request in requests]
     positions = (torch.arange(ids.shape[1], device=ids.device) - pads[:, None]).clamp_min(0)

@@ -78,7 +78,7 @@ def test_what_is_allowed_is_no_part_of_a_cell() -> None:
 
     plain, allowed = cell(), cell("model.allow_pickle=true")
     assert plain.name == allowed.name and plain.about == allowed.about
-    assert allowed.permits["model"] == {"allow_pickle": True}
+    assert allowed.unhashed["model"] == {"allow_pickle": True, "device_map": None, "max_memory": None}
     assert "allow_pickle: true" in allowed.yaml() and "allow_pickle: false" in plain.yaml()
     assert not any(name.startswith(PERMITS) for name in NOT_HASHED)
 

@@ -32,13 +32,18 @@ class Cell:
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
     launch: Launch = field(default_factory=LocalLaunch)  # where it runs
     device: str = "auto"  # model.device as it was typed, with its index
-    permits: dict[str, Options] = field(default_factory=dict)  # group -> its options that permit something
+    unhashed: dict[str, Options] = field(default_factory=dict)  # group -> its options that are no part of the identity
     older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
     @property
     def identity(self) -> Options:
         """Every option that decides what is computed: top-level keys, and one dictionary for each group."""
         return self.about.options
+
+    @property
+    def spread(self) -> bool:
+        """Whether the model's weights may be on several devices. A smoke run's small model never is."""
+        return self.unhashed.get("model", {}).get("device_map") is not None and not self.run.smoke
 
     @property
     def changed(self) -> Options:
@@ -58,7 +63,7 @@ class Cell:
         extra = {key: getattr(self.run, key) for key in NOT_HASHED}
         extra["launch"] = {"name": self.launch.name, **asdict(self.launch)}
         shown = self.about.shown
-        groups = {group: {**shown[group], **options} for group, options in self.permits.items()}
+        groups = {group: {**shown[group], **options} for group, options in self.unhashed.items()}
         return yaml.safe_dump(without_secrets({**shown, **groups, **extra}), sort_keys=False)
 
     @property
@@ -151,13 +156,15 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
         typed=composed.typed,
         launch=checked.launch,
         device=checked.device,
-        permits=checked.permits,
+        unhashed=checked.unhashed,
     )
     cell = cells.setdefault(new.name, new)
     cell.budgets = list(dict.fromkeys([*cell.budgets, composed.config["budget"]]))
     if composed.cell is not None:
         cell.names = list(dict.fromkeys([*cell.names, composed.cell]))
     two = [key for key in NOT_HASHED if getattr(cell.run, key) != getattr(new.run, key)]
+    for group, options in cell.unhashed.items():
+        two += [f"{group}.{key}" for key, value in options.items() if new.unhashed[group].get(key) != value]
     return [f"{key}: one command cannot run the same cell with two values of {key}" for key in two]
 
 

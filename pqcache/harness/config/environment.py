@@ -36,8 +36,10 @@ class Facts(TypedDict):
     versions: dict[str, str | None]
 
 
-def facts(device: str) -> Facts:
-    return {"device": device_caption(device), "git_commit": git_commit(), "versions": versions()}
+def facts(device: str, kept: str = "") -> Facts:
+    """kept: where the model's weights are, in words, if they are not all on the device."""
+    caption = device_caption(device) + (f", {kept}" if kept else "")
+    return {"device": caption, "git_commit": git_commit(), "versions": versions()}
 
 
 def git_commit() -> str | None:
@@ -78,8 +80,9 @@ def keep_files_under(out: Path, cache_dir: Path) -> None:
 
 
 def quiet() -> None:
-    """Silence transformers' progress bars and lm-eval's messages below ERROR."""
+    """Silence transformers' progress bars, and messages of lm-eval and accelerate below ERROR."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for name in ("lm_eval", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -22,14 +22,14 @@ import yaml
 from pqcache.atomic import write_text
 from pqcache.fields import comments, option_fields
 from pqcache.harness.config.launch import LAUNCHES
-from pqcache.harness.config.options import LM_EVAL, ModelOptions, RunOptions
+from pqcache.harness.config.options import LM_EVAL, PLACES, ModelOptions, RunOptions
 from pqcache.harness.config.values import plain
 from pqcache.methods import METHODS, method_class
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WIDTH = 120
 ONLY_RANDOM = ("geometry", "layers")  # options of model=random
-OF_FILES = ("path", "allow_pickle")  # options of models that are read from files of one's own, or the hub's
+OF_FILES = ("path", "allow_pickle", *PLACES)  # options of models that are read from files of one's own, or the hub's
 
 
 def generated(configs: Path = CONFIGS) -> dict[Path, str]:

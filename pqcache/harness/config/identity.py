@@ -8,7 +8,8 @@ digits may not change when an option is added or removed. The rules, for authors
   the behaviour before the option existed. Only another value enters the hash.
 - An option with one legal value left is removed and declared in `retired: ClassVar = {"n_sink": 0}` on the class. The
   value stays in the hash and in rows, may still be typed, and is no longer shown.
-- The index of a device (model.device=cuda:1) and `launch` are never part of it. Older folders may name an index.
+- The index of a device (model.device=cuda:1), options.PLACES of a model and `launch` are never part of it. Older folders may name
+  an index.
 - A top-level key that decides where or how much is run, not what, is named in options.NOT_HASHED.
 - An option that has no effect under others (`cache_block` without a block cache) is named by `Method.unused()`. It stays in the
   hash and in rows; config.yaml shows it only where it was changed.

@@ -21,6 +21,14 @@ NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "
 
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
 PERMITS = "allow_"
+# Of a model: where its weights are kept. No part of the identity either, as the index of a device.
+PLACES = ("device_map", "max_memory")
+
+
+def is_hashed(option: str) -> bool:
+    """Whether an option of a group is part of a cell's identity."""
+    return not option.startswith(PERMITS) and option not in PLACES
+
 
 LONGEST_LINE = 2000  # characters
 
@@ -124,6 +132,11 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # auto (cuda if there is one, else cpu) | cpu | cuda | cuda:<n> | mps
     device: str = "auto"
+    # spread the weights over devices, host memory and disk: auto | balanced | balanced_low_0 | sequential | a mapping of module
+    # names to cuda:<n>, cpu or disk; null: all on `device`
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict | None = None
+    # of device_map: the most that a device holds, as {0: 20GiB, cpu: 60GiB}; null: what is free
+    max_memory: dict | None = None
     # wrap prompts in the chat template; null: if the tokenizer has one
     chat: bool | None = None
     # a system turn before the prompt

@@ -14,6 +14,8 @@ from pqcache.harness.config.values import show
 from pqcache.methods import method_class
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map
+SIZE = re.compile(r"\d+|\d+(\.\d+)? ?[KMG]i?B")
 NAME = 255  # bytes of a file's name
 
 
@@ -113,6 +115,35 @@ def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
     device = options.get("device")
     if isinstance(device, str) and not DEVICE.fullmatch(device):
         errors.append(f"model.device={device}: expected auto, cpu, cuda, cuda:<n> or mps")
+
+
+def check_placement(options: dict[str, Any], name: str, task: str, errors: list[str]) -> None:
+    """`model.device_map` and `model.max_memory`."""
+    parts, most = options.get("device_map"), options.get("max_memory")
+    if parts is None:
+        if most is not None:
+            errors.append(f"model.max_memory={show(most)}: goes with model.device_map")
+        return
+    typed = f"model.device_map={show(parts)}"
+    if name in ("embedded", "random"):
+        errors.append(f"{typed}: model={name} is kept on one device")
+    if options.get("device") != "auto":
+        errors.append(f"{typed}: chooses the devices, so model.device={show(options.get('device'))} cannot")
+    if task == "latency":
+        errors.append(f"{typed}: task=latency measures one device")
+    if importlib.util.find_spec("accelerate") is None:
+        errors.append(f"{typed}: the package accelerate is not installed; allowed here: null")
+    if isinstance(parts, dict):
+        wrong = [f"{part}: {show(at)}" for part, at in parts.items() if not PLACE.fullmatch(show(at))]
+        errors += [f"model.device_map, {line}: expected cuda:<n>, a GPU's number, cpu or disk" for line in wrong]
+        if all(at == "disk" for at in parts.values()):
+            errors.append(f"{typed}: nothing computes on disk; name a device for some part")
+        if most is not None:
+            errors.append(f"model.max_memory={show(most)}: a mapping of model.device_map says itself what is where")
+    for place, size in (most or {}).items():
+        if not (str(place).isdigit() or place == "cpu") or not SIZE.fullmatch(show(size)):
+            line = f"model.max_memory, {place}: {show(size)}"
+            errors.append(f"{line}: expected a GPU's number or cpu, and bytes or a size as 20GiB")
 
 
 def check_random(options: dict[str, Any], name: str, task: str, errors: list[str]) -> None:

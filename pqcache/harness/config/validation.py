@@ -10,8 +10,8 @@ from pqcache.fields import added_options, option_fields, retired, without_retire
 from pqcache.harness.config import rules, smoke
 from pqcache.harness.config.identity import Group, Identity, identify, without_index
 from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
-from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, PERMITS, ModelOptions, Refused, RunOptions
-from pqcache.harness.config.values import coerce, literals, show
+from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions, is_hashed
+from pqcache.harness.config.values import coerce, literals, plain, show
 from pqcache.methods import method_class
 from pqcache.naming import closest, suggestion
 
@@ -34,7 +34,7 @@ class Checked:
     skip: str | None  # why the method does not apply
     launch: Launch  # where it runs
     device: str  # model.device as it was typed; the identity has no index of a device
-    permits: dict[str, Options]  # group -> its options that permit something
+    unhashed: dict[str, Options]  # group -> its options that are no part of the identity
 
 
 def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
@@ -58,6 +58,7 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
         run = replace(run, out=str(Path(run.out) / smoke.FOLDER))
     budget = rules.check_budget(config.get("budget", run.budget), errors)
     rules.check_model(options["model"], names["model"], errors)
+    rules.check_placement(options["model"], names["model"], names["task"], errors)
     rules.check_random(options["model"], names["model"], names["task"], errors)
     rules.check_latency(names["task"], run, errors)
     rules.check_task(names["task"], options["task"], base["task"], errors)
@@ -70,7 +71,7 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
 
     device = options["model"]["device"]
     options["model"]["device"] = without_index(device)
-    permits = {group: _take_permits(options[group]) for group in ("model", "task")}
+    unhashed = {group: _take_unhashed(options[group]) for group in ("model", "task")}
     groups = {
         "model": _group(ModelOptions, options["model"], base["model"]),
         "method": _method_group(method_type, options["method"], base["method"], method, run),
@@ -78,12 +79,12 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     }
     amount = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
     identity = identify(_top_group(run, amount, method), groups, names)
-    return Checked(run, identity, method, skip or None, launch, device, permits)
+    return Checked(run, identity, method, skip or None, launch, device, unhashed)
 
 
-def _take_permits(options: Options) -> Options:
-    """Remove the options that permit something, and return them."""
-    return {key: options.pop(key) for key in list(options) if key.startswith(PERMITS)}
+def _take_unhashed(options: Options) -> Options:
+    """Remove the options that permit something or say where weights are kept, and return them."""
+    return {key: plain(options.pop(key)) for key in list(options) if not is_hashed(key)}
 
 
 def _names(config: Options, group_defaults: dict[str, Options], errors: list[str]) -> dict[str, str]:

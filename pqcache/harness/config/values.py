@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 LARGEST = 2**63  # numbers below it have an exact place in every file and tensor
-NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+    dict: "a mapping",
+}
 
 
 def coerce(value: Any, kind: Any) -> Any:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pqcache.selective import Method
 
 DEVICE, HOST = "device", "host"  # tiers, as the ledger names them
+SPREAD = "several devices"  # of a model with a device map, which accelerate fills when it loads the weights
 WORKER = "a worker's device"  # of a run on a cluster, where the driver does not look at its own GPU
 PROBES = (512, 1024)  # prompts on which a method's cache is measured, in tokens
 ENTRY = 16  # bytes beside K and V of an evictor's entry: its position and its importance
@@ -247,8 +248,8 @@ def recording_place(need: Memory, device: str) -> str | None:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes that the device can give to this process now; None if it does not tell, and of a worker's device."""
-    return None if device == WORKER else free_bytes(torch.device(device))
+    """Bytes that the device can give to this process now; None if it does not tell, and of WORKER and SPREAD."""
+    return None if device in (WORKER, SPREAD) else free_bytes(torch.device(device))
 
 
 def words(nbytes: float) -> str:

@@ -87,7 +87,8 @@ def _advice(one: CellSurvey, counted: Counted, there: int) -> str:
         if would:
             return f"; {' or '.join(' with '.join(text for text, _ in chosen) for chosen in would)} would fit"
     tried = [text for text, _ in changes]
-    return f"; not with {', '.join(tried)} either: a smaller model or shorter prompts" if tried else ""
+    spread = " or model.device_map=auto" if one.cell.identity["model"].get("path") else ""
+    return f"; not with {', '.join(tried)} either: a smaller model or shorter prompts{spread}" if tried else ""
 
 
 def _fits(one: CellSurvey, counted: Counted, chosen: tuple[Change, ...], there: int) -> bool:

@@ -102,6 +102,8 @@ def _has_data(repo: str, file: str | None) -> bool:
 
 def device_of(cell: Cell) -> str:
     """Where the cell computes. With an engine the GPU is a worker's: the driver may have none, or must leave it to them."""
+    if cell.spread:
+        return estimate.SPREAD
     device = models.pick_device(cell.identity["model"]["device"])
     elsewhere = not isinstance(cell.launch, LocalLaunch)
     return estimate.WORKER if elsewhere and device.startswith("cuda") else device

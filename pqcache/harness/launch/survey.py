@@ -185,7 +185,7 @@ def _count(cell: Cell, session: Session, until: float) -> Counted:
 def profile_of(cell: Cell) -> Profile | None:
     """The stored profile of the cell's model on its device; None for a worker's device, which is not known here."""
     options, device = cell.identity["model"], needs.device_of(cell)
-    if device == estimate.WORKER:
+    if device in (estimate.WORKER, estimate.SPREAD):
         return None
     try:
         config = needs.config_of(cell)

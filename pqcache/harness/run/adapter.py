@@ -108,7 +108,7 @@ class HarnessLM(LikelihoodLM):
         self.max_new_tokens = max_new_tokens
         self.scorer = scorer
         self.label = label
-        self.facts = facts or environment.facts(loaded.device)
+        self.facts = facts or environment.facts(loaded.device, loaded.kept)
         self.recorder = recorder
         self.stderr = sys.stderr  # for our progress bar: the caller may mute lm-eval's
         self.tokens = tokens
@@ -371,7 +371,7 @@ class HarnessLM(LikelihoodLM):
         result = generate(
             self.loaded.model,
             self.method,
-            torch.tensor([ids], device=self.loaded.model.device),
+            torch.tensor([ids], device=self.loaded.device),
             max_new_tokens=prepared.new_tokens,
             eos_token_ids=stop_ids,
             stop=self.stopper(prepared),

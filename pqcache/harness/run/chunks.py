@@ -14,6 +14,7 @@ import torch
 
 from pqcache.harness.run.memory import free_bytes
 from pqcache.selective import ModelShape
+from pqcache.selective.placement import devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -63,7 +64,10 @@ def fitting_chunk(config: PreTrainedConfig, tokens: int, free: int, dtype: str) 
 
 @dataclass
 class Chunks:
-    """`prefill_chunk` of one cell. `auto` is decided by the memory that is free when the first prompt comes."""
+    """`prefill_chunk` of one cell. `auto` is decided by the memory that is free when the first prompt comes.
+
+    Of a model on several devices each counts as if it alone held the cache: chunks may be smaller than they need to be.
+    """
 
     wanted: Chunk
     batch: int = 1  # prompts at once, which share the memory
@@ -74,7 +78,8 @@ class Chunks:
         if self.wanted != "auto":
             return self.wanted
         if self.free is None:
-            self.free = free_bytes(model.device)
+            room = [free_bytes(device) for device in devices(model)]
+            self.free = min((known for known in room if known is not None), default=None)
         if self.free is None:
             return None
         return fitting_chunk(model.config, tokens, self.free // self.batch, str(model.dtype).removeprefix("torch."))

@@ -224,7 +224,7 @@ class LikelihoodLM(LM):
         scored = likelihood(
             self.loaded.model,
             self.method,
-            torch.tensor([ids], device=self.loaded.model.device),
+            torch.tensor([ids], device=self.loaded.device),
             first=first,
             prefill=prefill,
             attn=self.attn,

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.run import marks, model_files
+from pqcache.harness.run import device_map, marks, model_files
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,18 @@ class LoadedModel:
 
     @property
     def device(self) -> str:
-        return str(self.model.device)
+        """Where prompts go and logits come from."""
+        from pqcache.selective.placement import home
+
+        return str(home(self.model))
+
+    @property
+    def kept(self) -> str:
+        """Where the weights are, in words, if they are not all on `device`; else empty."""
+        from pqcache.selective.placement import places
+
+        kept = [f"{where} ({parts})" for where, parts in places(self.model).items()]
+        return f"weights on {', '.join(kept)}" if kept else ""
 
     @property
     def dtype(self) -> str:
@@ -226,7 +237,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         model_files.check_format(path, allow_pickle=allow_pickle)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True}
-        loading["use_safetensors"] = None if allow_pickle else True
+        loading |= {"use_safetensors": None if allow_pickle else True, **device_map.arguments(options)}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, revision=revision, trust_remote_code=False, **loading
@@ -236,8 +247,12 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
                 raise
             line = f"model.path={path}: has no {model_files.SAFE} ({' '.join(str(error).split())[:200]})"
             raise model_files.Unusable(f"{line}; pickled weights are read with model.allow_pickle=true only") from error
+        except ValueError as error:
+            if (misfit := device_map.why_not(options, error)) is None:
+                raise
+            raise model_files.Unusable(misfit) from error
         check_weights(path, model, info["missing_keys"])
-        model = model.to(device).eval()
+        model = (model if options.get("device_map") else model.to(device)).eval()
     chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
     limit = longest(config, options)
@@ -246,9 +261,11 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
 def check_weights(path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
     """Refuse weights that would run and mean nothing. missing: tensors that the files lack; they would be random."""
+    from pqcache.selective.placement import weights
+
     if missing:
         raise ValueError(f"model.path={path}: its files lack {len(missing)} tensors, {min(missing)} first")
-    for name, tensor in model.named_parameters():
+    for name, tensor in weights(model):
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"model.path={path}: {name} holds NaN or infinity")
 
@@ -321,17 +338,17 @@ def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:
     return options["max_length"] or getattr(config, "max_position_embeddings", None)
 
 
-def device_error(device: str) -> str | None:
+def device_error(device: str, option: str = "model.device") -> str | None:
     """One line if this machine has no such device."""
     import torch
 
     kind, _, number = device.partition(":")
     if kind == "cuda" and not torch.cuda.is_available():
-        return f"model.device={device}: there is no CUDA device here; use model.device=cpu or auto"
+        return f"{option}={device}: there is no CUDA device here; use {option}=cpu or auto"
     if kind == "mps" and not torch.backends.mps.is_available():
-        return f"model.device={device}: there is no MPS device here; use model.device=cpu or auto"
+        return f"{option}={device}: there is no MPS device here; use {option}=cpu or auto"
     if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
-        return f"model.device={device}: there are {torch.cuda.device_count()} CUDA devices here"
+        return f"{option}={device}: there are {torch.cuda.device_count()} CUDA devices here"
     return None
 
 

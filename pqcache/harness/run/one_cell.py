@@ -106,7 +106,7 @@ def _run(session: Session, cell: Cell, log: SampleLog) -> Outcome:
 def run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     """Measure a cell of task=latency, which has no documents and no scores."""
     loaded = session.model(cell)
-    row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded.device))
+    row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded))
     old = read_row(cell.folder / "row.json")
     if old is not None and not fresh:
         return Outcome("ok", old)
@@ -203,7 +203,7 @@ def make_adapter(
         max_new_tokens=task_of_cell(cell).max_new_tokens,
         scorer=scorer if spec.value is None else None,
         label=cell.label,
-        facts=session.facts(loaded.device),
+        facts=session.facts(loaded),
         recorder=recorder,
         tokens=spec.tokens,
         smoke=cell.run.smoke,

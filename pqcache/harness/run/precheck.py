@@ -63,7 +63,7 @@ def check_models(plan: RunPlan, session: Session) -> None:
         if cell.method is None:
             continue
         if isinstance(cell.launch, LocalLaunch):  # else the device is a worker's
-            errors += [line for line in [models.device_error(cell.device)] if line]
+            errors += _missing_devices(cell)
         if configs[key] is not None:
             errors += _misfits(cell, configs[key])
             errors += _unsupported(cell, configs[key], skip=plan.sweep)
@@ -78,9 +78,18 @@ def _config(cell: Cell) -> Any:
         return smoke_models.model_config(name, options)
     config = models.load_config(name, options)
     if options["path"]:
-        permits = cell.permits.get("model", {})
-        model_files.check_format(models.local_or_hub(options), allow_pickle=bool(permits.get("allow_pickle")))
+        permitted = bool(cell.unhashed.get("model", {}).get("allow_pickle"))
+        model_files.check_format(models.local_or_hub(options), allow_pickle=permitted)
     return config
+
+
+def _missing_devices(cell: Cell) -> list[str]:
+    """One line for each device that the cell names and this machine lacks."""
+    parts = cell.unhashed.get("model", {}).get("device_map")
+    named = [(cell.device, "model.device")]
+    if cell.spread and isinstance(parts, dict):
+        named = [(f"cuda:{at}" if isinstance(at, int) else at, "model.device_map") for at in parts.values()]
+    return [line for device, option in named if (line := models.device_error(device, option))]
 
 
 def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:

@@ -68,7 +68,7 @@ def sweep(loaded: models.LoadedModel, ids: list[int], steps: int, path: Path, he
     todo = [point for point in settings() if json.dumps(list(point)) not in done]
     capture = Capture()
     if todo:
-        prompt = torch.tensor([ids], device=loaded.model.device)
+        prompt = torch.tensor([ids], device=loaded.device)
         generate(loaded.model, method_class("full")(), prompt, max_new_tokens=steps + 1, watchers=[capture])
     for index, (name, hyper, budget) in enumerate(todo):
         measures = Measures(tracked=1)

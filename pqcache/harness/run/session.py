@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 def model_key(cell: Cell) -> str:
     """Cells with the same key use the same loaded model."""
-    permits = [name for name, given in cell.permits.get("model", {}).items() if given]
-    return json.dumps([cell.identity["model"], cell.device, cell.run.smoke, *permits], sort_keys=True)
+    given = {name: value for name, value in cell.unhashed.get("model", {}).items() if value}
+    return json.dumps([cell.identity["model"], cell.device, cell.run.smoke, given], sort_keys=True)
 
 
 def task_of_cell(cell: Cell) -> Task[Any]:
     """The cell's task with its options."""
-    options = {k: v for k, v in cell.identity["task"].items() if k != "name"} | cell.permits.get("task", {})
+    options = {k: v for k, v in cell.identity["task"].items() if k != "name"} | cell.unhashed.get("task", {})
     return task_of(cell.identity["task"]["name"], options)
 
 
@@ -68,7 +69,7 @@ class Session:
         self._text: tuple[str, LoadedModel] | None = None
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
         self._prompts: dict[str, Prompts] = {}
-        self._facts: dict[str, environment.Facts] = {}
+        self._facts: dict[tuple[str, str], environment.Facts] = {}
         self._shown_prompts: set[str] = set()
         # distinct prefills of this session: shared (recorded for several cells) and own
         self.prefills: dict[str, int] = {}
@@ -79,17 +80,27 @@ class Session:
         if key in self.unloadable:
             raise self.unloadable[key]
         if self._model is None or self._model[0] != key:
-            self._model = None  # free the old weights before loading new ones
+            self._forget_model()
             # documents are counted in a model's tokens
             self._tasks = {key: task for key, task in self._tasks.items() if key[0] == _tokens_of(cell)}
             try:
-                self._model = key, _load(cell)
+                loaded = _load(cell)
+                if loaded.kept:
+                    print(f"model.device_map: {loaded.kept}", flush=True)
+                self._model = key, loaded
             except Exception as error:  # any error: it fails this model's cells and no others
                 self._model = key, error
-        _, loaded = self._model
-        if isinstance(loaded, Exception):
-            raise loaded
-        return loaded
+        _, known = self._model
+        if isinstance(known, Exception):
+            raise known
+        return known
+
+    def _forget_model(self) -> None:
+        """Free the old weights before new ones are loaded."""
+        old, self._model = self._model, None
+        if old is not None and isinstance(old[1], LoadedModel) and old[1].kept:
+            del old
+            gc.collect()  # modules that accelerate has wrapped refer to themselves
 
     def text_side(self, cell: Cell, load: Callable[[Cell], LoadedModel]) -> LoadedModel:
         """The cell's tokenizer and prompt protocol, by `load`. The last one is kept."""
@@ -143,14 +154,16 @@ class Session:
             return None
         return lambda sample: watch.sample(cell.name, sample["task"], sample["doc_id"], sample["score"])
 
-    def facts(self, device: str) -> environment.Facts:
-        """Versions, git commit and machine, read once per device."""
-        if device not in self._facts:
-            self._facts[device] = environment.facts(device)
-        return self._facts[device]
+    def facts(self, loaded: LoadedModel) -> environment.Facts:
+        """Versions, git commit and the machine that runs a model, read once per device."""
+        key = loaded.device, loaded.kept
+        if key not in self._facts:
+            self._facts[key] = environment.facts(*key)
+        return self._facts[key]
 
 
 def _load(cell: Cell) -> LoadedModel:
-    options = {**cell.identity["model"], **cell.permits.get("model", {}), "device": cell.device}
+    options = {**cell.identity["model"], **cell.unhashed.get("model", {}), "device": cell.device}
+    options["cache_dir"] = cell.run.cache_dir
     load = smoke_models.load if cell.run.smoke else models.load
     return load(options.pop("name"), options)

@@ -27,6 +27,7 @@ from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.too_long import TooLong
 from pqcache.harness.run.units import own_documents
 from pqcache.selective import OwnPrefill, Prefill, attach, record, record_batch
+from pqcache.selective.placement import home
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -73,7 +74,7 @@ def place_of(model: PreTrainedModel, tokens: int, shared: Literal["auto"] | bool
     """Where the recording of a prompt is kept. shared=true always records."""
     if shared is False:
         return "off"
-    recording, device = recording_bytes(model, tokens), model.device
+    recording, device = recording_bytes(model, tokens), home(model)
     free = free_bytes(device)
     if free is None or recording + cache_bytes(model, tokens) <= SHARE_OF_FREE * free:
         return "device"

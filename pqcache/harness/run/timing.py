@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pqcache.selective import generate
+from pqcache.selective.placement import home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ WARM_TOKENS = 1024
 
 def warm_up(model: PreTrainedModel, method: Method, prompt: Sequence[int], attn: str, chunk: int | None = None) -> None:
     """Generate three tokens after the beginning of the prompt and drop them: kernels compile on first use."""
-    ids = torch.tensor([list(prompt[:WARM_TOKENS])], device=model.device)
+    ids = torch.tensor([list(prompt[:WARM_TOKENS])], device=home(model))
     with contextlib.suppress(ValueError):  # what the method refuses, the sample will report
         generate(model, method, ids, max_new_tokens=3, attn=attn, prefill_chunk=chunk)
 

@@ -112,7 +112,7 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
         same = {key: cell.identity[key] for key in ("model", "task", "seed", "question_as_decode")}
         alone = cell.name if cell.run.diagnostics or cell.identity["task"]["name"] == "latency" else None
         how = [cell.run.attn, cell.run.prefill_chunk, cell.run.batch, cell.run.limit]
-        key = json.dumps([same, cell.device, *how, alone], sort_keys=True)
+        key = json.dumps([same, cell.device, cell.unhashed, *how, alone], sort_keys=True)
         by_prompts.setdefault(key, []).append(cell)
     return [sorted(group, key=lambda cell: cell.identity["method"]["name"] != "full") for group in by_prompts.values()]
 

@@ -1,0 +1,141 @@
+"""`model.device_map`: the same answers in the same folders, wherever the weights are; wrong ones are one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import Refused
+from pqcache.harness.launch import estimate, foresee, plan
+from pqcache.harness.launch.survey import survey
+from pqcache.harness.run import session
+from pqcache.harness.run.session import Session
+from tests.harness.cells import Command, rows
+
+PARTS = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "disk",
+    "model.layers.1": "cpu",
+    "model.norm": "disk",
+    "lm_head": "cpu",
+}
+ON_DISK = "model.device_map={" + ",".join(f"{part}:{at}" for part, at in PARTS.items()) + "}"
+HUB = ("model=hf", "model.path=someone/large", "method=full")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, accelerate: object) -> None:
+    """accelerate: what looking for the package finds."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: accelerate if name == "accelerate" else find(name, *rest)
+    )
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if accelerate was installed, for what ends before it is needed."""
+    pretend(monkeypatch, accelerate=object())
+
+
+def refused(*words: str) -> list[str]:
+    with pytest.raises(Refused) as error:
+        make_plan(compose_all([*HUB, *words], run.CONFIGS))
+    return error.value.lines
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.device_map=atuo", "did you mean auto?"),
+        ("model.device_map=auto model.device=cuda:1", "so model.device=cuda:1 cannot"),
+        ("model.device_map=auto task=latency", "task=latency measures one device"),
+        ("model.device_map=auto model=embedded model.path=null", "model=embedded is kept on one device"),
+        ("model.device_map={lm_head:gpu1}", "lm_head: gpu1: expected cuda:<n>, a GPU's number, cpu or disk"),
+        ("model.device_map={lm_head:disk}", "nothing computes on disk"),
+        ("model.max_memory={0:20GiB}", "goes with model.device_map"),
+        ("model.device_map=auto model.max_memory={0:lots}", "model.max_memory, 0: lots: expected"),
+        ("model.device_map=auto model.max_memory={gpu:20GiB}", "model.max_memory, gpu: 20GiB: expected"),
+        ("model.device_map={lm_head:cpu} model.max_memory={0:1GB}", "a mapping of model.device_map says itself"),
+    ],
+)
+def test_wrong_ones_are_one_line(installed: None, words: str, said: str) -> None:
+    (line,) = refused(*words.split())
+    assert said in line
+
+
+def test_without_accelerate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend(monkeypatch, accelerate=None)
+    monkeypatch.setattr(session, "_load", lambda cell: pytest.fail("a model was loaded"))
+    assert run.main([*HUB, "model.device_map=auto"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "model.device_map=auto: the package accelerate is not installed" in said
+
+
+def test_no_part_of_a_cell(installed: None) -> None:
+    def cell(*typed: str) -> Any:
+        return make_plan(compose_all([*HUB, *typed], run.CONFIGS)).cells[0]
+
+    one, spread = cell(), cell("model.device_map=auto", "model.max_memory={0:20GiB,cpu:60GiB}")
+    assert one.about == spread.about and (one.spread, spread.spread) == (False, True)
+    assert spread.unhashed["model"]["max_memory"] == {"0": "20GiB", "cpu": "60GiB"}
+    assert "device_map: auto" in spread.yaml() and "device_map: null" in one.yaml()
+    assert session.model_key(one) != session.model_key(spread)
+    assert not cell("model.device_map=auto", "smoke=true").spread
+    (line,) = refused("-m", "model.device_map=auto,sequential")
+    assert line.startswith("model.device_map: one command cannot run the same cell with two values")
+
+
+@pytest.mark.rest
+def test_no_single_device_refuses_it(
+    installed: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "free_bytes", lambda device: 1)
+    monkeypatch.setattr(foresee, "swap", lambda: 0)
+    own = ["model=hf", f"model.path={tiny}", "method=full", "limit=1", f"out={tmp_path}", "task.length=256"]
+
+    def found(*words: str) -> Any:
+        return survey(make_plan(compose_all([*own, *words], run.CONFIGS)), Session())
+
+    (line,) = foresee.foresee(found())[0].values()
+    assert "model.device_map=auto" in line
+    spread = found("model.device_map=auto")
+    assert foresee.foresee(spread) == ({}, None)
+    assert "several devices: size unknown" in plan.text(spread)
+
+
+@pytest.mark.rest
+def test_the_same_samples(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    words = ("-m", "method=full,snapkv", "budget=0.3")
+    assert command(*words, out=tmp_path / "one") == 0
+    capsys.readouterr()
+    assert command(*words, ON_DISK, out=tmp_path / "spread") == 0
+    assert "model.device_map: weights on cpu (3), disk (2)" in capsys.readouterr().out
+    files = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").glob("*/samples.jsonl")}
+    assert len(files) == 2
+    for file in files:
+        one, spread = (_samples(tmp_path / out / file) for out in ("one", "spread"))
+        assert one.keys() == spread.keys() and len(one) == 3
+        for key, sample in one.items():
+            assert spread[key]["response"] == sample["response"]
+            assert spread[key]["device"] == f"{sample['device']}, weights on cpu (3), disk (2)"
+    assert rows(tmp_path / "one").keys() == rows(tmp_path / "spread").keys()
+
+
+def _samples(path: Path) -> dict[tuple, dict]:
+    found = map(json.loads, path.read_text().splitlines())
+    return {(sample["task"], sample["doc_id"], sample["fingerprint"]): sample for sample in found}
+
+
+def test_a_mapping_that_leaves_parts_out(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    assert command("method=full", "model.device_map={lm_head:disk,model.norm:cpu}") == 1
+    assert "model.device_map=" in capsys.readouterr().err
