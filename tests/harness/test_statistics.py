@@ -30,8 +30,17 @@ def test_interval_is_exact_where_it_can_be_counted() -> None:
     """Two samples 0 and 100: a resample's mean is 0, 50, 100 with 1/4, 1/2, 1/4, so 2.5 % and 97.5 % are 0 and 100."""
     assert score_statistics.interval({"t": {"0": 0.0, "1": 100.0}}) == [0.0, 100.0]
     assert score_statistics.interval({"t": {"0": 30.0, "1": 30.0}}) == [30.0, 30.0]
-    assert score_statistics.interval({"t": {"0": 42.0}}) == [42.0, 42.0]
     assert score_statistics.interval({"t": {}}) is None
+
+
+def test_one_sample_of_a_sub_task_has_no_interval_and_no_p() -> None:
+    for scores in (
+        {"t": {"0": 42.0}},
+        {"a": {"0": 1.0}, "b": {"0": 9.0}},
+        {"a": {"0": 1.0}, "b": {"0": 1.0, "1": 2.0}},
+    ):
+        assert score_statistics.interval(scores) is None
+        assert score_statistics.significance(scores) is None
 
 
 def test_interval_agrees_with_the_normal_approximation() -> None:

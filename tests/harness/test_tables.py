@@ -145,6 +145,17 @@ def test_a_partial_comparison_says_so() -> None:
     assert "samples)" not in tables.sweep_table(swept, complete, {})
 
 
+def test_one_sample_has_no_interval(tmp_path: Path) -> None:
+    swept = plan("-m method=full,oracle budget=0.1")
+    rows = make_rows(swept, {"full": [100.0], "oracle": [38.8]})
+    oracle = next(row for row in rows.values() if row["method"] == "oracle")
+    for text in (tables.row_text(oracle, None), tables.sweep_table(swept, rows, {})):
+        assert "-61.2" in text and "n/a" in text and "[" not in text
+    old = {**oracle, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
+    write_row(tmp_path / "row.json", old)  # type: ignore[arg-type]
+    assert results.read_row(tmp_path / "row.json") == oracle
+
+
 def test_a_folders_table_tells_overrides_apart(tmp_path: Path) -> None:
     swept = plan("-m method=oracle method.n_sink=4,32 budget=0.1")
     for name, row in make_rows(swept, {"oracle": [90.0]}).items():

@@ -40,6 +40,7 @@ class Entry:
     samples: int | None
     status: str  # ok | missing | not applicable | failed | printed: a printed row of no method
     folder: str  # the cell's name
+    paired: bool = False  # to_full is a mean over samples; without interval and p: of one sample of a sub-task
 
 
 def rows_of(plan: RunPlan) -> dict[str, Row]:
@@ -210,6 +211,7 @@ def _numbers(
         "to_full_low": to_full_span[0] if to_full_span else None,
         "to_full_high": to_full_span[1] if to_full_span else None,
         "p": p,
+        "paired": where == "score" and to_full is not None,
         "published": printed,
         "published_to_full": None if printed is None or printed_full is None else printed - printed_full,
     }

@@ -16,7 +16,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.rows import Row, rows_under
-from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, span
+from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, spread
 
 
 def group_rows(folder: Path) -> list[Row]:
@@ -69,9 +69,9 @@ def table(rows: Sequence[Row]) -> str:
             budget_text(row),
             str(row["n_samples"]),
             number(row["score"]),
-            span(row["score_interval"]),
+            spread(row["score"], row["score_interval"]),
             "" if full else signed(row["paired_difference"]),
-            "" if full else span(row["paired_interval"], signed),
+            "" if full else spread(row["paired_difference"], row["paired_interval"], signed),
             *(_family(row, task) for task in tasks),
             number(row["attended_tokens"], 0),
             size(sum(row["bytes_per_step"].values())) if row["bytes_per_step"] else MISSING,
@@ -87,7 +87,7 @@ def _family(row: Row, task: str) -> str:
     if task not in row["tasks"]:
         return MISSING
     result = row["tasks"][task]
-    return f"{number(result['score'])} {span(result['score_interval'])}".strip()
+    return f"{number(result['score'])} {spread(result['score'], result['score_interval'])}".strip()
 
 
 def _caption(rows: Sequence[Row]) -> str:

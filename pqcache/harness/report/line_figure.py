@@ -74,7 +74,8 @@ class _Lines:
 
     def draw_line(self, axis: Axes, name: str, block: Sequence[Entry]) -> None:
         own = [e for e in block if e.measured is not None and e.method != "full" and self.name(e) == name]
-        points = sorted((self.at[self.x(e)], e.measured, e.low, e.high) for e in own if self.x(e) in self.at)
+        known = ((self.at[self.x(e)], e.measured, e.low, e.high) for e in own if self.x(e) in self.at)
+        points = sorted(known, key=lambda point: point[:2])
         if not points:
             return
         xs, ys, lows, highs = (list(column) for column in zip(*points, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.rows import Row, find_full, rows_under
-from pqcache.harness.report.tables import number, signed, span
+from pqcache.harness.report.tables import number, signed, spread
 
 _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
 
@@ -74,11 +74,11 @@ def pooled_table(rows: Iterable[Row]) -> str:
         to_full = (
             ""
             if e["method"] == "full"
-            else f"{signed(e['paired_difference']):>8}  {span(e['paired_interval'], signed)}"
+            else f"{signed(e['paired_difference']):>8}  {spread(e['paired_difference'], e['paired_interval'], signed)}"
         )
         lines.append(
             f"{e['method']:18} {e['budget']:>7g} {e['n_samples']:>8} {number(e['score']):>6}"
-            f"  {span(e['score_interval']):16} {to_full}".rstrip()
+            f"  {spread(e['score'], e['score_interval']):16} {to_full}".rstrip()
         )
     return "\n".join(lines)
 

@@ -89,7 +89,7 @@ class Row(TypedDict):
 
     # quality
     score: float | None  # 0..100, unweighted mean over sub-tasks
-    score_interval: list[float] | None  # [lo, hi], 95 % bootstrap over samples
+    score_interval: list[float] | None  # [lo, hi], 95 % bootstrap over samples; null with one sample of a sub-task
     full_score: float | None  # Full on the same samples; null if `out` has no Full cell of this model, task and seed
     paired_difference: float | None  # mean of (score - Full's score) per sample
     paired_interval: list[float] | None  # [lo, hi], 95 % bootstrap over the per-sample differences
@@ -199,7 +199,20 @@ def read_row(path: Path) -> Row | None:
     if why is not None:
         _skipped(path, why)
         return None
-    return cast(Row, value)
+    return _without_spread(cast(Row, value))
+
+
+def _without_spread(row: Row) -> Row:
+    """The row without the intervals that older versions gave to one sample of a sub-task."""
+    single = not score_statistics.has_spread(row["sample_scores"])
+    if single and row["sample_scores"]:
+        row["score_interval"] = None
+    if row["paired_samples"] is not None and (single or row["paired_samples"] <= len(row["sample_scores"])):
+        row["paired_interval"] = None
+    for task in (row["tasks"] or {}).values():
+        if task.get("n_samples") == 1 and "score_interval" in task:
+            task["score_interval"] = None
+    return row
 
 
 def damage(value: Any) -> str | None:

@@ -1,5 +1,7 @@
 """Means with bootstrap intervals, and differences of paired samples. Seeded: the same samples give the same interval.
 
+One sample of a sub-task says nothing of the spread of its samples: then there is neither an interval nor a p-value.
+
 A score is the unweighted mean over tasks of each task's mean, so the bootstrap draws within each task. Samples are
 keyed task -> sample -> score (0..100).
 """
@@ -31,11 +33,17 @@ def known_mean(values: Iterable[float | None], weights: Iterable[float] | None =
     return sum(v * w for v, w in pairs) / sum(w for _, w in pairs) if pairs else None
 
 
+def has_spread(scores: Scores) -> bool:
+    """Whether there are samples, and at least two of every sub-task that has any."""
+    counts = [len(samples) for samples in scores.values() if samples]
+    return min(counts, default=0) > 1
+
+
 def interval(scores: Scores) -> list[float] | None:
-    """The 95 % percentile bootstrap interval of `mean`; None without samples."""
-    tasks = [np.array(list(samples.values()), dtype=float) for samples in scores.values() if samples]
-    if not tasks:
+    """The 95 % percentile bootstrap interval of `mean`; None without samples, or with one sample of a sub-task."""
+    if not has_spread(scores):
         return None
+    tasks = [np.array(list(samples.values()), dtype=float) for samples in scores.values() if samples]
     random = np.random.default_rng(SEED)
     total = np.zeros(RESAMPLES)
     for values in tasks:
@@ -51,10 +59,13 @@ def interval(scores: Scores) -> list[float] | None:
 
 
 def significance(differences: Scores) -> float | None:
-    """Two-sided sign-flip p-value of paired differences: how often random signs move their mean as far from zero."""
-    tasks = [np.array(list(samples.values()), dtype=float) for samples in differences.values() if samples]
-    if not tasks:
+    """Two-sided sign-flip p-value of paired differences: how often random signs move their mean as far from zero.
+
+    None without samples, or with one sample of a sub-task.
+    """
+    if not has_spread(differences):
         return None
+    tasks = [np.array(list(samples.values()), dtype=float) for samples in differences.values() if samples]
     random = np.random.default_rng(SEED)
     total = np.zeros(RESAMPLES)
     for values in tasks:

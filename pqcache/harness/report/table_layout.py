@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqcache.harness.report.entries import AVERAGE, Entry
-from pqcache.harness.report.tables import number, signed, span
+from pqcache.harness.report.tables import MISSING, number, signed, span
 
 EMPTY = "-"
 KEYS = ("model", "line", "budget", "setting", "dataset", "metric")
@@ -182,7 +182,7 @@ class _Frame:
         texts = []
         for cells in lines:
             average = next((e for e in cells.values() if e.dataset == AVERAGE), None)
-            score = next((e for e in cells.values() if e.p is not None or e.metric == "score"), None)
+            score = next((e for e in cells.values() if e.p is not None or e.paired or e.metric == "score"), None)
             texts.append(_differences(average or score or cells.get(across[0]) or next(iter(cells.values()))))
         for i, name in enumerate(("to Full", "95 %", "p", "printed to Full")):
             if any(line[i] for line in texts):
@@ -222,12 +222,13 @@ def _difference(entry: Entry) -> Field:
 def _differences(entry: Entry) -> tuple[str, str, str, str]:
     """(difference to Full, its interval, p, the paper's difference) as texts, empty where there is none."""
     ends = None
+    unknown = MISSING if entry.paired else ""
     if entry.to_full_low is not None and entry.to_full_high is not None:
         ends = [entry.to_full_low, entry.to_full_high]
     return (
         "" if entry.to_full is None else signed(entry.to_full, 2),
-        span(ends, lambda x: signed(x, 2)),
-        "" if entry.p is None else "<0.001" if entry.p < 0.001 else f"{entry.p:.3f}",
+        span(ends, lambda x: signed(x, 2)) or unknown,
+        unknown if entry.p is None else "<0.001" if entry.p < 0.001 else f"{entry.p:.3f}",
         "" if entry.published_to_full is None else signed(entry.published_to_full, 2),
     )
 

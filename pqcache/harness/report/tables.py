@@ -32,13 +32,13 @@ def row_text(row: Row, path: Path | None) -> str:
     if row["paired_difference"] is None:
         to_full = "no Full cell of this model, task and seed to compare with"
     else:
-        difference = f"{signed(row['paired_difference'])} {span(row['paired_interval'], signed)}{_of_samples(row)}"
+        difference = f"{signed(row['paired_difference'])} {_to_full_span(row)}{_of_samples(row)}"
         to_full = f"to Full {difference}, Full {number(row['full_score'])}"
     tokens = f"{number(row['attended_tokens'], 0)} of {number(row['prompt_tokens'], 0)} prompt tokens attended per step"
     if row["attended_tokens_all_layers"] != row["attended_tokens"]:
         tokens += f" ({number(row['attended_tokens_all_layers'], 0)} over all layers)"
     lines = {
-        "score": f"{number(row['score'])} {span(row['score_interval'])}   {to_full}",
+        "score": f"{number(row['score'])} {spread(row['score'], row['score_interval'])}   {to_full}",
         "tokens": tokens + f", {number(row['generated_tokens'])} generated",
         "resident": tiers(row["resident_bytes"]) + f"   (peak {tiers(row['peak_bytes'])}, {row['kv_dtype']} KV)",
         "per step": tiers(row["bytes_per_step"]) or "nothing moved",
@@ -114,7 +114,7 @@ def bound_text(row: Row) -> str:
 def summary_line(row: Row) -> str:
     """A row in half a line, while a sweep goes on."""
     return (
-        f"score {number(row['score'])} {span(row['score_interval'])}, TT2T {number(row['tt2t_s'], 3)} s,"
+        f"score {number(row['score'])} {spread(row['score'], row['score_interval'])}, TT2T {number(row['tt2t_s'], 3)} s,"
         f" TPOT {number(row['tpot_p50_ms'], 2)} ms, {row['n_samples']} samples{skipped_text(row)}"
     )
 
@@ -141,6 +141,15 @@ def signed(value: float | None, digits: int = 1) -> str:
 def span(interval: list[float] | None, show: Any = number) -> str:
     """[low, high]; empty for None."""
     return "" if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
+
+
+def spread(value: float | None, interval: list[float] | None, show: Any = number) -> str:
+    """A value's interval; n/a where it has none (one sample of a sub-task), empty without a value."""
+    return MISSING if value is not None and interval is None else span(interval, show)
+
+
+def _to_full_span(row: Row) -> str:
+    return spread(row["paired_difference"], row["paired_interval"], signed)
 
 
 def _of_samples(row: Row) -> str:
@@ -265,7 +274,7 @@ def _measured(row: Row) -> dict[str, str]:
     values = (
         number(row["score"]),
         "" if full else signed(row["paired_difference"]),
-        "" if full else span(row["paired_interval"], signed) + _of_samples(row),
+        "" if full else _to_full_span(row) + _of_samples(row),
         number(row["attended_tokens"], 0),
         number(resident, 2),
         number(row["tt2t_s"], 3),
