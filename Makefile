@@ -7,6 +7,9 @@ OUT       ?= results
 LIMIT     ?=
 HAYSTACK  ?=
 
+# a folder of rows: OUT, or runs/ in it
+ROWS      := $(if $(or $(wildcard $(OUT)/runs),$(filter results,$(OUT))),$(OUT)/runs,$(OUT))
+
 RUN       := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
@@ -70,8 +73,8 @@ pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hou
 profile: $(INSTALLED) ## measure how fast this machine is: plans then say how long a command takes
 	$(RUN) -m pqcache.harness.launch.profile
 
-tables: $(INSTALLED) ## the papers' tables and figures from OUT/runs: measured beside printed; Markdown, LaTeX, CSV, PNG, contact sheet
-	$(RUN) -m pqcache.harness.report.all_tables --out $(OUT)/runs
+tables: $(INSTALLED) ## the papers' tables and figures from OUT's rows: measured beside printed; Markdown, LaTeX, CSV, PNG, contact sheet
+	$(RUN) -m pqcache.harness.report.all_tables --out $(ROWS)
 
 missing: $(INSTALLED) ## the command that fills each empty cell of every experiment
 	@$(RUN) -m pqcache.harness.report.papers missing --out $(OUT)/runs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import all_tables, paper_figures, papers, published, score_statistics
+from pqcache.harness.report import all_tables, paper_figures, papers, pooling, published, score_statistics
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.entries import table_entries
 from pqcache.harness.report.figure_request import FigureRequest
@@ -139,6 +139,21 @@ def test_all_tables(
     assert "\\begin{document}" in written["tables.tex"].read_text()
     line = next(x for x in written["prose.md"].read_text().splitlines() if "+6.21" in x)
     assert "| 8 |" in line  # 40.5 of PQCache over 32.5 of H2O(C)
+
+
+def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, why in ((tmp_path / "gone", "no such folder"), (tmp_path / "empty", "no row.json")):
+        for answer in (
+            lambda out: all_tables.main(["--out", out]),
+            lambda out: papers.main(["tables", "--out", out]),
+            pooling.main,
+        ):
+            assert answer(str(folder)) == 2
+            shown = capsys.readouterr()
+            (line,) = shown.err.splitlines()
+            assert str(folder) in line and why in line and not shown.out
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) -> None:

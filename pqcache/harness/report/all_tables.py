@@ -22,7 +22,7 @@ from pqcache.harness.report import latex, papers, prose, published, reproducing
 from pqcache.harness.report.contact_sheet import NAME, contact_sheet
 from pqcache.harness.report.entries import Entry, rows_of, table_entries
 from pqcache.harness.report.items import PAPERS
-from pqcache.harness.report.rows import rows_under
+from pqcache.harness.report.rows import rows_or_refused, rows_under
 
 
 def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
@@ -63,8 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/runs"), help="the out= folder of the runs")
     parser.add_argument("--smoke", action="store_true", help="of smoke runs")
     arguments = parser.parse_args(argv)
-    drawing.keep_files(arguments.out)
-    print("\n".join(map(str, write_all(arguments.out.expanduser(), smoke=arguments.smoke))))
+    out = arguments.out.expanduser()
+    try:
+        rows_or_refused(out / SMOKE_FOLDER if arguments.smoke else out, f"--out {arguments.out}")
+    except Refused as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        return 2
+    drawing.keep_files(out)
+    print("\n".join(map(str, write_all(out, smoke=arguments.smoke))))
     return 0
 
 

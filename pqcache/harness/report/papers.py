@@ -36,12 +36,13 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused, masked
+from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import paper_figures
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.latex import fragment
-from pqcache.harness.report.rows import Row, batch_text
+from pqcache.harness.report.rows import Row, batch_text, rows_or_refused
 from pqcache.harness.report.table_layout import Field, blocks
 
 if TYPE_CHECKING:
@@ -176,6 +177,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = arguments.experiments or experiments(every=arguments.what == "missing")
     if unknown := [name for name in names if name not in known]:
         parser.error(f"unknown experiment: {', '.join(unknown)}")
+    if arguments.what == "tables":
+        try:
+            rows_or_refused(Path(arguments.out, *([SMOKE_FOLDER] if arguments.smoke else [])), f"--out {arguments.out}")
+        except Refused as refused:
+            print(f"error: {refused}", file=sys.stderr)
+            return 2
     for name in names:
         try:
             plan = experiment_plan(name, arguments.out, smoke=arguments.smoke)

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.rows import Row, find_full, rows_under
+from pqcache.harness.report.rows import Row, find_full, rows_or_refused
 from pqcache.harness.report.tables import number, signed, spread
 
 _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
@@ -83,11 +84,15 @@ def pooled_table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def main(folder: str) -> None:
-    print(
-        printable(pooled_table(rows_under(Path(folder)))) or f"{folder}: no configuration was run under several seeds"
-    )
+def main(folder: str) -> int:
+    try:
+        rows = rows_or_refused(Path(folder), folder)
+    except Refused as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        return 2
+    print(printable(pooled_table(rows)) or f"{folder}: no configuration was run under several seeds")
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["results/runs"])
+    sys.exit(main(*sys.argv[1:2] or ["results/runs"]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import one_line
+from pqcache.harness.config.options import Refused, one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.config.values import fits
 from pqcache.harness.report import score_statistics
@@ -270,6 +270,17 @@ def row_files(folder: Path) -> list[Path]:
 def rows_under(folder: Path) -> list[Row]:
     """The rows of `row_files`."""
     return [row for path in row_files(folder) if (row := read_row(path)) is not None]
+
+
+def rows_or_refused(folder: Path, typed: str) -> list[Row]:
+    """The rows under a folder. Raises Refused with a line that begins with `typed` where there is none."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise Refused([f"{typed}: {'is a file; must name a folder' if folder.exists() else 'no such folder'}"])
+    if rows := rows_under(folder):
+        return rows
+    smoke = f"; {folder / SMOKE_FOLDER} has smoke runs" if row_files(folder / SMOKE_FOLDER) else ""
+    raise Refused([f"{typed}: no row.json in any folder below{smoke}"])
 
 
 def write_row(path: Path, row: Row) -> None:
