@@ -5,6 +5,7 @@
     python run.py experiment=demo                                           a table kept as configs/experiment/demo.yaml
     python run.py method=pqcache task.length=4096 method.m=4 --cfg job      print the configuration, run nothing
     python run.py experiment=demo plan=true                                 what it would do, need and take; run nothing
+    python run.py tables=results/runs rows=method columns=budget            tables of rows that are there; run nothing
     python run.py --help                                                    groups and top-level keys
 
 Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded), 130 interrupted.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -36,8 +38,11 @@ def main(argv: list[str]) -> int:
     from pqcache.harness.config.cells import make_plan
     from pqcache.harness.config.compose import compose_all
     from pqcache.harness.config.options import Refused
+    from pqcache.harness.report import folder_command
 
     try:
+        if folder_command.asked(argv):
+            return _guarded(lambda: folder_command.answer(argv))
         request = compose_all(argv, CONFIGS)
         plan = make_plan(request)
         if request.show_config:
@@ -50,19 +55,25 @@ def main(argv: list[str]) -> int:
         # lm-eval and all the rest: only once the command is known to be right
         from pqcache.harness.launch.progress import Total
         from pqcache.harness.run.runner import run_plan
-        from pqcache.harness.run.streams import guarded
 
-        with guarded() as out:
-            code = run_plan(plan, Total())
-            out.flush()
-            if out.error is not None and out.error.errno != errno.EPIPE:
-                print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)
-                code = code or 1
-        return code
+        return _guarded(lambda: run_plan(plan, Total()))
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
         return 2
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """The exit code of what prints, also where standard output is closed or full."""
+    from pqcache.harness.run.streams import guarded
+
+    with guarded() as out:
+        code = work()
+        out.flush()
+        if out.error is not None and out.error.errno != errno.EPIPE:
+            print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)
+            code = code or 1
+    return code
 
 
 if __name__ == "__main__":

@@ -67,8 +67,7 @@ def keep_files_under(out: Path, cache_dir: Path) -> None:
     The hub cache stays where it is.
     """
     cache = (out / ".cache").resolve()
-    # matplotlib reads this variable when it is first imported and offers no other way
-    os.environ.setdefault("MPLCONFIGDIR", str((cache_dir / "matplotlib").resolve()))
+    keep_fonts_under(cache_dir)
     import datasets
 
     settings: Any = datasets.config
@@ -77,6 +76,12 @@ def keep_files_under(out: Path, cache_dir: Path) -> None:
     settings.EXTRACTED_DATASETS_PATH = cache / "datasets" / "downloads" / "extracted"
     settings.HF_MODULES_CACHE = cache / "modules"
     datasets.disable_progress_bars()
+
+
+def keep_fonts_under(cache_dir: Path) -> None:
+    """Send matplotlib's font list to `cache_dir`."""
+    # matplotlib reads this variable when it is first imported and offers no other way
+    os.environ.setdefault("MPLCONFIGDIR", str((cache_dir / "matplotlib").resolve()))
 
 
 def quiet() -> None:

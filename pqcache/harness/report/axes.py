@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqcache.harness.config.environment import keep_files_under
 from pqcache.harness.config.options import RunOptions
+from pqcache.methods import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,10 @@ BLACK = "#1b1b1b"  # Full
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057", "#8d96a3", "#b07aa1", "#9c755f", "#4e79a7")
 MARKERS = "sD^vPX<>*o"
 GRID = "#e4e4e4"
+# Told apart by readers with any colour vision (Okabe and Ito, https://jfly.uni-koeln.de/color/), without their yellow.
+SAFE = ("#009E73", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
+SHAPES = "osD^vPX<>*"
+DASHES = ("-", "--", "-.", ":")
 MAX_ACROSS = 4  # panels side by side
 
 
@@ -39,6 +44,21 @@ def colour(index: int) -> str:
 def looks(names: Sequence[str]) -> dict[str, Look]:
     """Name -> its colour and marker."""
     return {name: Look(colour(i), MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+
+
+def method_look(method: str) -> Look:
+    """A method's colour and marker, the same in every figure."""
+    if method == "full":
+        return Look(BLACK, "o")
+    names = [name for name in METHODS if name != "full"]
+    index = names.index(method) if method in names else len(names) + sum(method.encode())
+    return Look(SAFE[index % len(SAFE)], SHAPES[index // len(SAFE) % len(SHAPES)])
+
+
+def smoke_mark(figure: Figure) -> None:
+    """Write across a figure that it shows no results."""
+    style: dict[str, Any] = {"fontsize": 34, "color": "#b00020", "alpha": 0.22, "rotation": 25}
+    figure.text(0.5, 0.5, "SMOKE RUN", ha="center", va="center", weight="bold", **style)
 
 
 def keep_files(out: Path) -> None:

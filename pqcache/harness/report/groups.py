@@ -6,7 +6,6 @@ python -m pqcache.harness.report.groups <out>     prints the table; <out>/groups
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +13,7 @@ from typing import Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
+from pqcache.harness.report.configurations import natural
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, spread
@@ -24,14 +24,8 @@ def group_rows(folder: Path) -> list[Row]:
     rows = [row for row in rows_under(folder) if len(row["tasks"]) > 1]
     names = dict(zip((row["folder"] for row in rows), labels(rows), strict=True))
     return sorted(
-        rows, key=lambda row: (row["method"] != "full", _natural(names[row["folder"]]), -(row["budget_ratio"] or 0.0))
+        rows, key=lambda row: (row["method"] != "full", natural(names[row["folder"]]), -(row["budget_ratio"] or 0.0))
     )
-
-
-def _natural(text: str) -> list[tuple[bool, float, str]]:
-    """A sort key that compares the numbers in a text as numbers, so that 25 comes after 3."""
-    parts = re.split(r"(\d+)", text)
-    return [(part.isdigit(), float(part) if part.isdigit() else 0.0, part) for part in parts]
 
 
 def labels(rows: Sequence[Row]) -> list[str]:

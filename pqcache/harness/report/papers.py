@@ -43,7 +43,7 @@ from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.latex import fragment
 from pqcache.harness.report.rows import Row, batch_text, rows_or_refused
-from pqcache.harness.report.table_layout import Field, blocks
+from pqcache.harness.report.table_layout import block_markdown, blocks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,17 +124,10 @@ def markdown(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> 
     """The table of an experiment: caption, a block per model or as `report.layout` says, footnotes."""
     parts = [in_markdown(caption(plan, table, rows))]
     for block in blocks([*table, *printed_rows(plan)], plan.report, plan.best_of):
-        lines = [f"| {' | '.join(map(in_markdown, block.head))} |", f"|{'---|' * len(block.head)}"]
-        lines += [f"| {' | '.join(map(_marked, line))} |" for line in block.body]
-        parts.append((f"**{in_markdown(block.title)}**\n\n" if block.title else "") + "\n".join(lines))
+        parts.append(block_markdown(block))
     for note in footnotes(plan, rows):
         parts.append(f"*{note.title}:*\n\n" + "\n".join(f"- {in_markdown(line)}" for line in note.lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _marked(field: Field) -> str:
-    """A cell in Markdown."""
-    return "".join(f"**{in_markdown(part.text)}**" if part.bold else in_markdown(part.text) for part in field)
 
 
 def latex(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:

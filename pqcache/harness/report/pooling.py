@@ -12,6 +12,7 @@ from typing import Any
 
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics
+from pqcache.harness.report.configurations import pooled
 from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.rows import Row, find_full, rows_or_refused
 from pqcache.harness.report.tables import number, signed, spread
@@ -34,15 +35,12 @@ def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _entry(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
-    scores: dict[str, dict[str, float]] = {}
-    differences: dict[str, dict[str, float]] = {}
-    complete = True
-    for row in group:
-        _add(scores, row["sample_scores"], row["seed"])
-        full = find_full(row, rows)
-        complete = complete and full is not None
-        if full is not None:
-            _add(differences, score_statistics.paired(row["sample_scores"], full["sample_scores"]), row["seed"])
+    scores = pooled((row["seed"], row["sample_scores"]) for row in group)
+    pairs = [(row, full) for row in group if (full := find_full(row, rows)) is not None]
+    differences = pooled(
+        (row["seed"], score_statistics.paired(row["sample_scores"], full["sample_scores"])) for row, full in pairs
+    )
+    complete = len(pairs) == len(group)
     first = group[0]
     return {
         "model": first["model"],
@@ -56,11 +54,6 @@ def _entry(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
         "paired_difference": score_statistics.mean(differences) if complete else None,
         "paired_interval": score_statistics.interval(differences) if complete else None,
     }
-
-
-def _add(into: dict[str, dict[str, float]], scores: score_statistics.Scores, seed: int) -> None:
-    for task, samples in scores.items():
-        into.setdefault(task, {}).update({f"{seed}/{key}": value for key, value in samples.items()})
 
 
 def pooled_table(rows: Iterable[Row]) -> str:

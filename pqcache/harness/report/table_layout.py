@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqcache.harness.report.entries import AVERAGE, Entry
+from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.tables import MISSING, number, signed, span
 
 EMPTY = "-"
@@ -189,6 +190,17 @@ class _Frame:
                 head.append(name)
                 for shown, line in zip(body, texts, strict=True):
                     shown.append((Text(line[i]),))
+
+
+def block_markdown(block: Block) -> str:
+    """A table in Markdown, below its title."""
+    lines = [f"| {' | '.join(map(in_markdown, block.head))} |", f"|{'---|' * len(block.head)}"]
+    lines += [f"| {' | '.join(map(_marked, line))} |" for line in block.body]
+    return (f"**{in_markdown(block.title)}**\n\n" if block.title else "") + "\n".join(lines)
+
+
+def _marked(field: Field) -> str:
+    return "".join(f"**{in_markdown(part.text)}**" if part.bold else in_markdown(part.text) for part in field)
 
 
 # -- one cell ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Commands on a folder of rows, which compose no configuration and run nothing.
+
+python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [out=<folder>]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pqcache.harness.config.environment import keep_fonts_under
+from pqcache.harness.config.options import Refused, RunOptions, one_line
+from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.rows import rows_or_refused
+from pqcache.naming import suggestion
+
+TAKES = {"tables": ("rows", "columns", "values", "out")}  # command -> what else it takes
+FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
+
+
+def asked(argv: Sequence[str]) -> bool:
+    """Whether a command line is one of these."""
+    return any(word.partition("=")[0] in TAKES for word in argv if "=" in word)
+
+
+def answer(argv: Sequence[str]) -> int:
+    """Do what such a command line asks for. Raises Refused."""
+    command, options = _read(argv)
+    folder = Path(options[command]).expanduser()
+    rows = rows_or_refused(folder, f"{command}={options[command]}")
+    out = Path(options["out"]).expanduser() if "out" in options else folder
+    from pqcache.harness.report import any_table
+
+    names = {"rows": any_table.ROWS, "columns": any_table.COLUMNS, "values": any_table.VALUES}
+    chosen = {key: _list(options[key], key) if key in options else default for key, default in names.items()}
+    layout = any_table.lay_out(rows, chosen["rows"], chosen["columns"], chosen["values"])
+    keep_fonts_under(Path(RunOptions.cache_dir).expanduser())
+    try:
+        text, files = any_table.write(layout, out / any_table.FOLDER, folder.resolve().name)
+    except OSError as error:
+        raise Refused([f"out={out}: cannot be written ({error.strerror or error})"]) from None
+    print(printable(f"{text}\n" + "\n".join(map(str, files))))
+    return 0
+
+
+def _read(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """(The command, all options of the line). Raises Refused with one line per wrong word."""
+    options: dict[str, str] = {}
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if word not in FLAGS:
+            options[key if equals else word] = value.strip("'\"") if equals else ""
+    commands = [key for key in options if key in TAKES]
+    command = commands[0]
+    errors = [f"{key}: one of {', '.join(TAKES)} at a time" for key in commands[1:]]
+    takes = TAKES[command]
+    for key, value in options.items():
+        if key not in (*takes, *commands):
+            errors.append(f"{one_line(key)[:60]}: {command}=<folder> runs nothing; {suggestion(key, takes)}")
+        elif not value.strip():
+            errors.append(f"{key}=: must {'name a folder' if key in (command, 'out') else 'list names'}")
+    if errors:
+        raise Refused(errors)
+    return command, options
+
+
+def _list(text: str, option: str) -> tuple[str, ...]:
+    """The names of a list with commas, in brackets or not."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.strip("[]() ").split(",") if name.strip()))
+    if not names:
+        raise Refused([f"{option}={text}: must list names"])
+    return names

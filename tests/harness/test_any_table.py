@@ -1,0 +1,109 @@
+"""`tables=<folder>`: a table of any rows, from rows made by hand."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness.report import score_statistics
+from pqcache.harness.report.any_table import block, lay_out, markdown
+from pqcache.harness.report.rows import Row, rows_under, write_row
+
+
+def make_row(folder: Path, method: str, scores: dict[str, list[float]], **known: Any) -> None:
+    """A row on disk. known: other fields; `m` is a hyper-parameter."""
+    samples = {task: {f"{i}:x": float(s) for i, s in enumerate(values)} for task, values in scores.items()}
+    m = known.pop("m", None)
+    budget = known.pop("budget", 1.0)
+    where = f"{budget}__{known.get('task', 't')}__seed{known.get('seed', 0)}"
+    name = "__".join(["embedded", method, where, *([f"method.m={m}"] if m else []), "0"])
+    row = {
+        **dict.fromkeys(Row.__annotations__), "model": "embedded", "method": method, "task": "t", "seed": 0, "smoke": False,
+        "hyper_parameters": {} if m is None else {"m": m}, "model_options": {}, "task_options": {"length": 512},
+        "budget_ratio": budget, "n_samples": sum(map(len, scores.values())), "sample_scores": samples, "n_failed": 0,
+        "score": score_statistics.mean(samples), "score_interval": score_statistics.interval(samples), "folder": name,
+        "prompt_protocol": {"question_as_decode": False}, "protocol": "aligned", "dense_layers": 0, "attn": "sdpa",
+        "device": "a machine", "tasks": {task: {"metrics": {}} for task in scores}, "extra": {}, "tpot_p50_ms": 9.0,
+        "resident_bytes": {"device": 2.0**20, "host": 2.0**20}, **known,
+    }  # fmt: skip
+    write_row(folder / name / "row.json", row)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Full, PQCache and StreamingLLM, two budgets, two seeds."""
+    for seed in (0, 1):
+        make_row(tmp_path, "full", {"t": [100, 90]}, seed=seed)
+        for budget in (0.1, 0.2):
+            make_row(tmp_path, "pqcache", {"t": [90, 80 + 10 * seed]}, budget=budget, seed=seed, tpot_p50_ms=4.0 + seed)
+            make_row(tmp_path, "streaming", {"t": [10, 100 * budget]}, budget=budget, seed=seed, tpot_p50_ms=2.0)
+    return tmp_path
+
+
+def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [f"tables={folder}", "rows=method", "columns=budget", "values=score,to_full,tpot"]
+    assert run.main(line) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    lines = [[part.strip() for part in x.strip("| ").split("|")] for x in shown.out.splitlines() if x.startswith("|")]
+    assert lines[0] == ["method", *(f"{b} {v}" for b in ("0.1", "0.2") for v in ("score", "to Full", "TPOT ms"))]
+    by_method = {cells[0]: cells[1:] for cells in lines[2:]}
+    assert list(by_method) == ["full", "pqcache", "streaming"]
+    assert by_method["full"][0] == by_method["full"][3] and by_method["full"][0].startswith("95.0 [9")
+    assert by_method["pqcache"][0].startswith("**87.5** [")  # four samples of two seeds
+    assert by_method["pqcache"][1].startswith("**-7.5** [")
+    assert by_method["pqcache"][2] == "4.50" and by_method["streaming"][2] == "**2.00**"
+    assert by_method["streaming"][3].startswith("15.0 [")
+    files = {path.suffix: path for path in (folder / "tables").iterdir()}
+    assert set(files) == {".md", ".tex", ".csv", ".png"} and files[".png"].stat().st_size > 5000
+    assert "\\toprule" in files[".tex"].read_text() and "\\textbf{87.5}" in files[".tex"].read_text()
+    numbers = list(csv.DictReader(files[".csv"].open()))
+    (one,) = [n for n in numbers if (n["method"], n["budget"], n["value"]) == ("pqcache", "0.2", "to_full")]
+    assert (float(one["number"]), one["samples"], one["seeds"]) == (-7.5, "4", "0 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tables=gone"], ["tables=gone", "no such folder"]),
+        (["tables="], ["tables=", "name a folder"]),
+        (["tables={rows}", "rows=metod"], ["rows=metod", "did you mean method?"]),
+        (["tables={rows}", "values=tpott"], ["values=tpott", "did you mean tpot?"]),
+        (["tables={rows}", "columns=method"], ["columns=method", "in rows"]),
+        (["tables={rows}", "method=full"], ["method", "runs nothing"]),
+        (["tables={rows}", "--cfg"], ["--cfg", "runs nothing"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    folder: Path, words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main([word.format(rows=folder) for word in words]) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert not shown.out and all(part in line for part in said), line
+    assert not (folder / "tables").exists()
+
+
+def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:
+    for m in (2, 16, 4):
+        make_row(tmp_path, "pqcache", {"t": [m, m]}, budget=0.1, m=m)
+    make_row(tmp_path, "pqcache", {"t": [50, 60]}, budget=0.1, m=2, task="other", protocol="paper")
+    layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), ("score",))
+    of_t, other = sorted(layout.panels, key=lambda panel: len(panel.lines), reverse=True)
+    assert (of_t.title, other.title) == ("t", "other")
+    assert list(of_t.lines) == [("pqcache", "2"), ("pqcache", "4"), ("pqcache", "16")]
+    assert block(of_t, layout.measures).head == ["method", "method.m", "score"]
+    assert "protocol" in layout.notes[0]
+
+
+def test_sub_tasks_and_single_samples(tmp_path: Path) -> None:
+    make_row(tmp_path, "full", {"t_a": [100], "t_b": [50]})
+    make_row(tmp_path, "pqcache", {"t_a": [38.8], "t_b": [50]}, budget=0.1)
+    text = markdown(lay_out(rows_under(tmp_path), ("method",), ("dataset",), ("score", "to_full", "p")))
+    line = next(x for x in text.splitlines() if x.startswith("| pqcache"))
+    assert [part.strip() for part in line.strip("| ").split("|")][1:4] == ["38.8 [n/a]", "-61.2 [n/a]", "n/a"]
+    assert "[-61.2" not in text
