@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_origin, get_type_hints
 
 import pytest
@@ -206,10 +208,30 @@ def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> 
         lm = HarnessLM(loaded, method, log)
         lm.generate_until([ask("The farmer walked to the river and back. " * 8, max_gen_toks=6)])
         sample = lm.used["some_task", 0]
-    assert sample.keys() == Sample.__annotations__.keys() - SampleMarks.__annotations__.keys()
+    lacks = SampleMarks.__annotations__.keys() - {"prompt_sha256", "prompt_end"}
+    assert sample.keys() == Sample.__annotations__.keys() - lacks
     assert 0.4 * sample["prompt_tokens"] < (sample["budget_tokens"] or 0) < 0.65 * sample["prompt_tokens"]
     assert len(sample["step_s"]) == sample["new_tokens"] - 1
     assert sample["resident_bytes"]["device"] > 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_line_tells_what_was_asked(loaded: LoadedModel, whole: bool, tmp_path: Path) -> None:
+    task = SimpleNamespace(doc_to_target=lambda doc: ["the river", "the bank"])
+    story = "The farmer walked to the river and back. " * 12
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        lm = adapter(loaded, log, tasks={"some_task": task}, whole_prompts=whole)
+        lm.generate_until([ask(story, max_gen_toks=2)])
+        lm.loglikelihood([Instance("loglikelihood", {}, (story, "river"), 0, ("some_task", 1, 1))])
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        assert len(log) == 2  # the lines are valid samples
+    answer, scored = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    text = loaded.wrap(story)
+    assert answer["prompt_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert answer["prompt_end"] == text[-300:]
+    assert answer.get("prompt") == (text if whole else None)
+    assert answer["target"] == scored["target"] == ["the river", "the bank"]
+    assert scored["prompt_end"].endswith("river") and len(scored["prompt_end"]) == 300
 
 
 # -- the log --------------------------------------------------------------------------------------------------------------

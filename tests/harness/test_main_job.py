@@ -32,6 +32,7 @@ def test_the_short_command_is_the_long_one() -> None:
     assert cell.name.startswith("embedded__pqcache__0.2__needle_pocket__seed0__")
     assert (cell.method.m, cell.method.b) == (2, 6)
     assert cell.identity["task"]["length"] == 2048
+    assert plan("samples=full").cells[0].name == cell.name
 
 
 def test_the_demo_is_seven_cells() -> None:
@@ -68,3 +69,6 @@ def test_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row["kmeans_iterations"] == 5
     assert row["generated_tokens"] > 1
     json.loads(path.read_text())
+    line = json.loads((path.parent / "samples.jsonl").read_text().splitlines()[0])
+    assert line["prompt_sha256"] == row["prompt_protocol"]["first_prompt"]["sha256"]
+    assert len(line["prompt_end"]) == 300 and line["target"] and "prompt" not in line

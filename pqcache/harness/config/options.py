@@ -16,7 +16,7 @@ GROUPS = ("model", "method", "task", "experiment", "launch")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
-NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "batch_check", "plan")
+NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "batch_check", "plan", "samples")
 
 
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
@@ -114,6 +114,8 @@ class RunOptions:
     batch: int = added(1, absent=1)
     # with batch above 1: how many first samples of each sub-task are answered again alone; the row says how many differ
     batch_check: int = 0
+    # what a sample's line keeps of its prompt: short (its hash and its last 300 characters) | full (all of it)
+    samples: Literal["short", "full"] = "short"
     # print what would run, what it needs and how long it takes, and run nothing
     plan: bool = False
     # prepared method data, machine profiles

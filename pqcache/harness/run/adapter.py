@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import sys
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,16 @@ from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
 from pqcache.harness.run.prompts import PromptFacts, Prompts, key_of
-from pqcache.harness.run.samples import Missing, Sample, SampleLog, fingerprint, make_sample
+from pqcache.harness.run.samples import (
+    PROMPT_END,
+    Missing,
+    Sample,
+    SampleLog,
+    SampleMarks,
+    fingerprint,
+    make_sample,
+    prompt_marks,
+)
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
 from pqcache.harness.run.too_long import TooLong
@@ -96,6 +105,8 @@ class HarnessLM(LikelihoodLM):
         known: Prompts | None = None,
         batch: int = 1,
         batch_check: int = 0,
+        tasks: Mapping[str, Any] | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -118,6 +129,8 @@ class HarnessLM(LikelihoodLM):
         self.said: set[str] = set()  # notes on batches that were printed
         self.computed: set[tuple[str, int]] = set()  # (task, document) of samples of this evaluation's batches
         self.smoke = smoke
+        self.tasks = tasks or {}
+        self.whole_prompts = whole_prompts
         self.known = known if known is not None else Prompts()  # the prompts that were read
         self.computes = computes  # false: the model has no weights, and every sample must be in the log
         self.timed = True  # false: times would not be of this process alone, and are dropped
@@ -176,7 +189,7 @@ class HarnessLM(LikelihoodLM):
                 sample = self.generate_alone(self.read(request), request.doc, prefill)
             except NonFinite as error:
                 sample = self.fail(error, task, doc_id, mark, "", prepared.known.tokens)
-            self.log_sample(prepared, sample)
+            sample = self.log_sample(request, prepared, sample)
         elif (task, doc_id) not in self.computed:
             self.resumed += 1
         self.used[task, doc_id] = sample
@@ -184,14 +197,16 @@ class HarnessLM(LikelihoodLM):
         self.prompts[task, doc_id] = _Prompt(known.wrapper, known.cut, known.tokens, known.bos_count, known.sha256)
         return sample
 
-    def log_sample(self, prepared: Prepared, sample: Sample) -> None:
-        """Record a finished sample."""
+    def log_sample(self, request: Instance, prepared: Prepared, sample: Sample) -> Sample:
+        """Record a finished sample, with what its line says of its prompt and its target."""
         if prepared.cut is not None:
             sample["extra"]["cut_tokens"] = prepared.cut[1]
         if self.recorder is not None and "failed" not in sample:
             # before the log: its line promises that the files exist
             self.recorder.save(prepared.task, prepared.doc_id, prepared.mark)
+        sample = {**sample, **self._about(request, prepared.known)}
         self.log.append(sample)
+        return sample
 
     def read(self, request: Instance, *, tokens: bool = True) -> Prepared:
         """A request in the model's terms. Raises TooLong. tokens: with its token ids; facts alone are read once a session."""
@@ -235,7 +250,17 @@ class HarnessLM(LikelihoodLM):
         bos = self.loaded.tokenizer.bos_token_id
         bos_count = ids.count(bos) if bos is not None else None
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-        return PromptFacts(len(ids), question, mark, old_mark, wrapper, cut, bos_count, sha256), ids
+        end = text[-PROMPT_END:]
+        return PromptFacts(len(ids), question, mark, old_mark, wrapper, cut, bos_count, sha256, end), ids
+
+    def _about(self, request: Instance, known: PromptFacts) -> SampleMarks:
+        """What a sample's line says of its prompt and its target."""
+        text = known.end
+        if self.whole_prompts:
+            settings = dict(request.args[1])
+            begin = str(request.doc["answer_prefix"]) if settings.get("begin_answer") else ""
+            text = self._prompt(str(request.task_name), request.args[0], settings)[0] + begin
+        return {**prompt_marks(text, known.sha256, whole=self.whole_prompts), **self.target(request)}
 
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
         bos = self.loaded.tokenizer.bos_token_id

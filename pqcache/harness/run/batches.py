@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 APART = "batch > 1: {} takes prompts of one length in chunks; prompts of other lengths are answered apart"
 DIFFERS = "differs_alone"  # in a sample's `extra`: 1 if the answer alone is another one
 
-Todo = tuple["Prepared", dict[str, Any]]  # a request in the model's terms, and its document
+Todo = tuple["Prepared", "Instance"]  # a request in the model's terms, and as lm-eval made it
 
 
 def check_task(tasks: dict[str, Any], batch: int) -> None:
@@ -93,7 +93,7 @@ def _batches(
 
 
 def _read(lm: HarnessLM, group: Sequence[Instance]) -> list[Todo]:
-    return [(lm.read(request), request.doc) for request in group]
+    return [(lm.read(request), request) for request in group]
 
 
 def _rows(lm: HarnessLM, group: Sequence[Todo]) -> list[Request]:
@@ -128,14 +128,14 @@ def _answer(lm: HarnessLM, group: Sequence[Todo], prefill: Prefill | None = None
     results = generate_batch(
         lm.loaded.model, lm.method, rows, attn=lm.attn, prefill_chunk=None if prefill else chunk, prefill=prefill
     )
-    for (prepared, doc), row, result in zip(group, rows, results, strict=True):
+    for (prepared, request), row, result in zip(group, rows, results, strict=True):
         key = prepared.task, prepared.doc_id
         if isinstance(result, NonFinite):
             sample = lm.fail(result, *key, prepared.mark, "", len(prepared.ids))
         else:
             result.extra.update(lm.chunks.fact(chunk))
-            sample = lm.sample_of(prepared, doc, result, row.eos_token_ids)
-        lm.log_sample(prepared, sample)
+            sample = lm.sample_of(prepared, request.doc, result, row.eos_token_ids)
+        lm.log_sample(request, prepared, sample)
         lm.computed.add(key)
 
 

@@ -6,10 +6,11 @@ A scored sequence is one line of the sample log; its `response` holds the log-pr
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -19,7 +20,15 @@ from tqdm import tqdm
 from pqcache.harness.run import too_long
 from pqcache.harness.run.chunks import Chunks
 from pqcache.harness.run.models import LoadedModel, opening_tokens
-from pqcache.harness.run.samples import Sample, SampleLog, fingerprint
+from pqcache.harness.run.samples import (
+    PROMPT_END,
+    Sample,
+    SampleLog,
+    SampleMarks,
+    fingerprint,
+    prompt_marks,
+    target_marks,
+)
 from pqcache.selective import NonFinite, attach, likelihood
 
 if TYPE_CHECKING:
@@ -63,6 +72,8 @@ class LikelihoodLM(LM):
     used: dict[tuple, Sample]  # (task, document[, request]) -> sample
     resumed: int
     computes: bool
+    tasks: Mapping[str, Any]  # lm-eval's, which know the right answers
+    whole_prompts: bool  # samples keep them
     stderr: TextIO = sys.stderr
 
     def attached(self) -> contextlib.AbstractContextManager[Any]:
@@ -103,6 +114,11 @@ class LikelihoodLM(LM):
         if self.recorder is None or "failed" in sample:
             return False
         return not self.recorder.complete(sample["task"], sample["doc_id"], sample["fingerprint"])
+
+    def target(self, request: Instance) -> SampleMarks:
+        """The right answers to a request, where its task has some."""
+        task = self.tasks.get(str(request.task_name))
+        return target_marks(task, request.doc) if task is not None else {}
 
     def check_length(self, task: str, doc_id: int, tokens: int, new_tokens: int) -> None:
         """Raises TooLong if a sample is too long for the model."""
@@ -256,6 +272,10 @@ class LikelihoodLM(LM):
                 sample = self.finish(task, doc_id, mark, json.dumps(answer), None, question, scored.result)
             if self.recorder is not None and "failed" not in sample:
                 self.recorder.save(task, doc_id, mark)  # before the log: its line promises that the files exist
+            text = self.loaded.tokenizer.decode(ids if self.whole_prompts else ids[-PROMPT_END:])
+            sha256 = hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
+            marks = prompt_marks(str(text), sha256, whole=self.whole_prompts)
+            sample = {**sample, **marks, **self.target(request)}
             self.log.append(sample)
         else:
             self.resumed += 1

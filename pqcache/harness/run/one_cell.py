@@ -212,6 +212,8 @@ def make_adapter(
         known=session.known_prompts(cell),
         batch=cell.run.batch,
         batch_check=cell.run.batch_check,
+        tasks=tasks["tasks"],
+        whole_prompts=cell.run.samples == "full",
     )
     check_first_prompt(lm, tasks, cell)
     if session.weights:

@@ -33,6 +33,7 @@ class PromptFacts:
     cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
     bos_count: int | None
     sha256: str  # of the wrapped text
+    end: str  # its last characters
 
 
 def key_of(*parts: Any) -> bytes:

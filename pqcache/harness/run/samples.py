@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int, str]  # task, document, fingerprint
 # What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
+PROMPT_END = 300  # characters of a prompt that its line keeps
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 _said: set[str] = set()
 
@@ -38,6 +39,10 @@ class Missing(RuntimeError):
 class SampleMarks(TypedDict, total=False):
     """What older lines lack."""
 
+    prompt_sha256: str  # of the text that the tokenizer got; of the token ids where a text is scored
+    prompt_end: str  # the last 300 characters that the model read; with a scored text, that one
+    prompt: str  # all of it, with samples=full
+    target: str | list[str]  # the right answer, or the right answers, where the task has one
     cell: str  # the configuration's 16 hex digits (config.identity)
     failed: str  # why it is no answer: it has no score and no times
     settles: bool  # computed again because earlier lines of the same sample contradict each other
@@ -71,6 +76,27 @@ class Sample(SampleMarks):
     device: str  # caption of the machine that computed it
     git_commit: str | None
     versions: dict[str, str | None]
+
+
+def prompt_marks(text: str, sha256: str, *, whole: bool = False) -> SampleMarks:
+    """What a line keeps of its prompt. text: its end, or with `whole` all of it."""
+    marks = SampleMarks(prompt_sha256=sha256, prompt_end=text[-PROMPT_END:])
+    if whole:
+        marks["prompt"] = text
+    return marks
+
+
+def target_marks(task: Any, doc: dict) -> SampleMarks:
+    """The right answers of a document of an lm-eval task; empty where it has none."""
+    try:
+        target = task.doc_to_target(doc)
+        if isinstance(target, int) and not isinstance(target, bool):  # a choice by its number
+            target = task.doc_to_choice(doc)[target]
+    except Exception:  # a definition of anyone's
+        return {}
+    if isinstance(target, list | tuple):
+        return SampleMarks(target=[str(one) for one in target]) if target else {}
+    return {} if target is None or target == "" else SampleMarks(target=str(target))
 
 
 def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
