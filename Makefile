@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint configs lock format heatmaps pocket profile tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs lock format heatmaps pocket profile report tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hou
 
 profile: $(INSTALLED) ## measure how fast this machine is: plans then say how long a command takes
 	$(RUN) -m pqcache.harness.launch.profile
+
+report: $(INSTALLED) ## one HTML file of OUT's rows: tables that sort, charts, samples, what each cell ran
+	$(RUN) run.py report=$(ROWS)
 
 tables: $(INSTALLED) ## the papers' tables and figures from OUT's rows: measured beside printed; Markdown, LaTeX, CSV, PNG, contact sheet
 	$(RUN) -m pqcache.harness.report.all_tables --out $(ROWS)

@@ -5,7 +5,8 @@
     python run.py experiment=demo                                           a table kept as configs/experiment/demo.yaml
     python run.py method=pqcache task.length=4096 method.m=4 --cfg job      print the configuration, run nothing
     python run.py experiment=demo plan=true                                 what it would do, need and take; run nothing
-    python run.py tables=results/runs rows=method columns=budget            tables of rows that are there; run nothing
+    python run.py report=results/runs                                       one HTML file of rows that are there
+    python run.py tables=results/runs rows=method columns=budget            tables of them
     python run.py --help                                                    groups and top-level keys
 
 Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded), 130 interrupted.

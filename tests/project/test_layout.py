@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-HARNESS_ONLY = ("hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib", "numba", "rouge")
+HARNESS_ONLY = (
+    "hydra",
+    "omegaconf",
+    "lm_eval",
+    "datasets",
+    "wandb",
+    "pandas",
+    "matplotlib",
+    "plotly",
+    "numba",
+    "rouge",
+)
 
 
 def test_make_help_lists_every_target(repo: Path) -> None:

@@ -52,7 +52,8 @@ def method_look(method: str) -> Look:
         return Look(BLACK, "o")
     names = [name for name in METHODS if name != "full"]
     index = names.index(method) if method in names else len(names) + sum(method.encode())
-    return Look(SAFE[index % len(SAFE)], SHAPES[index // len(SAFE) % len(SHAPES)])
+    # methods of one colour have different markers, neighbours in the table differ in both
+    return Look(SAFE[index % len(SAFE)], SHAPES[(index % len(SAFE) + index // len(SAFE)) % len(SHAPES)])
 
 
 def smoke_mark(figure: Figure) -> None:

@@ -1,20 +1,21 @@
 """Commands on a folder of rows, which compose no configuration and run nothing.
 
-python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [out=<folder>]
+python run.py report=<folder> [out=<folder>]                                                    one HTML file
+python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [out=<folder>]  Markdown, LaTeX, CSV, PNG
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pqcache.harness.config.environment import keep_fonts_under
 from pqcache.harness.config.options import Refused, RunOptions, one_line
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.rows import rows_or_refused
+from pqcache.harness.report.rows import Row, rows_or_refused
 from pqcache.naming import suggestion
 
-TAKES = {"tables": ("rows", "columns", "values", "out")}  # command -> what else it takes
+TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out")}  # command -> what else it takes
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
 
 
@@ -27,20 +28,32 @@ def answer(argv: Sequence[str]) -> int:
     """Do what such a command line asks for. Raises Refused."""
     command, options = _read(argv)
     folder = Path(options[command]).expanduser()
-    rows = rows_or_refused(folder, f"{command}={options[command]}")
+    rows: list[Row] = []
+    if command != "report" or not any(folder.rglob("status.json")):  # a page also shows cells that failed
+        rows = rows_or_refused(folder, f"{command}={options[command]}")
     out = Path(options["out"]).expanduser() if "out" in options else folder
+    try:
+        if command == "report":
+            from pqcache.harness.report.page import render
+
+            print(render.write(folder, out, folder.resolve().name))
+        else:
+            print(printable(_tables(rows, options, out, folder.resolve().name)))
+    except OSError as error:
+        raise Refused([f"out={out}: cannot be written ({error.strerror or error})"]) from None
+    return 0
+
+
+def _tables(rows: Sequence[Row], options: Mapping[str, str], out: Path, name: str) -> str:
+    """Write the tables; returns the Markdown and the files."""
     from pqcache.harness.report import any_table
 
     names = {"rows": any_table.ROWS, "columns": any_table.COLUMNS, "values": any_table.VALUES}
     chosen = {key: _list(options[key], key) if key in options else default for key, default in names.items()}
     layout = any_table.lay_out(rows, chosen["rows"], chosen["columns"], chosen["values"])
     keep_fonts_under(Path(RunOptions.cache_dir).expanduser())
-    try:
-        text, files = any_table.write(layout, out / any_table.FOLDER, folder.resolve().name)
-    except OSError as error:
-        raise Refused([f"out={out}: cannot be written ({error.strerror or error})"]) from None
-    print(printable(f"{text}\n" + "\n".join(map(str, files))))
-    return 0
+    text, files = any_table.write(layout, out / any_table.FOLDER, name)
+    return f"{text}\n" + "\n".join(map(str, files))
 
 
 def _read(argv: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -1,0 +1,187 @@
+"""The page itself: `write(folder)` makes report.html, which needs no network and no other file to be viewed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.atomic import write_text
+from pqcache.harness.config.options import Refused, masked
+from pqcache.harness.report.configurations import MEASURES, Configuration, configurations
+from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.footnotes import deviations
+from pqcache.harness.report.page.cells import CellView, cell_views
+from pqcache.harness.report.page.charts import charts
+from pqcache.harness.report.rows import Row, row_files, skipped_text
+from pqcache.harness.report.tables import budget_text, number, signed, spread
+from pqcache.methods import METHODS, method_class
+
+NAME = "report.html"
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
+SHOWN = ("tt2t", "tpot", "tpot_p95", "prefill", "index_build", "resident", "peak", "moved", "attended", "prompt")
+
+
+def write(root: Path, out: Path, name: str) -> Path:
+    """Write the page of a folder's rows into `out`. name: of the folder, for the title. Raises Refused without plotly."""
+    path = out / NAME
+    write_text(path, page(root, name))
+    return path
+
+
+def page(root: Path, name: str) -> str:
+    """The page as a text."""
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    views = cell_views(root)
+    every, left_out = configurations([view.row for view in views if view.row is not None])
+    drawn = charts(every, [path.with_name("heatmap.json") for path in row_files(root)])
+    data = {
+        "charts": [{"title": c.title, "note": c.note, "data": c.data, "layout": c.layout} for c in drawn],
+        "cells": [_browsed(view) for view in views if view.samples],
+    }
+    bad = [view for view in views if not view.ended_well]
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=printable(name),
+        library=_library(),
+        data=as_script(data),
+        views=views,
+        bad=bad,
+        skipped=[view for view in views if view.status == "not applicable"],
+        table=_table(views),
+        charts=drawn,
+        facts=_facts(every),
+        notes=_notes(every, left_out),
+        deviations=_deviations(every),
+        smoke=any(view.row is not None and view.row["smoke"] for view in views),
+    )
+
+
+def as_script(value: Any) -> str:
+    """JSON that can stand inside a script element: no text in it ends the element or begins a comment."""
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON: numbers that are none become null, texts lose characters that hide others, and secrets."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return printable(masked(value)) if isinstance(value, str) else value
+
+
+def _library() -> str:
+    """plotly's JavaScript, which the page carries."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise Refused(["report=: needs the package plotly; make setup installs it"]) from None
+    return get_plotlyjs().replace("</script", "<\\/script")
+
+
+# -- the table of cells ------------------------------------------------------------------------------------------------
+
+
+def _table(views: Iterable[CellView]) -> dict[str, Any]:
+    """{head, lines}: a line per row. Each cell is (what is shown, what it is sorted by)."""
+    rows = [(view, view.row) for view in views if view.row is not None]
+    measures = [MEASURES[key] for key in SHOWN]
+    known = [(view, row, Configuration([row], [])) for view, row in rows]
+    shown = [one for one in measures if any(c.number(one).value is not None for _, _, c in known)]
+    changed = {view.name: _changed(view) for view, _ in rows}
+    head = ["model", "task", "method", "budget", "seed", "options", "samples", "score", "95 %", "to Full", "95 % "]
+    lines = []
+    for view, row, one in known:
+        line: list[tuple[str, Any]] = [(row[key], row[key]) for key in ("model", "task", "method")]
+        line.append(
+            (budget_text(row), row["budget_ratio"] if row["budget_ratio"] is not None else row["budget_tokens"])
+        )
+        line += [(str(row["seed"]), row["seed"]), (changed[view.name], changed[view.name])]
+        line.append((f"{row['n_samples']}{skipped_text(row)}", row["n_samples"]))
+        line.append((number(row["score"]), row["score"]))
+        line.append((spread(row["score"], row["score_interval"]), _low(row["score_interval"])))
+        full = row["method"] == "full"
+        line.append(("" if full else signed(row["paired_difference"]), None if full else row["paired_difference"]))
+        interval = spread(row["paired_difference"], row["paired_interval"], signed)
+        line.append(("" if full else interval, _low(row["paired_interval"])))
+        for measure in shown:
+            value = one.number(measure).value
+            line.append((number(value, measure.digits), value))
+        lines.append({"id": view.name, "cells": line, "failed": not view.ended_well})
+    return {"head": [*head, *(measure.title for measure in shown)], "lines": lines}
+
+
+def _low(interval: Sequence[float] | None) -> float | None:
+    return interval[0] if interval else None
+
+
+def _changed(view: CellView) -> str:
+    """The options that are not at their default, as the folder's name has them."""
+    return " ".join(part for part in view.name.split("__")[5:-1] if "=" in part)
+
+
+def _browsed(view: CellView) -> dict[str, Any]:
+    row = view.row
+    title = (
+        view.name
+        if row is None
+        else f"{row['method']} {budget_text(row)} {row['task']} seed {row['seed']} {_changed(view)}"
+    )
+    return {"id": view.name, "title": title.strip(), "samples": view.samples, "of": view.n_samples}
+
+
+# -- what must be known ------------------------------------------------------------------------------------------------
+
+
+def _facts(every: Sequence[Configuration]) -> list[tuple[str, str]]:
+    rows = [row for one in every for row in one.rows]
+    texts = {
+        "models": (row["model"] for row in rows),
+        "tasks": (row["task"] for row in rows),
+        "machines": (row["device"] for row in rows),
+        "commits": (row["git_commit"] for row in rows),
+        "number formats of K and V": (row["kv_dtype"] for row in rows),
+        "protocols": (row["protocol"] for row in rows if row["method"] != "full"),
+        "versions": (", ".join(f"{k} {v}" for k, v in (row["versions"] or {}).items() if v) for row in rows),
+    }
+    return [(name, "; ".join(dict.fromkeys(v for v in values if v))) for name, values in texts.items()]
+
+
+def _notes(every: Sequence[Configuration], left_out: int) -> list[str]:
+    """What a reader must know of these numbers."""
+    rows: list[Row] = [row for one in every for row in one.rows]
+    notes = [
+        "Score: 0 to 100, with a 95 % bootstrap interval over samples; n/a with one sample of a sub-task.",
+        "To Full: the mean difference of the same samples, with its own interval. Compare differences, not scores.",
+        "TT2T: seconds from the prompt to the second token, the index included. TPOT: milliseconds of a decode step.",
+        "MiB: cache after the last step, all tiers. KiB per step: bytes moved between tiers and read to select.",
+        "Charts pool seeds: scores over the samples of all, times and bytes as means. The table has a line per cell.",
+    ]
+    if any(row["timed_samples"] is not None and row["timed_samples"] < row["n_samples"] for row in rows):
+        notes.append(
+            "Times are of the samples that had a prefill of their own; the others shared one with other cells."
+        )
+    if unverified := sum(row["unverified_samples"] or 0 for row in rows):
+        notes.append(f"{unverified} samples are of older lines, which do not name their configuration.")
+    if any((row["git_commit"] or "").endswith("-dirty") for row in rows):
+        notes.append("A commit that ends with -dirty had changes that are not committed.")
+    if left_out:
+        notes.append(
+            f"{left_out} rows are not in the charts: another one of the same configuration and seed has as many samples."
+        )
+    return notes
+
+
+def _deviations(every: Sequence[Configuration]) -> list[tuple[str, list[str]]]:
+    """Where the shown methods differ from what was published."""
+    names = dict.fromkeys(one.first["method"] for one in every)
+    lists = [(name, deviations(method_class(name))) for name in names if name in METHODS]
+    return [(name, lines) for name, lines in lists if lines]

@@ -1,0 +1,146 @@
+"""`report=<folder>`: one HTML file; hostile texts in it do nothing; the commands in it repeat the cells."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import run
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report.page import render
+from pqcache.harness.report.page.cells import words_of
+from tests.harness.test_any_table import make_row
+
+HOSTILE = "</script><script>document.title='caught'</script><img src=x onerror=alert(1)>"
+
+
+class Seen(HTMLParser):
+    """The elements of a page, and the text of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.scripts: list[str] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.inside = tag == "script"
+        if self.inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.scripts[-1] += data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small sweep with sub-tasks, samples, a failed cell and one that never ended."""
+    out = tmp_path / "runs"
+    make_row(out, "full", {"t_a": [100, 90], "t_b": [50, 60]})
+    by_layer = {"recall_kv": [None, 0.5, 0.75], "mass": [1.0, 0.9, 0.8]}
+    for budget in (0.1, 0.4):
+        make_row(
+            out, "pqcache", {"t_a": [90, 0], "t_b": [50, 10]}, budget=budget, tpot_p95_ms=11.0, tt2t_s=0.5,
+            diagnostics={"recall_kv": 0.6, "by_layer": by_layer},
+        )  # fmt: skip
+    (cell,) = out.glob("*__pqcache__0.1__*")
+    lines = [
+        {"task": "t_a", "doc_id": 1, "response": HOSTILE, "score": None, "prompt_end": "Where?", "target": ["x", "y"]},
+        {"task": "t_b", "doc_id": 0, "response": "old", "score": 50.0},
+    ]
+    (cell / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
+    failed = out / "embedded__oracle__0.1__t__seed0__1"
+    failed.mkdir()
+    (failed / "status.json").write_text(json.dumps({"status": "failed", "reason": f"RuntimeError: {HOSTILE}"}))
+    (failed / "config.yaml").write_text(
+        make_plan(compose_all(["method=oracle", "budget=0.1"], run.CONFIGS)).cells[0].yaml()
+    )
+    return out
+
+
+def test_the_page(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "_library", lambda: "")
+    assert run.main([f"report={folder}", f"out={tmp_path / 'page'}"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page" / "report.html")
+    text = (tmp_path / "page" / "report.html").read_text()
+    assert text.index("RuntimeError") < text.index('id="results"')  # failed cells come first
+    assert "python run.py model=embedded method=oracle" in text
+    seen = Seen(text)
+    assert seen.tags.count("script") == 3 and "img" not in seen.tags
+    assert not re.search(r"(src|href)=.?https?:", text.split("<script")[0])  # nothing is fetched
+    data = json.loads(seen.scripts[0])
+    (cell,) = data["cells"]
+    assert [(s["doc"], s["score"], s["target"]) for s in cell["samples"]] == [(1, 0.0, "x | y"), (0, 50.0, "")]
+    assert cell["samples"][0]["answer"] == HOSTILE
+    titles = [chart["title"] for chart in data["charts"]]
+    for part in ("score against budget", "against cache", "against time", "sub-task", "by layer", "time per token"):
+        assert any(part in title for title in titles), part
+    (budgets,) = [chart for chart in data["charts"] if "against budget" in chart["title"]]
+    full, pq = budgets["data"]
+    assert full["x"] == pq["x"] == [0.1, 0.4] and full["line"]["dash"] == "dot" and full["y"] == [75.0, 75.0]
+    assert pq["error_y"]["visible"] and budgets["layout"]["xaxis"]["type"] == "log"
+    (layers,) = [chart for chart in data["charts"] if chart["title"].endswith("tokens, by layer")]
+    assert layers["data"][0]["y"] == [None, 0.5, 0.75]
+
+
+def test_a_wrong_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([f"report={tmp_path / 'gone'}"], [f"report={tmp_path}"], [f"report={tmp_path}", "rows=method"]):
+        assert run.main(words) == 2
+        shown = capsys.readouterr()
+        assert len(shown.err.splitlines()) == 1 and not shown.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "method=pqcache budget=0.2",
+        "method=full seed=3",
+        "method=oracle method.n_sink=4 budget=512 attn=sdpa diagnostics=true",
+        "method=kvcrush method.base=h2o protocol=paper question_as_decode=true",
+        "task=longbench task.datasets=[hotpotqa,qasper] method=quest dense_layers=1",
+        "model=hf \"model.path='{folder}'\" task=lm_eval task.name=arc_easy",
+        "method=snapkv smoke=true",
+    ],
+)
+def test_a_command_repeats_its_cell(line: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "a model, 7B").mkdir()
+    words = shlex.split(line.format(folder=folder))
+    (cell,) = make_plan(compose_all(words, run.CONFIGS)).cells
+    again = words_of(cell.about.shown)
+    (same,) = make_plan(compose_all(again, run.CONFIGS)).cells
+    assert same.name == cell.name
+    assert len(again) <= len(words) + 6, again  # defaults are left out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_draws_it_without_an_error(folder: Path, tmp_path: Path, width: int) -> None:
+    pytest.importorskip("plotly")
+    path = render.write(folder, tmp_path, "runs")
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},2400", "--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    assert done.stdout.count('class="main-svg"') > 0
+    assert "<title>runs: results</title>" in done.stdout  # what the hostile answer would have changed
+    assert "2 of 2 samples" in done.stdout
