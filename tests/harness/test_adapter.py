@@ -208,7 +208,7 @@ def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> 
         lm = HarnessLM(loaded, method, log)
         lm.generate_until([ask("The farmer walked to the river and back. " * 8, max_gen_toks=6)])
         sample = lm.used["some_task", 0]
-    lacks = SampleMarks.__annotations__.keys() - {"prompt_sha256", "prompt_end"}
+    lacks = SampleMarks.__annotations__.keys() - {"prompt_sha256", "prompt_end", "source", "library"}
     assert sample.keys() == Sample.__annotations__.keys() - lacks
     assert 0.4 * sample["prompt_tokens"] < (sample["budget_tokens"] or 0) < 0.65 * sample["prompt_tokens"]
     assert len(sample["step_s"]) == sample["new_tokens"] - 1

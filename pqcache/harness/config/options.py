@@ -16,7 +16,18 @@ GROUPS = ("model", "method", "task", "experiment", "launch")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
-NOT_HASHED = ("out", "wandb", "limit", "cache_dir", "shared_prefill", "scale", "batch_check", "plan", "samples")
+NOT_HASHED = (
+    "out",
+    "wandb",
+    "limit",
+    "cache_dir",
+    "shared_prefill",
+    "scale",
+    "batch_check",
+    "plan",
+    "samples",
+    "fresh",
+)
 
 
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
@@ -116,6 +127,8 @@ class RunOptions:
     batch_check: int = 0
     # what a sample's line keeps of its prompt: short (its hash and its last 300 characters) | full (all of it)
     samples: Literal["short", "full"] = "short"
+    # do the command's cells anew; what is on disk is kept aside
+    fresh: bool = False
     # print what would run, what it needs and how long it takes, and run nothing
     plan: bool = False
     # prepared method data, machine profiles

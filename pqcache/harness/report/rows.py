@@ -128,11 +128,13 @@ class Row(TypedDict):
 
     # where it came from; "a / b" where samples have several versions, commits or machines
     versions: dict[str, str | None]
+    source: str | None  # digest of the method's own code (config/source.py); null in rows of older versions
+    library: str | None  # digest of all code that computes
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
-    # means of what the method reports of itself, medians of seconds; with batch=n: batch, and with batch_check: batch_checked
-    # and batch_differ, samples that were answered again alone and those whose answer differs
-    extra: dict[str, Any]
+    # with batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
+    # whose answer differs
+    extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
 
 
@@ -195,6 +197,8 @@ def read_row(path: Path) -> Row | None:
         value.setdefault("n_failed", 0)
         value.setdefault("n_skipped", 0)
         value.setdefault("smoke", False)
+        value.setdefault("source", None)
+        value.setdefault("library", None)
     why = damage(value)
     if why is not None:
         _skipped(path, why)

@@ -47,7 +47,7 @@ def row_text(row: Row, path: Path | None) -> str:
             f" TPOT {number(row['tpot_p50_ms'], 2)} ms (p95 {number(row['tpot_p95_ms'], 2)}),"
             f" prefill {number(row['prefill_s'], 3)} s{_own_prefills(row)}, index build {number(row['index_build_s'], 3)} s"
         ),
-        "machine": f"{row['device']}, {row['attn']}, commit {(row['git_commit'] or MISSING)[:12]}",
+        "machine": f"{row['device']}, {row['attn']}, commit {_commit(row)}",
     }
     if row["extra"].get("batch", 1) > 1:
         if row["task"] == "latency":
@@ -81,6 +81,12 @@ def _batch(row: Row) -> str:
 
 def _throughput(row: Row) -> str:
     return f"batch {row['extra']['batch']:.0f}, {number(row['extra']['tokens_per_s'])} tokens/s"
+
+
+def _commit(row: Row) -> str:
+    """The first letters of the commit, and whether it had changes that are not committed."""
+    commit = row["git_commit"] or MISSING
+    return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
 def metrics_text(row: Row) -> str:

@@ -302,6 +302,7 @@ class HarnessLM(LikelihoodLM):
             question_tokens=question,
             attn=kernel,
             facts=self.facts,
+            method=self.method,
         )
 
     def fail(self, error: Exception, task: str, doc_id: int, mark: str, response: str, tokens: int) -> Sample:

@@ -132,6 +132,7 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
                 question_tokens=0,
                 attn=attention_kernel(cell.run.attn)[0],
                 facts=facts,
+                method=cell.method,
             )
             log.append(sample)
         samples.append(sample)

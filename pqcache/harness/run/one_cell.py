@@ -19,6 +19,7 @@ from pqcache.harness.config.cells import Cell, open_folder
 from pqcache.harness.config.folders import write_status
 from pqcache.harness.config.options import without_secrets
 from pqcache.harness.config.rules import overridden_budget
+from pqcache.harness.config.source import differs, library_source
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import batches, latency_rounds, too_long, tracking
@@ -43,6 +44,10 @@ class Outcome:
     # row.json has more samples than this run and was not replaced
     kept: bool = False
     reason: str = ""
+    # all samples were on disk: nothing was computed
+    loaded: bool = False
+    # samples of the row that another version of the library computed
+    older: int = 0
 
 
 def run_or_record(session: Session, cell: Cell) -> Outcome:
@@ -109,7 +114,7 @@ def run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded))
     old = read_row(cell.folder / "row.json")
     if old is not None and not fresh:
-        return Outcome("ok", old)
+        return Outcome("ok", old, loaded=True)
     write_row(cell.folder / "row.json", row)
     tracking.track(cell, row, [], cell.run.wandb)
     return Outcome("ok", row)
@@ -142,20 +147,23 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         n_skipped=sum(map(len, skipped.values())),
     )
     row = _paired(cell, row)
+    now = library_source()
+    older = sum(differs(s["library"], now) for s in lm.used.values() if "library" in s)
     path = cell.folder / "row.json"
     old = read_row(path)
     if old is not None and old["n_samples"] > row["n_samples"]:
-        return replace(_ended(row, failed), kept=True)
+        return replace(_ended(row, failed), kept=True, older=older)
     _draw(task_of_cell(cell).figures, answers, cell.folder, cell.label)
     if (
         old is not None
         and lm.resumed == len(lm.used)
         and all(old[key] == row[key] for key in ("sample_scores", "n_failed", "n_skipped", "unverified_samples"))
     ):
-        return _ended(old, failed)  # nothing was measured: the row stays as it is
+        # nothing was measured: the row stays as it is
+        return replace(_ended(old, failed), loaded=True, older=older)
     write_row(path, row)
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
-    return _ended(row, failed)
+    return replace(_ended(row, failed), loaded=lm.resumed == len(lm.used), older=older)
 
 
 def _ended(row: Row, failed: dict[tuple[str, int], str]) -> Outcome:

@@ -22,7 +22,8 @@ def outcome_line(outcome: Outcome) -> str:
     """How a cell of a sweep ended, in half a line."""
     if outcome.row is not None:
         kept = "; row.json keeps its larger number of samples" if outcome.kept else ""
-        return tables.summary_line(outcome.row) + kept
+        loaded = "; loaded, nothing was computed" if outcome.loaded else ""
+        return tables.summary_line(outcome.row) + kept + loaded
     return f"{'skipped, ' if outcome.status == 'not applicable' else ''}{outcome.status}: {outcome.reason}"
 
 
@@ -34,6 +35,12 @@ def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> N
         _print_sweep(plan, outcomes, rows, out)
     else:
         _print_cell(plan, outcomes, rows)
+    older = [outcomes[cell.name].older for cell in plan.cells if outcomes[cell.name].older]
+    if older:
+        cells = f"{len(older)} cell{'s' if len(older) > 1 else ''}"
+        print(
+            f"{sum(older)} samples of {cells} are of another version of the library; kept (fresh=true does them again)"
+        )
     for cell in plan.cells:
         if outcomes[cell.name].status == "failed":
             print(printable(f"failed: {cell.label}: {outcomes[cell.name].reason}"), file=sys.stderr)
@@ -59,6 +66,8 @@ def _print_cell(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[st
         print(tables.row_text(rows[cell.name], cell.folder / "row.json"))
         if outcome.kept:
             print("  row.json keeps its larger number of samples; the figures above are of this limit")
+        elif outcome.loaded:
+            print("  loaded: all samples were on disk; fresh=true computes them again")
 
 
 def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[str, Row], out: Path) -> None:

@@ -47,6 +47,8 @@ def build_row(
         "n_samples": sum(len(s) for s in scores.values()),
         "n_failed": len(every) - len(samples),
         "unverified_samples": sum("cell" not in s for s in every),
+        "source": _joined(s.get("source") for s in every),
+        "library": _joined(s.get("library") for s in every),
         "n_skipped": n_skipped,
         "protocol": cell.identity["protocol"],
         "prompt_protocol": without_secrets({**prompt_protocol, **question}),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.launch import LocalLaunch
-from pqcache.harness.run import precheck, printing
+from pqcache.harness.run import precheck, printing, stale
 from pqcache.harness.run.session import Session, Watch, model_key
 from pqcache.harness.run.units import groups
 
@@ -46,6 +46,7 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     environment.quiet()
     precheck.check_data(plan)
+    stale.set_aside(plan)
     try:
         return _run_here(plan, session) if isinstance(plan.launch, LocalLaunch) else _run_elsewhere(plan, session)
     finally:

@@ -17,12 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
+from pqcache.harness.config.source import library_source, own_source
 from pqcache.harness.config.values import fits
 from pqcache.harness.run.claims import Claim
 
 if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
-    from pqcache.selective import GenerationResult
+    from pqcache.selective import GenerationResult, Method
 
 
 Key = tuple[str, int, str]  # task, document, fingerprint
@@ -39,6 +40,8 @@ class Missing(RuntimeError):
 class SampleMarks(TypedDict, total=False):
     """What older lines lack."""
 
+    source: str  # digest of the method's own code (config/source.py)
+    library: str  # digest of all code that computes
     prompt_sha256: str  # of the text that the tokenizer got; of the token ids where a text is scored
     prompt_end: str  # the last 300 characters that the model read; with a scored text, that one
     prompt: str  # all of it, with samples=full
@@ -116,9 +119,12 @@ def make_sample(
     question_tokens: int,
     attn: str,
     facts: Facts,
+    method: Method,
 ) -> Sample:
-    """The line of one generation. mark: its fingerprint."""
+    """The line of one generation. mark: its fingerprint. method: whose code is recorded."""
     return {
+        "source": own_source(method),
+        "library": library_source(),
         "task": task,
         "doc_id": doc_id,
         "fingerprint": mark,
