@@ -3,7 +3,7 @@
     total = Total()
     run_plan(plan, total)
 
-On a terminal the bar is the lowest line. Elsewhere a line is printed every minute.
+On a terminal the bar is the lowest line. Elsewhere a line is printed every 30 seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pqcache.harness.launch import plan as words
 from pqcache.harness.launch.survey import survey, weights
 from pqcache.harness.run.session import Session
 
-EVERY_S = 60.0  # between two plain lines
+EVERY_S = 30.0  # between two plain lines
 COUNTING_S = 3.0  # for reading prompts before the run begins; what is left counts by published sizes
 BAR = "{n_fmt}/{total_fmt} samples |{bar:24}| {elapsed}{postfix}"
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from pqcache.harness.config import environment
 from pqcache.harness.run import batches
 from pqcache.harness.run.chunks import Chunk, Chunks
-from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask
+from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask, bar_options
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
 from pqcache.harness.run.prompts import PromptFacts, Prompts, key_of
 from pqcache.harness.run.samples import (
@@ -148,7 +148,7 @@ class HarnessLM(LikelihoodLM):
         with (
             contextlib.redirect_stderr(self.stderr),
             self.attached(),
-            tqdm(total=len(requests), desc=self.label, unit="sample", disable=disable_tqdm, leave=False) as bar,
+            tqdm(total=len(requests), desc=self.label, unit="sample", **bar_options(silent=disable_tqdm)) as bar,
         ):
             if self.batch > 1:
                 batches.fill(self, requests, bar.update)

@@ -37,7 +37,13 @@ if TYPE_CHECKING:
     from pqcache.harness.run.recorder import Recorder
     from pqcache.selective import GenerationResult, Likelihood, Method
 
+BAR_AFTER_S = 0.5  # a cell whose samples are all on disk has no bar
 TokenTask = Callable[[dict], tuple[list[int], int, int]]  # see TaskSpec.tokens
+
+
+def bar_options(*, silent: bool = False) -> dict[str, Any]:
+    """Of a cell's progress bar: none where output is redirected, and none for what is done in a moment."""
+    return {"disable": True if silent else None, "delay": BAR_AFTER_S, "leave": False}  # None: on a terminal alone
 
 
 class LogLikelihood(float):
@@ -170,7 +176,7 @@ class LikelihoodLM(LM):
         with (
             contextlib.redirect_stderr(self.stderr),
             self.attached(),
-            tqdm(total=len(requests), desc=self.label, unit="request", disable=silent, leave=False) as bar,
+            tqdm(total=len(requests), desc=self.label, unit="request", **bar_options(silent=silent)) as bar,
         ):
             for request in requests:
                 answers.append(answer(request))

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from pqcache.harness.config.cells import Cell, open_folder
 from pqcache.harness.run import batches
 from pqcache.harness.run.claims import Busy
+from pqcache.harness.run.likelihood import bar_options
 from pqcache.harness.run.memory import free_bytes
 from pqcache.harness.run.one_cell import make_adapter, requests_of
 from pqcache.harness.run.samples import SampleLog
@@ -155,7 +156,7 @@ def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder
     alone: set[int] = set()  # members that need their own prefill
     with (
         attach(first.loaded.model),
-        tqdm(total=len(requests), desc=f"{len(members)} cells", unit="prompt", leave=False) as bar,
+        tqdm(total=len(requests), desc=f"{len(members)} cells", unit="prompt", **bar_options()) as bar,
     ):
         if first.batch > 1:
             batches.share(members, requests, recorder, bar.update)
