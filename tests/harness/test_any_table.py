@@ -59,7 +59,7 @@ def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert by_method["pqcache"][2] == "4.50" and by_method["streaming"][2] == "**2.00**"
     assert by_method["streaming"][3].startswith("15.0 [")
     files = {path.suffix: path for path in (folder / "tables").iterdir()}
-    assert set(files) == {".md", ".tex", ".csv", ".png"} and files[".png"].stat().st_size > 5000
+    assert set(files) == {".md", ".tex", ".csv", ".png", ".pdf"} and files[".png"].stat().st_size > 5000
     assert "\\toprule" in files[".tex"].read_text() and "\\textbf{87.5}" in files[".tex"].read_text()
     numbers = list(csv.DictReader(files[".csv"].open()))
     (one,) = [n for n in numbers if (n["method"], n["budget"], n["value"]) == ("pqcache", "0.2", "to_full")]

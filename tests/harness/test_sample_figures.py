@@ -39,7 +39,7 @@ def test_grid_is_the_mean_of_its_samples() -> None:
 def test_one_run(tmp_path: Path) -> None:
     path = draw(HEAT_MAP, ROWS, tmp_path / "cell", "pqcache 0.2")
     assert path == tmp_path / "cell" / "heatmap.png"
-    for colour in ("#F0496E", "#EBB839", "#0CD79F"):  # wrong, half, right
+    for colour in ("#00224E", "#7D7C78", "#FEE838"):  # wrong, half, right
         assert _has_colour(path, colour)
     assert draw(HEAT_MAP, [], tmp_path, "nothing") is None
 
@@ -70,7 +70,7 @@ def test_a_published_grid(shared_data: Path, tmp_path: Path) -> None:
 def test_colours_are_pinned_to_0_and_1(tmp_path: Path) -> None:
     path = heat_maps({"all right": [ROWS[0]]}, tmp_path / "right.png")
     assert path is not None
-    assert _has_colour(path, "#0CD79F")
+    assert _has_colour(path, "#FEE838")
 
 
 def test_what_all_titles_say_stands_once() -> None:

@@ -61,7 +61,8 @@ def draw(panels: Sequence[Panel], path: Path, caption: str) -> Path | None:
     """Draw the panels that have more than one point; None if there is none."""
     shown = [panel for panel in panels if panel.points > 1]
     if not shown:
-        path.unlink(missing_ok=True)  # of an earlier request
+        for suffix in (".png", ".pdf"):
+            path.with_suffix(suffix).unlink(missing_ok=True)  # of an earlier request
         return None
     if len(shown) > MAX_PANELS:
         caption += f" The first {MAX_PANELS} of {len(shown)} pictures."
@@ -76,8 +77,6 @@ def draw(panels: Sequence[Panel], path: Path, caption: str) -> Path | None:
         else:
             _points(axis, panel, looks)
     drawing.legend(figure, [axis for axis, panel in zip(axes, shown, strict=True) if panel.xs])
-    if "SMOKE" in caption:
-        drawing.smoke_mark(figure)
     return drawing.save(figure, path, caption)
 
 

@@ -9,7 +9,7 @@ top-level key of a command. values: the names of configurations.MEASURES, metric
 (extra.cluster_hit_rate). Seeds are pooled unless they are named. Models and tasks get a table each; other options that would
 put two configurations into one place become columns of their own.
 
-Writes <folder>/tables/table.md, .tex, .csv, and .png where there are several points to draw.
+Writes <folder>/tables/table.md, .tex, .csv, and .png and .pdf where there are several points to draw.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def write(layout: Layout, folder: Path, name: str) -> tuple[str, list[Path]]:
         write_text(folder / f"{STEM}{suffix}", content)
     files = [folder / f"{STEM}{suffix}" for suffix in made]
     picture = any_figure.draw(lines_of(layout), folder / f"{STEM}.png", caption(layout))
-    return text, [*files, *([picture] if picture else [])]
+    return text, [*files, *([picture, picture.with_suffix(".pdf")] if picture else [])]
 
 
 def lines_of(layout: Layout) -> list[any_figure.Panel]:

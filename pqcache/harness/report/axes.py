@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLACK = "#1b1b1b"  # Full
-COLOURS = ("#d1495b", "#00798c", "#edae49", "#66a182", "#2e4057", "#8d96a3", "#b07aa1", "#9c755f", "#4e79a7")
-MARKERS = "sD^vPX<>*o"
 GRID = "#e4e4e4"
 # Told apart by readers with any colour vision (Okabe and Ito, https://jfly.uni-koeln.de/color/), without their yellow.
 SAFE = ("#009E73", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
@@ -38,12 +36,32 @@ class Look(NamedTuple):
 
 def colour(index: int) -> str:
     """The colour of the index-th name; colours repeat."""
-    return COLOURS[index % len(COLOURS)]
+    return SAFE[index % len(SAFE)]
 
 
 def looks(names: Sequence[str]) -> dict[str, Look]:
-    """Name -> its colour and marker."""
-    return {name: Look(colour(i), MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    """Name -> its colour and marker. Lines of several methods have their methods' colours, in every figure the same.
+
+    Lines of one method differ in their markers. Where all are of one method or of none, they differ in colour, too.
+    """
+    methods = [method_in(name) for name in names]
+    if len(names) > 1 and len({method for method in methods if method}) < 2:
+        return {name: Look(colour(i), SHAPES[i % len(SHAPES)]) for i, name in enumerate(names)}
+    made: dict[str, Look] = {}
+    for name, method in zip(names, methods, strict=True):
+        look = method_look(method or name)
+        while look in made.values() and len(made) < len(SHAPES):
+            look = Look(look.color, SHAPES[(SHAPES.index(look.marker) + 3) % len(SHAPES)])
+        made[name] = look
+    return made
+
+
+def method_in(name: str) -> str | None:
+    """The method that a line's name begins with (`h2o_512_0`, `quest page=16`); None if it begins with none."""
+    found = [
+        method for method in METHODS if name == method or name.startswith((f"{method} ", f"{method}_", f"{method},"))
+    ]
+    return max(found, key=len, default=None)
 
 
 def method_look(method: str) -> Look:
@@ -120,13 +138,20 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         )
 
 
-def save(figure: Figure, path: Path, caption: str = "") -> Path:
-    """Write the figure, with a caption below it that is wrapped to its width."""
+def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True) -> Path:
+    """Write the figure as PNG and PDF, with a caption below it that is wrapped to its width. Returns the PNG.
+
+    A caption that says SMOKE is marked across the figure, too.
+    """
+    if "SMOKE" in caption:
+        smoke_mark(figure)
     if caption:
         width = int(figure.get_figwidth() * 15.5)
         figure.supxlabel(textwrap.fill(caption, width), fontsize=8, color="#444444", x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+    if pdf:
+        figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})  # the same rows give the same file
     return path
 
 

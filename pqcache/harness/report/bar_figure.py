@@ -97,13 +97,14 @@ class _Bars:
         if not bars:
             return
         index = self.names.index(name) if name in self.names else None
+        colours = [look.color for look in drawing.looks(self.names).values()]
         axis.bar(
             [bar.x for bar in bars],
             [bar.value for bar in bars],
             self.width * 0.92,
-            color=drawing.BLACK if index is None else drawing.colour(index),
-            # the colours repeat: hatched from the second round on
-            hatch="//" if index is not None and index >= len(drawing.COLOURS) else None,
+            color=drawing.BLACK if index is None else colours[index],
+            # the colours repeat: then hatched
+            hatch="//" if index is not None and colours[index] in colours[:index] else None,
             edgecolor="white",
             linewidth=0,
             label=name or None,

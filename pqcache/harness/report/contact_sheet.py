@@ -30,7 +30,7 @@ def contact_sheet(pictures: Sequence[Path], path: Path) -> Path | None:
     for axis, picture in zip(axes, pictures, strict=False):
         axis.imshow(imread(picture), interpolation="antialiased")
         axis.set_title(picture.stem, fontsize=11)
-    return drawing.save(figure, path)
+    return drawing.save(figure, path, pdf=False)
 
 
 def main() -> None:

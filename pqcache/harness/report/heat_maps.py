@@ -20,8 +20,8 @@ from pqcache.harness.report import axes as drawing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The colours every needle-in-a-haystack figure uses: wrong, in between, right.
-NEEDLE_COLOURS = ("#F0496E", "#EBB839", "#0CD79F")
+# From wrong (dark) to right (light): told apart with any colour vision and in grey, unlike the red and green of the papers.
+SCALE = "cividis"
 Grid = tuple[list[int], list[int], list[list[float]]]  # lengths, depths, scores [depth][length]
 
 
@@ -44,12 +44,12 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, cap
 
     Each title has the mean over the grid's cells. Words that all titles share are printed once, above.
     """
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib import colormaps
 
     grids = {title: needle_grid(samples) for title, samples in panels.items() if samples}
     if not grids:
         return None
-    colours = LinearSegmentedColormap.from_list("needle", NEEDLE_COLOURS).with_extremes(bad="#DDDDDD")
+    colours = colormaps[SCALE].with_extremes(bad="#DDDDDD")
     max_columns = max(len(lengths) for lengths, _, _ in grids.values())
     figure = drawing.new_figure(max(3.4, 1.0 + 0.5 * max_columns) * len(grids) + 0.8, 3.6)
     heading, titles = drawing.split_titles(list(grids))

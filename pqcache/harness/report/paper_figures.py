@@ -140,6 +140,7 @@ def _ranks(request: FigureRequest) -> Path | None:
             for file in sorted((cell.folder / "diagnostics").glob("*.npz")):
                 drawn = draw_ranks(file, request.path.parent, request.caption().rstrip("."))
                 if drawn is not None:
+                    drawn.with_suffix(".pdf").replace(request.path.with_suffix(".pdf"))
                     return drawn.replace(request.path)
     return None
 
