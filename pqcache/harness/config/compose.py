@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -40,6 +41,9 @@ from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 
 ALONE = ("model", "method", "task", "launch")  # groups whose files set the keys of one node
+WANDB_KEY = re.compile(
+    r"^(\+{0,2})wandb\.(?=\w)"
+)  # wandb.project=x is typed for wandb_project=x: wandb is a key itself
 CELL = "cell"  # the key that sweeps over an experiment's `cells:`
 
 Files = tuple[tuple[str, int, int], ...]  # path, time of change and size of every configuration file
@@ -84,6 +88,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     """Every configuration that a command line asks for. Raises Refused with one line per error."""
     OmegaConf.register_new_resolver("oc.env", variable, replace=True)  # however the name is put together
     arguments = parse_arguments(argv)
+    arguments.overrides = [WANDB_KEY.sub(r"\1wandb_", word) for word in arguments.overrides]
     errors: list[str] = []
     overrides = valid(parse(arguments.overrides, errors), config_dir, errors)
     _check_size(overrides)

@@ -16,18 +16,9 @@ GROUPS = ("model", "method", "task", "experiment", "launch")
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
-NOT_HASHED = (
-    "out",
-    "wandb",
-    "limit",
-    "cache_dir",
-    "shared_prefill",
-    "scale",
-    "batch_check",
-    "plan",
-    "samples",
-    "fresh",
-)
+WANDB = ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags")
+_STORED = ("out", "wandb", *WANDB, "cache_dir", "samples", "fresh")
+NOT_HASHED = (*_STORED, "limit", "shared_prefill", "scale", "batch_check", "plan")
 
 
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
@@ -101,6 +92,14 @@ class RunOptions:
     out: str = "results/runs"
     # offline | online | disabled
     wandb: Literal["offline", "online", "disabled"] = "offline"
+    # also typed as wandb.project; null: the environment's WANDB_PROJECT, or pqcache-lab
+    wandb_project: str | None = None
+    # also typed as wandb.entity; null: the environment's WANDB_ENTITY, or wandb's own choice
+    wandb_entity: str | None = None
+    # also typed as wandb.group; null: the environment's WANDB_RUN_GROUP, or <model>/<task>
+    wandb_group: str | None = None
+    # also typed as wandb.tags=[a,b]; null: the environment's WANDB_TAGS
+    wandb_tags: list[str] | None = None
     # auto | sdpa | flash_attention_2 | standard (the whole matrix, as H2O was published)
     attn: Literal["auto", "sdpa", "flash_attention_2", "standard"] = "auto"
     # how many first layers stay dense; null: the method's own number

@@ -1,7 +1,12 @@
-"""Weights & Biases: one run per finished cell, with its scores and timings. A failure here never loses a result."""
+"""Weights & Biases: one run per finished cell, with its scores, timings and samples. A failure here never loses a result.
+
+A cell has the same run whenever it is logged: its id is the digest of the configuration.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +17,9 @@ from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report.rows import Row
 
 NOT_LOGGED = ("sample_scores", "versions", "model_options", "task_options", "hyper_parameters")
+
+
+SAMPLE_COLUMNS = ("task", "doc_id", "score", "prompt_end", "target", "response", "new_tokens", "tt2t_s")
 
 
 def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
@@ -53,12 +61,18 @@ def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
 
 
 def _track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
+    import wandb
+
     run = _start(cell, cell.name, f"{row['model']}/{row['task']}", without_secrets(cell.identity), mode)
     try:
         for index, sample in enumerate(samples):
             times = ("tt2t_s", "prefill_s") if row["diagnostics"] is None else ()
             point = {key: sample[key] for key in ("score", *times, "new_tokens", "prompt_tokens")}
             run.log({f"sample/{k}": v for k, v in point.items() if v is not None}, step=index)
+        if samples:
+            lines = [[sample.get(key) for key in SAMPLE_COLUMNS] for sample in samples]
+            lines = [[", ".join(value) if isinstance(value, list) else value for value in line] for line in lines]
+            run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=lines)})
         run.summary.update({k: v for k, v in row.items() if k not in NOT_LOGGED and v is not None})
     finally:
         run.finish(exit_code=0)
@@ -77,12 +91,17 @@ def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str)
         x_disable_meta=True,
         disable_git=True,
         disable_code=True,
-        init_timeout=60,
+        init_timeout=20,
     )
+    typed, environment = cell.run, os.environ
     return wandb.init(
-        project="pqcache-lab",
+        project=typed.wandb_project or environment.get("WANDB_PROJECT") or "pqcache-lab",
+        entity=typed.wandb_entity or environment.get("WANDB_ENTITY"),
+        id=hashlib.sha256(name.encode()).hexdigest()[:16],
+        resume="allow",
         name=name,
-        group=group,
+        group=typed.wandb_group or environment.get("WANDB_RUN_GROUP") or group,
+        tags=typed.wandb_tags,
         config=config,
         dir=str(folder.parent),
         mode=mode,  # type: ignore[arg-type]
@@ -93,7 +112,5 @@ def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str)
 
 def _keep_files_under(folder: Path) -> None:
     """Move wandb's cache, configuration and staging folders. Environment variables are its only switch."""
-    import os
-
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
         os.environ[name] = str(folder / name.removeprefix("WANDB_").removesuffix("_DIR").lower())
