@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,19 @@ def words(more: list[str], method: str, batch: int, out: Path) -> list[str]:
     return [*kept, *more, f"method={method}", f"batch={batch}", f"out={out}"]
 
 
-def seconds(command: list[str]) -> float:
+def seconds(command: list[str], clock: Callable[[], float]) -> float:
     """The time of one command in this process."""
-    start = time.perf_counter()
+    start = clock()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         code = run.main(command)
     if code != 0:
         raise SystemExit(f"exit code {code}\n{said.getvalue()[-2000:]}")
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measured(command: list[str]) -> float:
+def measured(command: list[str], clock: Callable[[], float]) -> float:
     """Seconds of a command's samples: of the whole command, less those of the same one when all samples are there."""
-    return seconds(command) - seconds(command)
+    return seconds(command, clock) - seconds(command, clock)
 
 
 def stored(out: Path) -> tuple[dict[str, Any], dict[tuple[str, int], str]]:
@@ -59,14 +60,14 @@ def stored(out: Path) -> tuple[dict[str, Any], dict[tuple[str, int], str]]:
     return json.loads(path.read_text()), {(line["task"], line["doc_id"]): line["response"] for line in lines}
 
 
-def compare(method: str, batch: int, rounds: int, more: list[str]) -> bool:
+def compare(method: str, batch: int, rounds: int, more: list[str], clock: Callable[[], float]) -> bool:
     """Time one method on both sides and print it. Returns whether all scores are the same."""
     speeds: dict[int, list[float]] = {1: [], batch: []}
     found: dict[int, tuple[dict[str, Any], dict[tuple[str, int], str]]] = {}
     for index in range(rounds + 1):  # the first one warms up
         for size in (1, batch) if index % 2 else (batch, 1):
             with tempfile.TemporaryDirectory() as folder:
-                took = measured(words(more, method, size, Path(folder)))
+                took = measured(words(more, method, size, Path(folder)), clock)
                 found[size] = stored(Path(folder))
             if index:
                 speeds[size].append(found[size][0]["n_samples"] / took)
@@ -89,15 +90,17 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, for a machine that others use, too")
     parser.add_argument("overrides", nargs="*", help="after --: words of run.py")
     arguments = parser.parse_args()
     import torch
 
-    print(
-        f"{torch.get_num_threads()} threads; {' '.join(words(arguments.overrides, '<m>', arguments.batch, Path('<o>')))}"
-    )
+    kind = "CPU time" if arguments.cpu_time else "time"
+    shown = " ".join(words(arguments.overrides, "<m>", arguments.batch, Path("<o>")))
+    print(f"{kind}, {torch.get_num_threads()} threads; {shown}", flush=True)
     methods = arguments.methods.split(",")
-    same = [compare(method, arguments.batch, arguments.rounds, arguments.overrides) for method in methods]
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    same = [compare(method, arguments.batch, arguments.rounds, arguments.overrides, clock) for method in methods]
     return 0 if all(same) else 1
 
 
