@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pqcache.measure.geometries import GEOMETRIES
 from pqcache.measure.machine import Ceilings, ceilings, device_caption
 from pqcache.measure.roofline import DROPPED_STEPS, bound, prompt, random_model
-from pqcache.methods import METHODS, method_class
 from pqcache.naming import suggestion
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, GenerationResult, Method, generate
 from pqcache.selective.shape import NotApplicable
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for

@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pqcache.device",),
     ("pqcache.store",),
     ("pqcache.kernels",),
-    ("pqcache.methods", "pqcache.naming", "pqcache.atomic", "pqcache.fields"),
+    ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.fields"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -56,7 +56,7 @@ SAYS = {
     "pqcache.device": "decode steps by Triton kernels",
     "pqcache.store": "where K and V live",
     "pqcache.kernels": "numba kernels",
-    "pqcache.methods": "table of methods",
+    "pqcache.registry": "table of methods",
     "pqcache.naming": "did-you-mean",
     "pqcache.fields": "options of dataclasses",
     "pqcache.atomic": "whole files or none",

@@ -30,7 +30,7 @@ def measure(
 
     from pqcache.measure.peak import STATUS, peak_memory
     from pqcache.measure.roofline import prompt, random_model
-    from pqcache.methods import method_class
+    from pqcache.registry import method_class
     from pqcache.selective import Budget, generate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import without_retired
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
 

@@ -20,7 +20,7 @@ import torch
 from baselines.full import Full
 from baselines.kvcrush import KVCrush
 from pqcache.measure.machine import device_caption
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, Method
 from scripts.bench.arguments import add_machine_options, add_shape_options, prepare, refuse_below
 from scripts.bench.layer import AttentionLayer, LayerSize

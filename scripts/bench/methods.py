@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pqcache.measure.machine import copy_speed, device_caption
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.shape import NotApplicable
 from scripts.bench.arguments import add_machine_options, prepare, refuse_below

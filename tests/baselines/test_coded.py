@@ -12,8 +12,8 @@ from baselines.combined.coded import Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
-from pqcache.methods import method_class
 from pqcache.pq import PQCache
+from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.selective.ledger import unique_bytes

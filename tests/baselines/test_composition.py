@@ -13,7 +13,7 @@ from baselines.combined import Coded, EvictRetrieve, TwoStage
 from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
 from baselines.snapkv import SnapKV
-from pqcache import methods
+from pqcache import registry
 from pqcache.selective import Budget, Method
 from tests.invariants.drive import logits, tokens
 
@@ -33,7 +33,7 @@ class MyEvictor(SnapKV):
 @pytest.fixture
 def _added(monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (MyRetriever, MyEvictor):
-        monkeypatch.setitem(methods.METHODS, cls.name, f"{cls.__module__}:{cls.__qualname__}")
+        monkeypatch.setitem(registry.METHODS, cls.name, f"{cls.__module__}:{cls.__qualname__}")
 
 
 @pytest.mark.usefixtures("_added")

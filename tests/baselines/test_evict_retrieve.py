@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
 from pqcache.diagnostics import Measures
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.layer import LayerContext, Step, WatchedCall, Watcher

@@ -15,8 +15,8 @@ from baselines.combined.two_stage import TwoStage, TwoStageIndex
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.sparq import SparQ
-from pqcache.methods import method_class
 from pqcache.pq import PQCache
+from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, NotApplicable
 from pqcache.selective.index import Index
 from tests.baselines.common import OneLayer, random_layer, selections

@@ -19,7 +19,7 @@ from pqcache.harness.run.adapter import HarnessLM, cut, stopper
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks, fingerprint
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget
 
 

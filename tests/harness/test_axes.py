@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pqcache.harness.report import axes
-from pqcache.methods import METHODS
+from pqcache.registry import METHODS
 
 
 def test_a_method_has_one_look_and_no_two_methods_share_it() -> None:

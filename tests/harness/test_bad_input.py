@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import run
-from pqcache import methods as registry
+from pqcache import registry
 from pqcache.fields import option_fields
 from pqcache.harness.config import values
 from pqcache.harness.config.cells import make_plan

@@ -16,7 +16,7 @@ from pqcache.harness.config.rules import without_batches
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.report.tables import row_text
 from pqcache.harness.run import batches
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from tests.harness.cells import Command
 
 NUMBERS = ("batch_checked", "batch_differ", "batch")

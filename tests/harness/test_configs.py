@@ -13,7 +13,7 @@ from pqcache.harness.config import files
 from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import ModelOptions, RunOptions
 from pqcache.harness.tasks import TASKS, task_class
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Method
 
 

@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models
 from pqcache.harness.run.samples import SampleLog
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import generate, record
 
 

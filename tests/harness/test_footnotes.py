@@ -9,7 +9,7 @@ import pytest
 
 from pqcache.harness.report import papers
 from pqcache.harness.report.footnotes import deviations, footnotes
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 
 
 @pytest.mark.parametrize("name", METHODS)

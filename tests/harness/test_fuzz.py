@@ -15,7 +15,7 @@ from pqcache.harness.config.compose import _choose, _chosen, compose_all
 from pqcache.harness.config.options import ModelOptions, Refused, RunOptions
 from pqcache.harness.config.overrides import EXPERIMENT, options_of
 from pqcache.harness.tasks import task_class
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 
 SECONDS = 60.0  # of CPU for one command; a busy machine costs none
 # Every task but those that need lm-eval's index of thousands of names, which takes seconds to read.

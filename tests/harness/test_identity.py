@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import run
-from pqcache import methods as registry
+from pqcache import registry
 from pqcache.fields import added
 from pqcache.harness.config.cells import Cell, make_plan
 from pqcache.harness.config.compose import compose_all

@@ -24,7 +24,7 @@ from pqcache.harness.run.likelihood import LogLikelihood
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.tasks import any_lm_eval
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, likelihood
 from tests.harness.tasks.building import Answer
 

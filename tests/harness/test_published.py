@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pqcache.harness.report import published
-from pqcache.methods import METHODS
+from pqcache.registry import METHODS
 
 LINES = [
     (name, n.model, n.method, n.budget)

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import run
-from pqcache import methods as registry
+from pqcache import registry
 from pqcache.harness.report.rows import Row
 from pqcache.harness.run import models, one_cell
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status

@@ -11,7 +11,7 @@ import pytest
 from pqcache.harness.config import source
 from pqcache.harness.report.rows import rows_under
 from pqcache.harness.run import one_cell, samples, stale
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from tests.harness.cells import Command
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import run
-from pqcache import methods as registry
+from pqcache import registry
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused

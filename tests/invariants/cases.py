@@ -1,6 +1,6 @@
 """Which method, under which options, on which architecture: the cases that every invariant runs over.
 
-The methods are those of `pqcache.methods.METHODS`: a new one joins by its line there and runs under its defaults. The table
+The methods are those of `pqcache.registry.METHODS`: a new one joins by its line there and runs under its defaults. The table
 SETTINGS gives other options to those that need them, and a method's further settings (stores, modes, parts).
 """
 
@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 
 SMALL: dict[str, Any] = {

@@ -122,7 +122,7 @@ def test_padding_without_a_mask_is_announced(llama: PreTrainedModel) -> None:
 
 
 def test_stops_are_each_rows_own(llama: PreTrainedModel) -> None:
-    from pqcache.methods import method_class
+    from pqcache.registry import method_class
 
     method = method_class("full")()
     free = generate_batch(llama, method, [Request(tokens(n, n), 8) for n in (40, 20, 30)])
@@ -142,7 +142,7 @@ def test_stops_are_each_rows_own(llama: PreTrainedModel) -> None:
 
 
 def test_a_row_that_is_no_answer_spoils_no_other(llama: PreTrainedModel) -> None:
-    from pqcache.methods import method_class
+    from pqcache.registry import method_class
 
     method = method_class("full")()
     weight = llama.get_input_embeddings().weight
@@ -160,7 +160,7 @@ def test_a_row_that_is_no_answer_spoils_no_other(llama: PreTrainedModel) -> None
 
 
 def test_a_timed_batch(llama: PreTrainedModel) -> None:
-    from pqcache.methods import method_class
+    from pqcache.registry import method_class
 
     method = method_class("pqcache")(b=4, n_sink=8)
     ids = torch.tensor([tokens(80, 1), tokens(80, 2), tokens(80, 3)])

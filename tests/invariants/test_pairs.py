@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 import tests.invariants
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Method
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.quantization import QuantizationMethod

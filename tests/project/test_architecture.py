@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
 from scripts import draw_architecture as drawing
 

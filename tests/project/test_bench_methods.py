@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pqcache.methods import METHODS
+from pqcache.registry import METHODS
 from scripts import bench_methods
 
 TINY = ["--model", "tiny", "--rounds", "1", "--prefill-rounds", "1", "--steps", "1"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pqcache import methods as registry
+from pqcache import registry
 from pqcache.harness.report.rows import read_row
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.quantization import QuantizationMethod
@@ -48,9 +48,9 @@ def project(repo: Path, section: str, tmp_path_factory: pytest.TempPathFactory) 
     shutil.copytree(repo / "results" / "published", copy / "results" / "published")
     (file,) = re.findall(r"Write `(baselines/\w+\.py)`", section)
     (copy / file).write_text(code_block(section, "python"))
-    (entry,) = re.findall(r"`METHODS` in `pqcache/methods\.py`: `(.+)`$", section, re.MULTILINE)
-    table = (copy / "pqcache" / "methods.py").read_text()
-    (copy / "pqcache" / "methods.py").write_text(table.replace("\n}\n", f"\n    {entry}\n}}\n", 1))
+    (entry,) = re.findall(r"`METHODS` in `pqcache/registry\.py`: `(.+)`$", section, re.MULTILINE)
+    table = (copy / "pqcache" / "registry.py").read_text()
+    (copy / "pqcache" / "registry.py").write_text(table.replace("\n}\n", f"\n    {entry}\n}}\n", 1))
     # the environment is the one that runs this test
     shell(copy, "make", "configs", f"RUN={sys.executable}", "INSTALLED=")
     return copy

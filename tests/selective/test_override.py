@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget
 from pqcache.selective.override import overriding
 

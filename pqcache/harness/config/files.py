@@ -24,7 +24,7 @@ from pqcache.fields import comments, option_fields
 from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import LM_EVAL, PLACES, ModelOptions, RunOptions
 from pqcache.harness.config.values import plain
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WIDTH = 120

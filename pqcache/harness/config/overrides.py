@@ -21,8 +21,8 @@ from omegaconf.resolvers import oc
 
 from pqcache.harness.config.options import GROUPS, one_line
 from pqcache.harness.config.values import show
-from pqcache.methods import METHODS
 from pqcache.naming import suggestion
+from pqcache.registry import METHODS
 
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # Hydra's own settings that we read
 # The prefix of overrides that set a value. Those that choose a file have none.

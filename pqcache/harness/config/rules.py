@@ -11,7 +11,7 @@ from typing import Any
 from pqcache.fields import option_fields
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.config.values import show
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map

@@ -12,8 +12,8 @@ from pqcache.harness.config.identity import Group, Identity, identify, without_i
 from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
 from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions, is_hashed
 from pqcache.harness.config.values import coerce, literals, plain, show
-from pqcache.methods import method_class
 from pqcache.naming import closest, suggestion
+from pqcache.registry import method_class
 
 if TYPE_CHECKING:
     from pqcache.selective import Method

@@ -25,7 +25,7 @@ import torch
 from pqcache.atomic import write_text
 from pqcache.harness.config import environment
 from pqcache.measure.machine import device_caption, slug
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, ModelShape, OwnPrefill, generate, record
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqcache.harness.config.environment import keep_files_under
 from pqcache.harness.config.options import RunOptions
-from pqcache.methods import METHODS
+from pqcache.registry import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,8 +18,8 @@ from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, find_full
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.harness.report.tables import budget_text
-from pqcache.methods import METHODS, method_class
 from pqcache.naming import suggestion
+from pqcache.registry import METHODS, method_class
 
 OPTIONS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # group -> field of the row
 FIELDS = ("model", "method", "task", "budget", "seed", "protocol", "dense_layers", "attn", "kv_dtype", "device")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import status
 from pqcache.harness.report.rows import Row, skipped_text
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 
 HEADING = re.compile(r"^Deviations\b([^:]*):\s*(.*)$")
 AS_ANOTHER = re.compile(r"^as (\w+)'s\b")  # "Deviations: as H2O's." continues the list of a base class

@@ -26,7 +26,7 @@ from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report import axes
 from pqcache.harness.report.recall_figures import draw_sweep
 from pqcache.harness.run import models
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, generate
 
 METHODS = ("oracle", "pqcache", "sparq", "quest", "clusterkv")

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pqcache.harness.launch import estimate
 from pqcache.harness.run import memory
 from pqcache.measure.geometries import geometry
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, generate, record
 from pqcache.selective.ledger import unique_bytes
 

@@ -16,7 +16,7 @@ from pqcache.harness.report.page.cells import CellView, cell_views
 from pqcache.harness.report.page.charts import charts
 from pqcache.harness.report.rows import Row, row_files, skipped_text
 from pqcache.harness.report.tables import budget_text, number, signed, spread
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
