@@ -74,7 +74,9 @@ def main() -> int:
                 seconds[name].append(timed(arguments.overrides, threads, launch, out))
                 print(f"round {index + 1}, {name}: {seconds[name][-1]:.0f} s", flush=True)
             first = Path(folder) / f"0-{folder_name('one worker')}"
-            different += differences(first, Path(folder) / f"{index}-{folder_name('two workers')}")  # two threads round otherwise
+            different += differences(
+                first, Path(folder) / f"{index}-{folder_name('two workers')}"
+            )  # two threads round otherwise
         print(f"{len(rows(first))} cells, {sum(samples(first).values())} samples; {len(different)} differences in rows")
         print("\n".join(different[:10]), end="\n" if different else "")
     median = {name: statistics.median(values) for name, values in seconds.items()}

@@ -81,6 +81,8 @@ class RayEngine:
             options["address"] = self.launch.address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without GPUs keeps what it sees
+        # a local cluster's workers are this command: at Ray's low priority, 15, others' programs would be in their times
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             self._ray.init(**options)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
