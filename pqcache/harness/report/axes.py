@@ -138,10 +138,10 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         )
 
 
-def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True) -> Path:
+def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True, note: str | None = None) -> Path:
     """Write the figure as PNG and PDF, with a caption below it that is wrapped to its width. Returns the PNG.
 
-    A caption that says SMOKE is marked across the figure, too.
+    A caption that says SMOKE is marked across the figure, too. note: the PNG's Description, which nobody sees.
     """
     if "SMOKE" in caption:
         smoke_mark(figure)
@@ -149,7 +149,7 @@ def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True) -> 
         width = int(figure.get_figwidth() * 15.5)
         figure.supxlabel(textwrap.fill(caption, width), fontsize=8, color="#444444", x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata=None if note is None else {"Description": note})
     if pdf:
         figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})  # the same rows give the same file
     return path
