@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint configs lock format heatmaps pocket profile report tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs docs picture lock format heatmaps pocket profile report tables missing clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ lint: $(INSTALLED) ## ruff and mypy
 
 configs: $(INSTALLED) ## write the files of configs/ that list options, from the code
 	$(RUN) -m pqcache.harness.config.files
+
+docs: $(INSTALLED) ## write the pages, tables and pictures of docs/ that are made from the code and from committed rows
+	$(RUN) scripts/write_docs.py
+
+picture: $(INSTALLED) ## draw docs/pocket.png, score against memory and time, from the rows in results/reference/pocket
+	$(RUN) scripts/write_docs.py picture
 
 lock: $(INSTALLED) ## write requirements.lock: the versions of constraints.txt on Linux, with the hashes of their files
 	$(RUN) -m pip --quiet install --target $(VENV)/lock uv

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pqcache.diagnostics.observe import Measures
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
-from pqcache.methods import METHODS, method_class
+from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method, SelectiveCache, WatchedCall, attach
 from pqcache.selective.layer import SelectiveLayer, Watcher
 

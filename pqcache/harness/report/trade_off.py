@@ -22,7 +22,7 @@ from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.tables import number, signed, spread
-from pqcache.methods import METHODS
+from pqcache.registry import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +166,6 @@ def caption(rows: Sequence[Row], made: Sequence[Point]) -> str:
     lines = [
         f"{rows[0]['model']}, {rows[0]['task']}, {rows[0]['prompt_tokens']:.0f} prompt tokens,"
         f" {' / '.join(map(str, samples))} samples a cell. Bars: 95 % bootstrap intervals of the score.",
-        "Filled markers: the largest budget; hollow ones: the smaller budget.",
     ]
     if moved:
         lines.append(f"Memory of {', '.join(moved)}: with K and V on the host (method.store=host).")

@@ -1,0 +1,360 @@
+"""Write the pages of docs/ that are made from the code, and the tables and pictures made from committed rows.
+
+    python scripts/write_docs.py             write everything (make docs)
+    python scripts/write_docs.py pages       the pages and the README's tables alone
+    python scripts/write_docs.py picture     docs/pocket.png alone (make picture)
+    python scripts/write_docs.py check       name the pages that differ from the code; exit code 1 if there are any
+
+docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options, docs/row.md
+from the class Row, docs/kept from runs of the methods (draw_kept.py). In README.md the parts between `<!-- results` or `<!-- methods`
+and `<!-- end -->` are written, the rest is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pqcache.atomic import write_text  # noqa: E402
+from pqcache.fields import comments, option_fields  # noqa: E402
+from pqcache.harness.config.launch import LAUNCHES  # noqa: E402
+from pqcache.harness.config.options import LM_EVAL, ModelOptions, RunOptions  # noqa: E402
+from pqcache.harness.report import rows as row_module  # noqa: E402
+from pqcache.harness.report import trade_off  # noqa: E402
+from pqcache.harness.report.groups import group_rows  # noqa: E402
+from pqcache.harness.report.rows import rows_under  # noqa: E402
+from pqcache.harness.tasks import TASKS, task_class  # noqa: E402
+from pqcache.registry import METHODS, method_class  # noqa: E402
+from pqcache.selective import Method  # noqa: E402
+from pqcache.selective.eviction import EvictionMethod  # noqa: E402
+from pqcache.selective.quantization import QuantizationMethod  # noqa: E402
+from pqcache.selective.retrieval import RetrievalMethod  # noqa: E402
+
+DOCS = ROOT / "docs"
+PICTURE = DOCS / "pocket.png"
+ROWS, HOST_ROWS = ROOT / "results" / "reference" / "pocket", ROOT / "results" / "reference" / "pocket_host"
+MADE = "Made by `make docs`; do not edit."
+FAMILIES = {"evict": EvictionMethod, "retrieve": RetrievalMethod, "quantize": QuantizationMethod}
+# of methods that are built on others, or own their attention
+KINDS = {
+    "full": "keep all",
+    "infllm": "retrieve",
+    "kvcrush": "evict",
+    "two_stage": "retrieve",
+    "coded": "any + quantize",
+    "kvcrush_mixed": "evict + quantize",
+    "evict_retrieve": "evict + retrieve",
+}
+# what a docstring does not say, because it is of this project's runs
+NOTES = {
+    "pqcache": "On CUDA copies and clustering run beside the model (not yet run on a GPU).",
+    "clusterkv": "Clustering is part of prefill, not beside it. Under `method.store=host` the last step's tokens stay on the device.",
+    "zipcache": "`budget` is the share of 16-bit codes, 0.125 to 0.25, or 1.",
+    "mikv": "`budget` is the share of 16-bit codes, 0.125 to 0.25, or 1. Codes are ZipCache's.",
+    "infllm": "`method.store` is `resident` or `host`. The prefill is sparse unless `method.dense_prefill=true`.",
+    "coded": "`method.policy` is any method that retrieves or evicts, `method.codec` any that quantizes. Resident only.",
+    "replay": "A trace comes from `diagnostics=trace`. It is attended again over any store.",
+}
+
+
+def written(text: str) -> str:
+    """Text that Markdown shows as it is inside a table's cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+class Description:
+    """What a method's docstrings say: its module's, and its class's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cls = method_class(name)
+        module = inspect.getdoc(sys.modules[self.cls.__module__]) or ""
+        self.title, _, body = module.partition("\n")
+        own = inspect.getdoc(self.cls) or ""
+        parts = [body, own]
+        self.deviations = ""
+        for i, part in enumerate(parts):
+            found = re.search(r"^Deviations[^\n]*:[^\n]*\n.*", part, re.MULTILINE | re.DOTALL)
+            if found:
+                self.deviations = found[0].strip()
+                parts[i] = part[: found.start()]
+        self.body = "\n\n".join(part.strip() for part in (parts[1], parts[0]) if part.strip())
+
+    @property
+    def kind(self) -> str:
+        if self.name in KINDS:
+            return KINDS[self.name]
+        return next(word for word, family in FAMILIES.items() if issubclass(self.cls, family))
+
+    @property
+    def paper(self) -> str:
+        """The arXiv number of the title line."""
+        found = re.search(r"arXiv (\d{4}\.\d{4,5})", self.title)
+        return "" if found is None else f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+
+    @property
+    def official(self) -> str:
+        """The code that protocol=release follows, as a link where it is a repository."""
+        repository, _, part = self.cls.released.partition(": ")
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+            return f"[{repository}](https://github.com/{repository}): {part}"
+        return self.cls.released
+
+    @property
+    def count(self) -> int:
+        """How many deviations are listed."""
+        return len(re.findall(r"^- ", self.deviations, re.MULTILINE))
+
+    @property
+    def source(self) -> str:
+        return str(Path(inspect.getfile(self.cls)).resolve().relative_to(ROOT))
+
+    def tests(self) -> list[str]:
+        """Test files that name the class; those of the release last."""
+        files = sorted([*(ROOT / "tests" / "baselines").glob("test_*.py"), *(ROOT / "tests" / "pq").glob("test_*.py")])
+        named = [f for f in files if re.search(rf"\b{self.cls.__name__}\b", f.read_text(encoding="utf-8"))]
+        own = [f for f in named if f.stem in (f"test_{self.name}", "test_pq")]
+        release = [f for f in named if "release" in f.stem and self.cls.released]
+        if self.cls.released and not release:
+            release = [f for f in own if "release" in f.read_text(encoding="utf-8")]
+        return [f.relative_to(ROOT).as_posix() for f in dict.fromkeys([*own, *release])]
+
+
+def methods_table(short: bool) -> str:
+    """A line per method. short: as the README has it, where cells have no blanks around them to keep `wc -w` honest about words."""
+    lines = []
+    for one in map(Description, METHODS):
+        link = f"[{one.name}](docs/methods.md#{one.name})" if short else f"[{one.name}](#{one.name})"
+        repository = one.official.partition("):")[0] + ")" if one.official.startswith("[") else one.official
+        cells = [link, one.kind, one.paper, repository or "none published", str(one.count)]
+        if not short:
+            cells.insert(2, one.title.partition(": ")[2].partition(" (")[0].rstrip(".") or one.title)
+        lines.append(f"|{'|'.join(map(written, cells))}|" if short else f"| {' | '.join(map(written, cells))} |")
+    if short:
+        return "\n".join(["|method|kind|paper|official code|deviations|", "|---|---|---|---|---|", *lines])
+    head = "| method | kind | what it does | paper | official code | deviations |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+
+
+def methods_page() -> str:
+    from scripts.draw_kept import BUDGET, PROMPT, STEPS
+
+    parts = [
+        "# Methods",
+        MADE,
+        "`evict` drops tokens for good. `retrieve` keeps all tokens and an index, and attends to a few tokens at each step."
+        " `quantize` keeps all tokens in fewer bits and attends to all. [concepts.md](concepts.md) explains budgets and stores;"
+        " [options.md](options.md#method) lists every hyper-parameter.",
+        methods_table(short=False),
+        "**Official code**: what `protocol=release` follows. Tests compare it with values worked out by hand from that code; the code"
+        " itself is not run. Where none is published, `protocol=release` is refused. A method without a published code of its"
+        " own, or one of this project, has no number to reach.",
+        f"**The drawings** are real runs on a small random model: a prompt of {PROMPT} tokens, {STEPS} decode steps, a budget of"
+        f" {BUDGET:g} (quantizers: their own). One layer and one query head are shown. Tokens go from left to right, steps from the top"
+        " down. Sizes such as sinks and pages are reduced to fit the short prompt.",
+    ]
+    for one in map(Description, METHODS):
+        parts += [f"## {one.name}", one.title, f"![what {one.name} keeps and attends to](kept/{one.name}.svg)"]
+        parts += [one.body] if one.body else []
+        parts += [NOTES[one.name]] if one.name in NOTES else []
+        facts = [f"- Kind: {one.kind}", f"- Code: [`{one.source}`](../{one.source})"]
+        facts += [f"- Tests: {', '.join(f'[`{name}`](../{name})' for name in one.tests())}"] if one.tests() else []
+        facts += [f"- `protocol=release`: {one.official}"] if one.official else []
+        facts += [f"- [Options](options.md#method{one.name})"]
+        parts.append("\n".join(facts))
+        if one.deviations:
+            head, _, items = one.deviations.partition("\n")
+            parts.append(f"{head}\n\n{items}" if items else head)
+    return "\n\n".join(parts) + "\n"
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def options_table(cls: type, skip: Iterable[str] = ()) -> str:
+    """A line per option of a dataclass: name, default, meaning."""
+    meaning = comments(cls)
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for name, (_, default) in option_fields(cls, skip).items():
+        lines.append(f"| `{name}` | `{shown(default)}` | {written(meaning.get(name, ''))} |")
+    return "\n".join(lines) if len(lines) > 2 else "No options."
+
+
+def shown(default: Any) -> str:
+    """A default as it is typed."""
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list | tuple):
+        return f"[{', '.join(map(shown, default))}]"
+    return str(default) if default != "" else "''"
+
+
+def options_page() -> str:
+    parts = [
+        "# Options",
+        MADE,
+        "From the dataclasses behind the options. `python run.py <a command> --cfg job` prints them with a command's values;"
+        " the files of `configs/` list them, too. `null` is YAML's word for no value.",
+        "## Top-level keys",
+        "`budget=0.2`. The groups `model`, `method`, `task`, `experiment` and `launch` are top-level keys as well. `cell` picks cells"
+        " of an experiment that names them. `report=<folder>` and `tables=<folder>` are commands of their own ([results.md](results.md)).",
+        options_table(RunOptions),
+        "## model",
+        "`model=hf model.path=...`",
+        options_table(ModelOptions),
+        "## method",
+        "`method=pqcache method.m=4`",
+    ]
+    common = [name for name in option_fields(Method)]
+    for name in METHODS:
+        parts += [f"### method={name}", options_table(method_class(name), common)]
+    parts += ["## task", "`task=pocket task.length=4096`"]
+    by_options: dict[type, list[str]] = {}
+    for name in TASKS:
+        by_options.setdefault(task_class(name).Options, []).append(name)
+    by_options[task_class(f"{LM_EVAL}:").Options] = [LM_EVAL]
+    for cls, names in by_options.items():
+        others = f"Also {', '.join(f'`{name}`' for name in names[1:])}." if len(names) > 1 else ""
+        parts += [f"### task={names[0]}", *([others] if others else []), options_table(cls)]
+    parts += ["## launch", "Where cells run ([clusters.md](clusters.md)): `launch=ray launch.workers=4`"]
+    for name, cls in LAUNCHES.items():
+        parts += [f"### launch={name}", options_table(cls)]
+    return "\n\n".join(parts) + "\n"
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def documented(cls: type) -> Iterator[tuple[str | None, str, str, str]]:
+    """(heading or None, field, type, comment) of a TypedDict. A comment after an empty line is the heading of what follows."""
+    lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    tree = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    for node in tree.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        above: list[str] = []
+        at = node.lineno - 2
+        while lines[at].strip().startswith("#"):
+            above.insert(0, lines[at].strip().lstrip("# "))
+            at -= 1
+        behind = lines[node.end_lineno - 1 if node.end_lineno else node.lineno - 1].partition("  # ")[2].strip()
+        first = not lines[at].strip()  # an empty line: the comment heads a part
+        heading = " ".join(above) if first and above else None
+        text = "; ".join(filter(None, ["" if heading else " ".join(above), behind]))
+        yield heading, node.target.id, ast.unparse(node.annotation), text
+
+
+def fields_tables(cls: type) -> list[str]:
+    """Markdown of a TypedDict: a table per part."""
+    parts: list[str] = []
+    lines: list[str] = []
+
+    def close() -> None:
+        if lines:
+            parts.append("\n".join(["| field | type | meaning |", "|---|---|---|", *lines]))
+            lines.clear()
+
+    for heading, name, kind, text in documented(cls):
+        if heading is not None:
+            close()
+            parts.append(f"**{heading[:1].upper()}{heading[1:]}**")
+        lines.append(f"| `{name}` | `{written(kind)}` | {written(text)} |")
+    close()
+    return parts
+
+
+def row_page() -> str:
+    parts = [
+        "# Rows",
+        MADE,
+        "`row.json` in a cell's folder holds what the cell measured. `null` means not measured, never zero.",
+        "`pqcache.harness.report.rows` reads rows (`read_row`, `rows_under`); [results.md](results.md) makes tables of them.",
+    ]
+    for cls, title in ((row_module.Row, "Row"), (row_module.PromptProtocol, "prompt_protocol"), (row_module.Diagnostics, "diagnostics")):
+        parts += [f"## {title}", " ".join((inspect.getdoc(cls) or "").split()), *fields_tables(cls)]
+    return "\n\n".join(parts) + "\n"
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def points() -> list[trade_off.Point]:
+    """The committed rows that picture and table show."""
+    return trade_off.points(group_rows(ROWS), rows_under(HOST_ROWS))
+
+
+def filled(text: str, mark: str, table: str) -> str:
+    """The text with `table` between `<!-- <mark>...-->` and the next `<!-- end -->`."""
+    found = re.compile(rf"(<!-- {mark}\b[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    assert len(found.findall(text)) == 1, f"README.md: one part `<!-- {mark} ... -->` is needed"
+    return found.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text)
+
+
+def readme() -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = filled(text, "results", re.sub(r" ?\| ?", "|", trade_off.table(points())))
+    return filled(text, "methods", methods_table(short=True))
+
+
+def pages() -> dict[Path, str]:
+    """Path -> text of every page that the code decides."""
+    return {
+        DOCS / "methods.md": methods_page(),
+        DOCS / "options.md": options_page(),
+        DOCS / "row.md": row_page(),
+        ROOT / "README.md": readme(),
+    }
+
+
+def outdated() -> list[Path]:
+    """The pages that differ from the code."""
+    return [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def write_picture() -> None:
+    rows = group_rows(ROWS)
+    made = points()
+    caption = trade_off.caption(rows, made) + " Other jobs ran on the machine: times are rough."
+    trade_off.draw(made, PICTURE, caption)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "pages", "picture", "check"), default="all")
+    what = parser.parse_args().what
+    if what == "check":
+        stale = outdated()
+        for path in stale:
+            print(f"{path.relative_to(ROOT)}: differs from the code; make docs writes it")
+        return int(bool(stale))
+    if what in ("all", "pages"):
+        for path, text in pages().items():
+            write_text(path, text)
+    if what in ("all", "picture"):
+        write_picture()
+    if what == "all":
+        from scripts import draw_kept
+
+        for name, picture in draw_kept.pictures().items():
+            write_text(draw_kept.FOLDER / f"{name}.svg", picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

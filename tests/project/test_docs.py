@@ -1,0 +1,216 @@
+"""README.md and docs/: made pages are up to date, every command composes, every link and path leads somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
+from pqcache.embedded import load_model, load_tokenizer
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import Refused
+from pqcache.harness.report import folder_command, trade_off
+from pqcache.registry import METHODS, method_class
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.quantization import QuantizationMethod
+from pqcache.selective.retrieval import RetrievalMethod
+from scripts import draw_kept, write_docs
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = [REPO / "README.md", REPO / "SECURITY.md", *sorted((REPO / "docs").glob("*.md"))]
+LINKED = [*PAGES, REPO / "results" / "reference" / "README.md", REPO / "results" / "published" / "README.md"]
+MOST_WORDS = 900
+# what a reader fills in
+FILLED_IN = {
+    "<hub id or folder>": "someone/model",
+    "<name>": "demo",
+    "<a command>": "method=pqcache",
+    "<that cell's folder>": "{folder}",
+    "<folder>": "{folder}",
+}
+NOT_YET = {"baselines/keynorm.py", "configs/method/keynorm.yaml", "results/runs"}  # made by whoever follows the page
+DRAWN_AGAIN = ("full", "streaming", "snapkv", "quest", "zipcache")
+
+
+def page_ids(paths: list[Path]) -> list:
+    return [pytest.param(path, id=path.relative_to(REPO).as_posix()) for path in paths]
+
+
+@cache
+def prose(path: Path) -> str:
+    """A page without its fenced blocks and inline code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+
+
+def code(path: Path) -> list[str]:
+    """Everything a page shows as code: lines of blocks, continued ones joined, and inline code."""
+    text = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    lines += [line.strip() for line in text.splitlines() if re.match(r"    \S", line)]
+    return [re.split(r"\s{2,}#? ?|\s#\s", line)[0] for line in lines] + re.findall(r"`([^`\n]+)`", prose_code(text))
+
+
+def prose_code(text: str) -> str:
+    """Text without fenced blocks, with inline code."""
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def typed(beginning: str) -> list[str]:
+    """Every command of the pages that begins so, each once."""
+    parts = [part.strip() for path in PAGES for line in code(path) for part in line.split("&&")]
+    return list(dict.fromkeys(part for part in parts if part.startswith(beginning)))
+
+
+# -- the README --------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPO / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS
+
+
+def test_the_readme_lists_every_method_with_its_kind() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    kinds = dict(re.findall(r"^\|\[(\w+)\]\(docs/methods\.md#\w+\)\|([\w +]+)\|", text, re.MULTILINE))
+    assert kinds.keys() == METHODS.keys()
+    families = {"evict": EvictionMethod, "retrieve": RetrievalMethod, "quantize": QuantizationMethod}
+    for name, kind in kinds.items():
+        for word, family in families.items():
+            assert word in kind or not issubclass(method_class(name), family), name
+
+
+def test_its_lines_of_python_run() -> None:
+    pytest.importorskip("pqcache.api")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (REPO / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    loading = [line for line in block.splitlines() if "from_pretrained" in line]
+    assert len(loading) == 1
+    names = {"prompt": "The colour is", "model": load_model(), "tokenizer": load_tokenizer()}
+    exec(compile(block.replace(loading[0], ""), "README.md", "exec"), names)
+
+
+# -- made pages --------------------------------------------------------------------------------------------------------
+
+
+def test_made_pages_are_up_to_date() -> None:
+    stale = [path.relative_to(REPO).as_posix() for path in write_docs.outdated()]
+    assert stale == [], "make docs writes them"
+
+
+def test_the_picture_is_of_the_committed_rows() -> None:
+    with Image.open(write_docs.PICTURE) as picture:
+        assert picture.text["Description"] == trade_off.digest(write_docs.points()), "make picture draws it again"
+
+
+def test_every_method_has_a_drawing() -> None:
+    drawn = {path.stem for path in draw_kept.FOLDER.glob("*.svg")}
+    assert drawn == set(METHODS)
+
+
+@pytest.mark.parametrize("name", DRAWN_AGAIN)
+def test_drawings_are_what_the_methods_do(name: str) -> None:
+    steps = draw_kept.seen(name, draw_kept.small_model())
+    assert [len(cells) for cells in steps] == list(range(draw_kept.PROMPT + 1, draw_kept.PROMPT + draw_kept.STEPS + 1))
+    assert all(kept or not attended for cells in steps for kept, attended, _ in cells)
+    dropped = {at for at, (kept, _, _) in enumerate(steps[0]) if not kept}
+    assert bool(dropped) == issubclass(method_class(name), EvictionMethod)
+    assert all(not cells[at][0] for cells in steps for at in dropped)  # dropped for good
+    committed = (draw_kept.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+    assert committed == draw_kept.svg(name, steps), "make docs draws it again"
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What stands for a folder that a reader names: it has the trace of a run without steps."""
+    recorder = TraceRecorder()
+    recorder.header = {
+        "prompt_sha256": "0" * 64,
+        "prompt_tokens": 1,
+        "geometry": {"n_layers": 4, "h": 8, "h_kv": 4, "d": 128},
+    }
+    (tmp_path / "diagnostics").mkdir()
+    recorder.save(tmp_path / "diagnostics" / f"0{SUFFIX}")
+    return tmp_path
+
+
+def test_every_command_composes(folder: Path) -> None:
+    """What `python run.py` would do with each: options are checked, nothing is loaded."""
+    commands = [line for line in typed("python run.py") if "keynorm" not in line]  # which a reader of that page adds
+    assert len(commands) > 40
+    wrong = []
+    for command in commands:
+        line = command
+        for words, filling in FILLED_IN.items():
+            line = line.replace(words, filling.format(folder=folder))
+        words = shlex.split(line)[2:]
+        try:
+            if folder_command.asked(words):
+                folder_command._read(words)
+            else:
+                assert make_plan(compose_all([*words, f"out={folder}"], REPO / "configs")).cells
+        except Refused as error:
+            wrong.append(f"{command}: {error}")
+    assert wrong == []
+
+
+def test_the_table_command_works_offline(tmp_path: Path) -> None:
+    (command,) = (line for line in typed("python run.py tables=") if "values=score,tpot" in line and "budget" in line)
+    words = shlex.split(command.replace("results/runs", str(REPO / "results" / "reference" / "pocket_guard")))[2:]
+    assert folder_command.answer([*words, f"out={tmp_path}"]) == 0
+    assert {path.suffix for path in (tmp_path / "tables").iterdir()} >= {".md", ".tex", ".csv"}
+
+
+def test_scripts_modules_and_targets_exist() -> None:
+    missing = [line for line in typed("python scripts/") if not (REPO / line.split()[1]).is_file()]
+    missing += [line for line in typed("python -m ") if importlib.util.find_spec(line.split()[2]) is None]
+    targets = set(re.search(r"^\.PHONY: (.*)", (REPO / "Makefile").read_text(), re.MULTILINE)[1].split())
+    missing += [line for line in typed("make ") if line.split()[1] not in targets]
+    assert missing == []
+    assert len(typed("make ")) > 10
+
+
+# -- links and paths ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", page_ids(LINKED))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        other = (path.parent / file).resolve() if file else path
+        if not other.exists() or (anchor and anchor not in anchors(other)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("path", page_ids(PAGES))
+def test_paths_in_code_exist(path: Path) -> None:
+    roots = "pqcache|baselines|configs|tests|scripts|docs|results|notebooks"
+    named = re.findall(rf"`((?:{roots})/[\w/.-]+)`", path.read_text(encoding="utf-8"))
+    assert [name for name in named if not (REPO / name).exists() and name not in NOT_YET] == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in sorted((REPO / "docs").glob("*.md")) if f"(docs/{page.name}" not in text] == []
