@@ -51,7 +51,7 @@ def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, mon
     for method, (score, difference) in {**rows, HOSTILE: (7.0, None)}.items() if rows else ():
         (tmp_path / method).mkdir()
         write_row(tmp_path / method / "row.json", _row(method, score, difference))
-    parameters = f"folder = {str(tmp_path)!r}\nnames = ['demo']"
+    parameters = f"folder = experiments = {str(tmp_path)!r}\nnames = ['demo']"
     page = _execute(repo / "notebooks" / "tables.ipynb", parameters, tmp_path, monkeypatch)
     for method, (score, _) in rows.items():
         assert method in page
@@ -65,11 +65,13 @@ def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, mon
 def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As committed: the tables and figures of results/reference."""
     page = _execute(repo / "notebooks" / "tables.ipynb", None, tmp_path, monkeypatch)
-    assert "Every method on needle_pocket" in page
-    assert "-61.20" in page  # Quest at a tenth, to Full
+    assert "[89.1, 93.8]" in page  # PQCache at a fifth, in the sweep
+    assert "-61.20" in page  # Quest at a tenth, to Full, in the experiment
     assert "39.32" in page  # printed
+    assert "Warning" not in page
     page = _execute(repo / "notebooks" / "figures.ipynb", None, tmp_path, monkeypatch)
-    assert page.count('src="data:image/png') == 2
+    assert page.count('src="data:image/png') == 4  # curves, costs, heat maps, the experiment's own
+    assert "Warning" not in page
 
 
 def test_notebooks_are_committed_without_outputs(repo: Path) -> None:

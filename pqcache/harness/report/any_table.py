@@ -35,7 +35,7 @@ from pqcache.harness.report.configurations import (
 )
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import Footnote
-from pqcache.harness.report.rows import Row
+from pqcache.harness.report.rows import Row, batch_text
 from pqcache.harness.report.table_layout import EMPTY, NOT_RANKED, Block, Field, Text, block_markdown
 from pqcache.harness.report.tables import MISSING, number, signed, span
 from pqcache.naming import suggestion
@@ -273,7 +273,7 @@ def caption(layout: Layout) -> str:
     each = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
     seeds = sorted({row["seed"] for row in rows})
     pooled = f", seeds {', '.join(map(str, seeds))} pooled" if any(len(one.rows) > 1 for one in every) else ""
-    text = f"{names[0]}: {names[1]}; {each} samples a cell and seed{pooled}, batch 1."
+    text = f"{names[0]}: {names[1]}; {each} samples a cell and seed{pooled}, {batch_text(rows)}."
     asked = {one.name for one in layout.measures}
     if asked & {"score", "to_full"}:
         text += " In brackets: 95 % bootstrap interval over samples."

@@ -168,7 +168,8 @@ def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
     def likeness(candidate: Row) -> tuple[int, int, str]:
         alike = sum(candidate[k] == row[k] for k in ("attn", "protocol", "dense_layers"))
         alike += batch_text([candidate]) == batch_text([row])
-        alike += candidate["prompt_protocol"]["question_as_decode"] == row["prompt_protocol"]["question_as_decode"]
+        asked = [(one["prompt_protocol"] or {}).get("question_as_decode") for one in (candidate, row)]
+        alike += asked[0] == asked[1]
         return alike, candidate["n_samples"], candidate["folder"]
 
     return max(full, key=likeness) if full else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 HOLLOW = "white"  # the filling of markers of the smaller budgets
-MEMORY_TICKS, TIME_TICKS = (8, 16, 32, 64), (6, 10, 20, 40, 80)
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,17 @@ def _list(ends: tuple[float, float] | None) -> list[float] | None:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
-def draw(made: Sequence[Point], path: Path, caption: str) -> Path:
-    """Two panels: score against the cache's bytes on the device, and against the time of a decode step."""
+def draw(made: Sequence[Point], path: Path, caption: str) -> Path | None:
+    """Two panels: score against the cache's bytes on the device, and against the time of a decode step.
+
+    None where there is one point or none.
+    """
+    if len(made) < 2:
+        return None
     figure, (memory, time) = drawing.panels(2, 4.6, 4.2)
-    _panel(memory, made, [point.device / MIB for point in made], MEMORY_TICKS)
+    _panel(memory, made, [point.device / MIB or None for point in made])
     drawing.style(memory, "Memory", "cache on the device, MiB", "score")
-    _panel(time, made, [point.tpot_ms for point in made], TIME_TICKS)
+    _panel(time, made, [point.tpot_ms for point in made])
     drawing.style(time, "Time", "decode step, ms", "")
     budgets = sorted({point.budget for point in made if point.method != "full"}, reverse=True)
     for budget in budgets:
@@ -132,7 +137,17 @@ def draw(made: Sequence[Point], path: Path, caption: str) -> Path:
     return drawing.save(figure, path, caption, pdf=False, note=digest(made))
 
 
-def _panel(axis: Axes, made: Sequence[Point], xs: Sequence[float | None], ticks: Sequence[float]) -> None:
+def _ticks(xs: Sequence[float | None]) -> list[float]:
+    """Steps of 1, 2 and 5 for a logarithmic axis."""
+    known = [x for x in xs if x]
+    if not known:
+        return []
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    steps = [step * 10.0**power for power in range(low, high + 1) for step in (1, 2, 5)]
+    return [step for step in steps if 0.8 * min(known) <= step <= 1.25 * max(known)]
+
+
+def _panel(axis: Axes, made: Sequence[Point], xs: Sequence[float | None]) -> None:
     """A line per method through its budgets; the largest budget's marker is filled."""
     names = [name for name in METHODS if any(point.method == name for point in made)]
     for name in names:
@@ -153,6 +168,7 @@ def _panel(axis: Axes, made: Sequence[Point], xs: Sequence[float | None], ticks:
             axis.axhline(own[0][1].score, color=look.color, linewidth=0.8, linestyle=":")
     axis.set_ylim(0, 104)
     axis.set_xscale("log")
+    ticks = _ticks(xs)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
 
