@@ -1,13 +1,17 @@
-"""What is handed to wandb, by a stand-in for the package."""
+"""What is handed to wandb, by a stand-in for the package; what is logged later; the sweep that docs/ shows."""
 
 from __future__ import annotations
 
+import itertools
+import socket
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 import run
 from pqcache.harness.config.cells import Cell, make_plan
@@ -24,19 +28,26 @@ SAMPLE = {
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `wandb.init` was given, and `points`: what was logged."""
-    seen: dict[str, Any] = {"points": []}
+    seen: dict[str, Any] = {"points": [], "runs": 0}
     started = SimpleNamespace(
         log=lambda point, step=None: seen["points"].append(point), summary={}, finish=lambda exit_code: None
     )
 
     def init(**given: Any) -> Any:
-        seen.update(given)
+        seen.update(given, runs=seen["runs"] + 1)
         return started
 
-    stand_in = SimpleNamespace(Settings=lambda **given: given, init=init, Table=lambda **given: given)
+    # other packages look for wandb when they are imported, by its spec
+    stand_in = SimpleNamespace(
+        Settings=lambda **given: given, init=init, Table=lambda **given: given, __spec__=ModuleSpec("wandb", None)
+    )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, "set again by the code")
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_SWEEP_ID", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    tracking._say.cache_clear()
+    tracking._obstacle.cache_clear()
     return seen
 
 
@@ -45,9 +56,11 @@ def cell(tmp_path: Path, *words: str) -> Cell:
     return one
 
 
-def track(one: Cell) -> None:
-    row: Any = {"model": "m", "task": "t", "diagnostics": None, "score": 50.0}
-    tracking.track(one, row, [SAMPLE], "offline")
+def track(one: Cell, mode: str = "offline", score: float = 50.0) -> bool:
+    row: Any = {"model": "m", "task": "t", "diagnostics": None, "score": score}
+    one.folder.mkdir(exist_ok=True, parents=True)
+    (one.folder / "row.json").write_text(str(row))
+    return tracking.track(one, row, [SAMPLE], mode)
 
 
 def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +74,13 @@ def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypa
     )
     first = logged["id"]
     monkeypatch.setenv("WANDB_PROJECT", "from-outside")
-    track(plain)
+    track(plain, score=60.0)
     assert (logged["project"], logged["id"], logged["resume"]) == ("from-outside", first, "allow")
     typed = cell(
         tmp_path, "wandb.project=mine", "wandb.group=g", "wandb_entity=me", "wandb.tags=[a,b]", "wandb=offline"
     )
     assert typed.name == plain.name  # no part of a cell
-    track(typed)
+    track(typed, score=70.0)
     assert (logged["project"], logged["group"], logged["entity"], logged["tags"]) == ("mine", "g", "me", ["a", "b"])
     (table,) = [point["samples"] for point in logged["points"][-1:]]
     assert table["data"] == [["t", 0, 50.0, "Where?", "x, y", "z", 3, 0.5]]
@@ -76,3 +89,85 @@ def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypa
 def test_an_unknown_key_of_wandb(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="did you mean wandb_project"):
         cell(tmp_path, "wandb.projct=mine")
+
+
+def test_a_row_is_logged_once(tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = cell(tmp_path)
+    track(one)
+    track(one)
+    assert logged["runs"] == 1
+    track(one, score=60.0)  # a larger limit: the same run goes on
+    assert logged["runs"] == 2
+    monkeypatch.setattr(tracking, "_obstacle", lambda server: None)
+    track(one, "online", score=60.0)  # written before, not sent
+    track(one, "online", score=60.0)
+    track(one, "offline", score=60.0)
+    assert logged["runs"] == 3 and logged["mode"] == "online"
+
+
+def test_without_a_network_one_line_and_no_wait(
+    tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tries = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        tries.append((address, timeout))
+        raise OSError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    for name in ("method=oracle", "method=full"):
+        assert not track(cell(tmp_path, name), "online")
+    assert logged["runs"] == 0 and tries == [(("api.wandb.ai", 443), tracking.PATIENCE_S)]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "api.wandb.ai cannot be reached" in line and "wandb=sync" in line
+    assert not tracking.is_logged(cell(tmp_path).folder, "online")
+
+
+def test_sync_sends_what_is_on_disk(
+    tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"out={tmp_path}", "task=pocket_qa", "task.length=512", "limit=1", f"cache_dir={tmp_path / 'cache'}"]
+    assert run.main(["method=full", *words, "wandb=disabled"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(tracking, "_obstacle", lambda server: None)
+    assert run.main(["-m", "method=full,oracle", *words, "wandb=sync"]) == 0
+    assert "1 sent, 0 sent before, 0 not sent, 1 cells without a row" in capsys.readouterr().out
+    assert logged["runs"] == 1 and logged["mode"] == "online"
+    assert run.main(["method=full", *words, "wandb=online"]) == 0  # nothing new to send
+    monkeypatch.setattr(tracking, "_obstacle", lambda server: "gone")
+    assert run.main(["method=full", *words, "wandb=sync"]) == 0
+    assert "0 sent, 1 sent before" in capsys.readouterr().out
+    (tmp_path / cell(tmp_path, "method=full", *words).name / tracking.MARK).unlink()
+    assert run.main(["method=full", *words, "wandb=sync"]) == 1
+    assert logged["runs"] == 1
+
+
+def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert cell(tmp_path).run.wandb == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert cell(tmp_path).run.wandb == "disabled"
+    assert cell(tmp_path, "wandb=online").run.wandb == "online"
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(Refused, match="WANDB_MODE=of .*: allowed is online, offline, disabled"):
+        cell(tmp_path)
+
+
+def test_folder_and_run_of_a_sweeps_agent(
+    tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    monkeypatch.setenv("WANDB_RUN_ID", "made-by-the-agent")
+    track(cell(tmp_path))
+    assert logged["id"] == "made-by-the-agent" and logged["dir"] == str(tmp_path / "elsewhere")
+
+
+def test_every_command_of_the_documented_sweep_composes(repo: Path, tmp_path: Path) -> None:
+    sweep = yaml.safe_load((repo / "docs" / "wandb_sweep.yaml").read_text())
+    assert sweep["program"] == "run.py" and sweep["method"] == "grid"
+    assert sweep["command"][-1] == "${args_no_hyphens}"  # method=pqcache, as run.py reads it
+    fixed = [word for word in sweep["command"] if "=" in word]
+    grid = [[f"{key}={value}" for value in one["values"]] for key, one in sweep["parameters"].items()]
+    for words in itertools.product(*grid):
+        assert cell(tmp_path, *fixed, *words).run.wandb == "online"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ ALONE = ("model", "method", "task", "launch")  # groups whose files set the keys
 WANDB_KEY = re.compile(
     r"^(\+{0,2})wandb\.(?=\w)"
 )  # wandb.project=x is typed for wandb_project=x: wandb is a key itself
+# WANDB_MODE -> wandb; dryrun is wandb's older word
+WANDB_MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "dryrun": "offline"}
 CELL = "cell"  # the key that sweeps over an experiment's `cells:`
 
 Files = tuple[tuple[str, int, int], ...]  # path, time of change and size of every configuration file
@@ -88,8 +91,9 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     """Every configuration that a command line asks for. Raises Refused with one line per error."""
     OmegaConf.register_new_resolver("oc.env", variable, replace=True)  # however the name is put together
     arguments = parse_arguments(argv)
-    arguments.overrides = [WANDB_KEY.sub(r"\1wandb_", word) for word in arguments.overrides]
     errors: list[str] = []
+    typed_words = [WANDB_KEY.sub(r"\1wandb_", word) for word in arguments.overrides]
+    arguments.overrides = [*typed_words, *_wandb_mode(typed_words, errors)]
     overrides = valid(parse(arguments.overrides, errors), config_dir, errors)
     _check_size(overrides)
     compose_once = _composer(config_dir.resolve())
@@ -118,6 +122,17 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
         report = {}
     words = tuple(argv)
     return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, words, errors)
+
+
+def _wandb_mode(words: list[str], errors: list[str]) -> list[str]:
+    """What the environment's WANDB_MODE says of `wandb`, where the command line says nothing."""
+    mode = os.environ.get("WANDB_MODE")
+    if not mode or any(word.lstrip("+").startswith("wandb=") for word in words):
+        return []
+    if mode not in WANDB_MODES:
+        errors.append(f"WANDB_MODE={mode} (environment): allowed is online, offline, disabled")
+        return []
+    return [f"wandb={WANDB_MODES[mode]}"]
 
 
 def _paper_scale(head: dict[str, Any], errors: list[str]) -> dict[str, str]:

@@ -90,8 +90,9 @@ class RunOptions:
     limit: int | None = 20
     # the folder of everything that a run writes
     out: str = "results/runs"
-    # offline | online | disabled
-    wandb: Literal["offline", "online", "disabled"] = "offline"
+    # offline | online | disabled | sync (send the rows of this command that are on disk, compute nothing); where it is not
+    # typed, the environment's WANDB_MODE
+    wandb: Literal["offline", "online", "disabled", "sync"] = "offline"
     # also typed as wandb.project; null: the environment's WANDB_PROJECT, or pqcache-lab
     wandb_project: str | None = None
     # also typed as wandb.entity; null: the environment's WANDB_ENTITY, or wandb's own choice

@@ -114,6 +114,7 @@ def run_latency(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     row, fresh = latency_rounds.measure(cell, loaded, log, session.facts(loaded))
     old = read_row(cell.folder / "row.json")
     if old is not None and not fresh:
+        tracking.track(cell, old, [], cell.run.wandb)
         return Outcome("ok", old, loaded=True)
     write_row(cell.folder / "row.json", row)
     tracking.track(cell, row, [], cell.run.wandb)
@@ -160,6 +161,7 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         and all(old[key] == row[key] for key in ("sample_scores", "n_failed", "n_skipped", "unverified_samples"))
     ):
         # nothing was measured: the row stays as it is
+        tracking.track(cell, old, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
         return replace(_ended(old, failed), loaded=True, older=older)
     write_row(path, row)
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.launch import LocalLaunch
-from pqcache.harness.run import precheck, printing, stale
+from pqcache.harness.run import precheck, printing, stale, tracking
 from pqcache.harness.run.session import Session, Watch, model_key
 from pqcache.harness.run.units import groups
 
@@ -27,6 +27,8 @@ class Interrupted(Exception):
 def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code. watch: is told what happens."""
     out = Path(plan.cells[0].run.out).expanduser()
+    if plan.cells[0].run.wandb == "sync":
+        return tracking.sync(plan)
     try:
         outcomes = run_cells(plan, Session(watch))
     except Interrupted as interrupted:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -200,6 +200,10 @@ class SampleLog:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """The recorded samples, in the order of their lines."""
+        return iter(self._samples.values())
 
     def find(self, task: str, doc_id: int, mark: str, old_mark: str | None = None) -> Sample | None:
         """The recorded sample of a document; mark: its fingerprint.

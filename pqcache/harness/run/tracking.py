@@ -1,48 +1,116 @@
 """Weights & Biases: one run per finished cell, with its scores, timings and samples. A failure here never loses a result.
 
-A cell has the same run whenever it is logged: its id is the digest of the configuration.
+A cell has the same run whenever it is logged: its id is the digest of the configuration. `logged.json` in a cell's folder says
+which row was logged, and whether it was sent; a row that was not is logged by the next run of the command, or by wandb=sync.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.config.options import without_secrets
-from pqcache.harness.report.rows import Row
+from pqcache.harness.config.options import one_line, without_secrets
+from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.run.samples import SampleLog
 
+MARK = "logged.json"
+SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another one
+PATIENCE_S = 3.0  # for the server's first answer
 NOT_LOGGED = ("sample_scores", "versions", "model_options", "task_options", "hyper_parameters")
 
 
 SAMPLE_COLUMNS = ("task", "doc_id", "score", "prompt_end", "target", "response", "new_tokens", "tt2t_s")
 
 
-def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
-    """Log a cell; wandb's files go under `out`/wandb. Prints one line if that did not work."""
-    if mode == "disabled":
-        return
+def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> bool:
+    """Log a cell whose row is on disk, unless that was done; wandb's files go under `out`/wandb. False: it did not work.
+
+    mode: offline, online or disabled. Why it did not work is one line, printed once however many cells there are.
+    """
+    if mode == "disabled" or is_logged(cell.folder, mode):
+        return True
     try:
+        if mode == "online" and (obstacle := _obstacle(os.environ.get("WANDB_BASE_URL") or SERVER)):
+            raise ConnectionError(obstacle)
         _track(cell, row, samples, mode)
+        write_text(cell.folder / MARK, json.dumps({"mode": mode, "row": _digest(cell.folder)}) + "\n")
     except Exception as error:  # wandb raises many kinds; the row is already on disk
         first = (str(error).splitlines() or [""])[0]
-        print(f"wandb: not logged ({type(error).__name__}: {first}); the row is kept", file=sys.stderr)
+        _say(f"wandb: not logged ({type(error).__name__}: {first}); the row is kept, and wandb=sync sends it later")
+        return False
+    return True
+
+
+def sync(plan: RunPlan) -> int:
+    """Send the rows of a plan's cells that are on disk and were not sent. Computes nothing. Returns the exit code."""
+    counts = {"sent": 0, "sent before": 0, "not sent": 0, "cells without a row": 0}
+    for cell in plan.cells:
+        row = read_row(cell.folder / "row.json")
+        if row is None:
+            counts["cells without a row"] += 1
+        elif is_logged(cell.folder, "online"):
+            counts["sent before"] += 1
+        else:
+            samples = [dict(sample) for sample in SampleLog.to_read(cell.folder, cell.about.mark)]
+            counts["sent" if track(cell, row, samples, "online") else "not sent"] += 1
+    print(f"wandb: {', '.join(f'{count} {what}' for what, count in counts.items())}")
+    return 1 if counts["not sent"] else 0
+
+
+def is_logged(folder: Path, mode: str) -> bool:
+    """Whether the row that is in a cell's folder was logged: sent, or for mode=offline at least written."""
+    try:
+        known = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return known["mode"] in (mode, "online") and known["row"] == _digest(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "row.json").read_bytes()).hexdigest()[:16]
+
+
+@cache
+def _obstacle(server: str) -> str | None:
+    """Why nothing can be sent to a server; None if nothing is known against it. Asked once: wandb itself tries for a minute."""
+    address = urlsplit(server)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), PATIENCE_S).close()
+    except OSError as error:
+        return f"{address.hostname} cannot be reached: {error.strerror or error}"
+    import wandb
+
+    return None if wandb.login(prompt=False) else "no key: run `wandb login`, or set WANDB_API_KEY"
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line to standard error, once in a process."""
+    print(one_line(line), file=sys.stderr)
 
 
 def track_report(plan: RunPlan, files: Sequence[Path]) -> None:
     """Log an experiment's table (its CSV) and figures (PNG) as one run. Prints one line if that did not work."""
-    cell = plan.cells[0]
-    if cell.run.wandb == "disabled":
+    mode = plan.cells[0].run.wandb
+    if mode == "disabled":
         return
     try:
-        _track_report(plan, files, cell.run.wandb)
+        if mode == "online" and (obstacle := _obstacle(os.environ.get("WANDB_BASE_URL") or SERVER)):
+            raise ConnectionError(obstacle)
+        _track_report(plan, files, mode)
     except Exception as error:  # as in `track`
         first = (str(error).splitlines() or [""])[0]
-        print(f"wandb: table not logged ({type(error).__name__}: {first}); its files are kept", file=sys.stderr)
+        _say(f"wandb: table not logged ({type(error).__name__}: {first}); its files are kept")
 
 
 def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
@@ -56,6 +124,10 @@ def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
                 run.log({path.stem: wandb.Table(dataframe=pd.read_csv(path))})
             elif path.suffix == ".png":
                 run.log({f"{path.stem} figure": wandb.Image(str(path))})
+        artifact = wandb.Artifact(f"{plan.experiment}-files", type="report")
+        for path in files:
+            artifact.add_file(str(path))
+        run.log_artifact(artifact)
     finally:
         run.finish(exit_code=0)
 
@@ -81,7 +153,8 @@ def _track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> No
 def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str) -> Any:
     import wandb
 
-    folder = (Path(cell.run.out).expanduser() / "wandb").resolve()
+    typed, environment = cell.run, os.environ
+    folder = (Path(environment.get("WANDB_DIR") or typed.out).expanduser() / "wandb").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     _keep_files_under(folder)
     settings = wandb.Settings(
@@ -93,11 +166,12 @@ def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str)
         disable_code=True,
         init_timeout=20,
     )
-    typed, environment = cell.run, os.environ
+    own = hashlib.sha256(name.encode()).hexdigest()[:16]
     return wandb.init(
         project=typed.wandb_project or environment.get("WANDB_PROJECT") or "pqcache-lab",
         entity=typed.wandb_entity or environment.get("WANDB_ENTITY"),
-        id=hashlib.sha256(name.encode()).hexdigest()[:16],
+        # the agent of a `wandb sweep` has made the run already
+        id=environment.get("WANDB_RUN_ID") if environment.get("WANDB_SWEEP_ID") else own,
         resume="allow",
         name=name,
         group=typed.wandb_group or environment.get("WANDB_RUN_GROUP") or group,
