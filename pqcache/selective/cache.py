@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ class SelectiveCache(Cache):
         self.columns += step.t
         self._decoded = step.decode
         if step.decode:
-            self.ledger.end_step()
+            self.ledger.end_step(fmean(self.past))
         elif step.ends_prompt:
             self._announced = False
             self.note_resident()
@@ -226,7 +227,7 @@ class SelectiveCache(Cache):
             layer.columns += 1
         self.past = [length + 1 for length in self.past]
         self.columns += 1
-        self.ledger.end_step()
+        self.ledger.end_step(fmean(self.past))
 
     def enter_layer(self, ctx: LayerContext) -> None:
         """The attention module of this context is about to run: its layer and the next one may start what they need."""
@@ -295,19 +296,36 @@ class SelectiveCache(Cache):
         """Tier -> bytes of all state kept between steps, each storage once, buffer capacity included."""
         tiers: dict[str, list[torch.Tensor]] = {}
         for layer in self.layers:
-            for tier, tensors in layer.tensors().items():
+            for tier, tensors in _kept(layer).items():
                 tiers.setdefault(tier, []).extend(tensors)
-            if layer.substitute is not None:
-                tiers.setdefault("device", []).extend(layer.substitute.tensors())
         return {tier: unique_bytes(tensors) for tier, tensors in tiers.items()}
 
-    def content_bytes(self) -> int:
-        """Resident bytes of all tiers without the slack of buffers, which grow in steps of many tokens.
+    def content_by_tier(self) -> dict[str, int]:
+        """Tier -> resident bytes without the slack of buffers, which grow in steps of many tokens.
 
         `resident_bytes` is what was allocated, which at short prompts depends on that step; this is what a method needs.
         """
-        buffers = {id(buffer): buffer for layer in self.layers for buffer in _buffers(layer)}
-        return sum(self.resident_bytes().values()) - sum(buffer.slack for buffer in buffers.values())
+        content = self.resident_bytes()
+        buffers = {id(buffer): (layer, buffer) for layer in self.layers for buffer in _buffers(layer) if buffer.slack}
+        for layer, buffer in buffers.values():
+            place = buffer.data.untyped_storage().data_ptr()
+            for tier, tensors in _kept(layer).items():
+                if any(x.untyped_storage().data_ptr() == place for x in tensors):
+                    content[tier] -= buffer.slack
+                    break
+        return content
+
+    def content_bytes(self) -> int:
+        """The bytes of `content_by_tier`, over all tiers."""
+        return sum(self.content_by_tier().values())
+
+
+def _kept(layer: SelectiveLayer) -> dict[str, list[torch.Tensor]]:
+    """Tier -> every tensor that a layer and its substitute keep between steps."""
+    tiers = {tier: list(tensors) for tier, tensors in layer.tensors().items()}
+    if layer.substitute is not None:
+        tiers.setdefault("device", []).extend(layer.substitute.tensors())
+    return tiers
 
 
 def _buffers(thing: object, seen: set[int] | None = None) -> Iterator[Buffer]:

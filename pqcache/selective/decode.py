@@ -263,9 +263,9 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
     """Cost and result of one finished request, from the cache's ledger and the clock."""
     cache.wait()
     ledger, shape, method = cache.ledger, cache.shape, cache.method
-    resident = cache.resident_bytes()
+    resident, content = cache.resident_bytes(), cache.content_by_tier()
     ledger.note_resident(resident)
-    ratio = method.published_ratio(planned, shape)
+    ratio, budget_tokens = method.published_ratio(planned, shape), planned_tokens(method, shape, planned)
     return GenerationResult(
         token_ids=tokens,
         prompt_tokens=s,
@@ -274,7 +274,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         step_s=[b - a for a, b in zip(marks, marks[1:], strict=False)],
         index_build_s=ledger.index_build_s,
         index_work_s=ledger.index_work_s,
-        budget_tokens=planned_tokens(method, shape, planned),
+        budget_tokens=budget_tokens,
         attended_tokens=ledger.attended(all_layers=False),
         attended_tokens_all_layers=ledger.attended(all_layers=True),
         resident_bytes=resident,
@@ -284,6 +284,9 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
             **ledger.reported(),
             **({} if ratio is None else {"published_ratio": ratio}),
             "attended_union": ledger.attended(all_layers=False, union=True),
-            "content_bytes": cache.content_bytes(),
+            "context_tokens": ledger.context(),
+            **({} if budget_tokens is None else {"allowed_tokens": method.budget.total(planned)}),
+            "content_bytes": sum(content.values()),
+            **{f"content_{tier}_bytes": nbytes for tier, nbytes in content.items()},
         },
     )

@@ -52,6 +52,7 @@ class Ledger:
         self.moved: dict[str, int] = defaultdict(int)  # bytes of decode steps, by kind
         self.prefill_moved: dict[str, int] = defaultdict(int)  # bytes of the prompt and of later turns, by kind
         self.steps = 0  # decode steps finished
+        self._context = 0.0  # sum over steps of the tokens seen, a mean over rows
         self._index_s = 0.0
         self.index_work_s = 0.0  # seconds of index builds, the time they ran beside the model included
         self._index_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -118,8 +119,10 @@ class Ledger:
         self.collect()
         return {**self.facts, **{name: float(total / count) for name, (total, count) in self._means.items()}}
 
-    def end_step(self) -> None:
+    def end_step(self, context: float = 0.0) -> None:
+        """A decode step is over. context: tokens that full attention would have attended, the current one included."""
         self.steps += 1
+        self._context += context
 
     @contextmanager
     def index_timer(self, device: torch.device) -> Iterator[None]:
@@ -159,6 +162,10 @@ class Ledger:
         for kind, column in COLUMNS.items():
             columns[column] += self.moved.get(kind, 0) / max(self.steps, 1)
         return columns
+
+    def context(self) -> float | None:
+        """Mean length of the context of a decode step, the current token included; None without a step."""
+        return self._context / self.steps if self.steps else None
 
     def attended(self, *, all_layers: bool, union: bool = False) -> float | None:
         """Mean tokens attended per decode step and query head: over the layers that select, or over all layers."""

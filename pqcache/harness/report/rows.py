@@ -132,6 +132,9 @@ class Row(TypedDict):
     library: str | None  # digest of all code that computes
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
+    # over the decode steps of attended_tokens: context_tokens, the mean length of the context, which full attention attends;
+    # allowed_tokens, what the budget gives for the prompt, of methods that spend it on tokens
+    # content_<tier>_bytes: resident_bytes without unused buffer capacity; content_bytes: their sum
     # with batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
     # whose answer differs
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
@@ -258,6 +261,24 @@ def _skipped(path: Path, why: str) -> None:
     if line not in _said:
         _said.add(line)
         print(printable(line), file=sys.stderr)
+
+
+def samples_text(rows: Iterable[Row]) -> str:
+    """How many samples the rows have: "16 samples", "16 samples (2 of each of 8 sub-tasks)", "14-16 samples"."""
+    rows = list(rows)
+    count = _range(row["n_samples"] for row in rows)
+    text = f"{count} sample{'' if count == '1' else 's'}"
+    parts = [[len(samples) for samples in row["sample_scores"].values()] for row in rows]
+    tasks = {len(counts) for counts in parts}
+    if len(tasks) == 1 and tasks != {1} and all(parts):
+        text += f" ({_range(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
+    return text
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """3, or 3-5."""
+    known = sorted(set(numbers))
+    return f"{known[0]}" if len(known) == 1 else f"{known[0]}-{known[-1]}"
 
 
 def skipped_text(row: Row) -> str:

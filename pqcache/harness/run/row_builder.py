@@ -17,6 +17,8 @@ from pqcache.harness.run.claims import Busy, claim
 from pqcache.harness.run.samples import Sample
 from pqcache.harness.run.timing import percentile, tpot_ms
 
+STEP_MEANS = ("context_tokens", "allowed_tokens")  # means over decode steps, to be compared with attended_tokens
+
 
 def build_row(
     cell: Cell,
@@ -37,6 +39,10 @@ def build_row(
     question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
+    steps = [len(s["step_s"]) for s in samples]
+    for key in STEP_MEANS:
+        if (value := known_mean([s["extra"].get(key) for s in samples], steps)) is not None:
+            extra[key] = value
     if cell.run.batch > 1:
         extra.pop(batches.DIFFERS, None)
         extra |= batches.facts(samples, cell.run.batch)
