@@ -29,6 +29,7 @@ from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics, tables
+from pqcache.harness.report.row_text import summary_line
 from pqcache.harness.report.rows import Row
 from pqcache.harness.run import runner
 from pqcache.harness.run.session import Session
@@ -203,7 +204,7 @@ def run(request: FitRequest) -> None:
     for name in request.methods:
         fits.append(bench.fit(name, reference, request.tolerance))
         row = fits[-1].row
-        print(f"{name}: {fits[-1].reason if row is None else tables.summary_line(row)}", flush=True)
+        print(f"{name}: {fits[-1].reason if row is None else summary_line(row)}", flush=True)
     print(f"\n{table(reference, fits)}\n")
     cells = (
         f"{reference['model']}, {reference['kv_dtype']}, {reference['task']}: {reference['n_samples']} samples a cell"

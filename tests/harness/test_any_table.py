@@ -107,3 +107,17 @@ def test_sub_tasks_and_single_samples(tmp_path: Path) -> None:
     line = next(x for x in text.splitlines() if x.startswith("| pqcache"))
     assert [part.strip() for part in line.strip("| ").split("|")][1:4] == ["38.8 [n/a]", "-61.2 [n/a]", "n/a"]
     assert "[-61.2" not in text
+
+
+def test_lines_beside_their_budget_are_marked(tmp_path: Path) -> None:
+    attended = {"prompt_tokens": 1000.0, "budget_applied": 0.15, "attended_tokens": 201.0}
+    make_row(tmp_path, "full", {"t": [100]}, **{**attended, "budget_applied": 1.0})
+    for budget in (0.1, 0.2):
+        make_row(tmp_path, "streaming", {"t": [90]}, budget=budget, **attended)
+    layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), ("score", "tpot"))
+    line = next(x for x in markdown(layout).splitlines() if x.startswith("| streaming"))
+    assert [part.strip() for part in line.strip("| ").split("|")][1:] == ["90.0 [n/a]*", "9.00", "90.0 [n/a]", "9.00"]
+    (note,) = [note for note in layout.notes if "*" in note]
+    assert note.startswith(
+        "Marked *: streaming at 0.1 (t) attends 201 tokens a step, 2.01 times the 100 of its budget. "
+    )

@@ -13,8 +13,8 @@ import run
 from pqcache import selective
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.config.rules import without_batches
+from pqcache.harness.report.row_text import row_text
 from pqcache.harness.report.rows import batch_text, read_row
-from pqcache.harness.report.tables import row_text
 from pqcache.harness.run import batches
 from pqcache.registry import METHODS, method_class
 from tests.harness.cells import Command

@@ -8,62 +8,12 @@ from typing import Any
 
 import pytest
 
-import run
-from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report import budget_marks, tables
 from pqcache.harness.report import rows as results
-from pqcache.harness.report import tables
-from pqcache.harness.report.rows import Row, find_full, pair_with_full, write_row
-from pqcache.harness.run.row_builder import build_row
-from pqcache.harness.run.samples import Sample
-
-
-def plan(line: str) -> RunPlan:
-    return make_plan(compose_all(line.split(), run.CONFIGS))
-
-
-def sample(doc_id: int, **changed: Any) -> Sample:
-    values: dict[str, Any] = {
-        "task": "needle_pocket",
-        "doc_id": doc_id,
-        "fingerprint": "f",
-        "response": "",
-        "score": 0.0,
-        "new_tokens": 4,
-        "prompt_tokens": 1000,
-        "question_tokens": 0,
-        "prefill_s": 0.5,
-        "tt2t_s": 0.6,
-        "step_s": [0.1, 0.05, 0.01],
-        "index_build_s": 0.1,
-        "budget_tokens": 200,
-        "attended_tokens": 201.0,
-        "attended_tokens_all_layers": 201.0,
-        "resident_bytes": {"device": 2**20, "host": 2**20},
-        "peak_bytes": {"device": 3 * 2**20},
-        "bytes_per_step": {"selection": 64.0},
-        "extra": {},
-        "attn": "sdpa",
-        "device": "a machine",
-        "git_commit": None,
-        "versions": {"python": "3.11"},
-    }
-    return {**values, **changed}  # type: ignore[typeddict-item]
-
-
-def make_rows(plan_: RunPlan, scores: dict[str, list[float]], samples: list[Sample] | None = None) -> dict[str, Row]:
-    made = {}
-    for cell in plan_.cells:
-        method = cell.identity["method"]["name"]
-        values = {"needle_pocket": {str(i): v for i, v in enumerate(scores[method])}}
-        made[cell.name] = build_row(
-            cell,
-            values,
-            samples or [sample(i) for i in range(len(scores[method]))],
-            prompt_protocol={},
-            kv_dtype="float32",
-        )
-    return {name: pair_with_full(row, find_full(row, made.values())) for name, row in made.items()}
+from pqcache.harness.report.footnotes import footnotes
+from pqcache.harness.report.row_text import row_text, summary_line
+from pqcache.harness.report.rows import Row, write_row
+from tests.harness.made_rows import make_rows, plan, sample
 
 
 def test_table_shows_full_in_every_budget_column() -> None:
@@ -73,12 +23,15 @@ def test_table_shows_full_in_every_budget_column() -> None:
     assert lines[0].split("|")[1].strip() == "budget 0.1"
     assert lines[0].split("|")[2].strip() == "budget 0.2"
     full = next(line for line in lines if line.startswith("full")).split("|")
-    assert full[1].split() == full[2].split() == ["90.0", "201", "2.00", "0.600", "10.00"]
+    assert full[1].split() == full[2].split() == ["90.0", "201", "1.0", "1.0", "0.600", "10.00"]
     oracle = next(line for line in lines if line.startswith("oracle")).split("|")
-    assert oracle[1].split()[:4] == ["85.0", "-5.0", "[-10.0,", "+0.0]"]
-    narrow = tables.sweep_table(swept, rows, {}, width=80)
-    assert narrow.count("\nfull") == 2
-    assert max(len(line) for line in narrow.splitlines()) <= 80
+    assert oracle[1].split()[:5] == ["85.0", "-5.0", "[-10.0,", "+0.0]", "201*"]  # twice the budget of 0.1
+    assert oracle[2].split()[4] == "201"
+    for width, parts in ((100, 2), (80, 4)):  # a table per budget, then one of quality and one of cost
+        narrow = tables.sweep_table(swept, rows, {}, width=width)
+        assert narrow.count("\nfull") == parts
+        assert max(len(line) for line in narrow.splitlines()) <= width
+        assert all(narrow.count(column) == 2 for column in tables.COLUMNS)
 
 
 def test_missing_cells_say_why() -> None:
@@ -120,7 +73,11 @@ def test_row_figures_are_pooled_as_documented() -> None:
     assert nothing["tpot_p50_ms"] is None
     assert nothing["tpot_p95_ms"] is None
     assert nothing["attended_tokens"] is None
-    assert "n/a" in tables.row_text(nothing, Path("row.json"))
+    text = row_text(nothing, Path("row.json"))
+    assert "no decode step" in text and "no TPOT: no sample has three decode steps" in text
+    for words in (text, summary_line(nothing)):
+        assert "n/a s" not in words and "n/a ms" not in words
+    assert "TT2T 0.600 s, 1 sample" in summary_line(nothing)
 
 
 def test_budget_fields() -> None:
@@ -139,7 +96,7 @@ def test_a_partial_comparison_says_so() -> None:
     swept = plan("-m method=full,oracle budget=0.1")
     rows = make_rows(swept, {"full": [100.0], "oracle": [90.0, 80.0, 70.0]})
     oracle = next(row for row in rows.values() if row["method"] == "oracle")
-    assert "(1 of 3 samples)" in tables.row_text(oracle, None)
+    assert "(1 of 3 samples)" in row_text(oracle, None)
     assert "(1 of 3 samples)" in tables.sweep_table(swept, rows, {})
     complete = make_rows(swept, {"full": [100.0, 1.0, 2.0], "oracle": [90.0, 80.0, 70.0]})
     assert "samples)" not in tables.sweep_table(swept, complete, {})
@@ -149,7 +106,7 @@ def test_one_sample_has_no_interval(tmp_path: Path) -> None:
     swept = plan("-m method=full,oracle budget=0.1")
     rows = make_rows(swept, {"full": [100.0], "oracle": [38.8]})
     oracle = next(row for row in rows.values() if row["method"] == "oracle")
-    for text in (tables.row_text(oracle, None), tables.sweep_table(swept, rows, {})):
+    for text in (row_text(oracle, None), tables.sweep_table(swept, rows, {})):
         assert "-61.2" in text and "n/a" in text and "[" not in text
     old = {**oracle, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
     write_row(tmp_path / "row.json", old)  # type: ignore[arg-type]
@@ -185,8 +142,144 @@ def test_frames_of_a_folder(tmp_path: Path) -> None:
     assert {"score", "resident_bytes.device", "hyper_parameters.n_sink", "path"} <= set(frame.columns)
     table = tables.results_table(tmp_path)
     assert list(table["method"]) == ["full", "oracle", "oracle"]
-    assert list(table["to Full"]) == [0.0, -10.0, -10.0]
+    assert list(table["to Full"])[1:] == [-10.0, -10.0]
+    assert table["to Full"].isna()[0]  # Full is what the others are compared with
     assert list(table["resident MiB"]) == [2.0, 2.0, 2.0]
+
+
+def test_full_is_not_compared_with_itself() -> None:
+    swept = plan("-m method=full,oracle budget=0.2")
+    full, oracle = make_rows(swept, {"full": [100.0, 80.0], "oracle": [90.0, 80.0]}).values()
+    assert full["paired_difference"] == 0.0
+    assert "+0.0" not in row_text(full, None) and "to Full" not in row_text(full, None)
+    assert "to Full -5.0 [-10.0, +0.0], Full 90.0" in row_text(oracle, None)
+
+
+def test_no_step_attends_more_than_its_context() -> None:
+    """Short prompts with long answers: 61 tokens a step are more than the 51 of a mean prompt."""
+    samples = [
+        sample(0, prompt_tokens=92, step_s=[0.1], attended_tokens=93.0, extra={"context_tokens": 93.0}),
+        sample(1, prompt_tokens=10, step_s=[0.1] * 99, attended_tokens=60.0, extra={"context_tokens": 60.0}),
+    ]
+    (row,) = make_rows(plan("method=full"), {"full": [0.0, 0.0]}, samples).values()
+    assert row["attended_tokens"] == row["extra"]["context_tokens"] == pytest.approx(60.33)
+    assert row["prompt_tokens"] == 51.0
+    text = row_text(row, None)
+    assert "60 attended per step (201 over all layers) of a context of 60 on average (1.00), 51 prompt tokens" in text
+    del row["extra"]["context_tokens"]  # a row of an older version
+    assert "60 attended per step (201 over all layers), 51 prompt tokens" in row_text(row, None)
+
+
+def test_how_many_samples_a_limit_makes() -> None:
+    (row,) = make_rows(plan("method=full"), {"full": [0.0]}).values()
+    several = {"a": {"0": 1.0, "1": 1.0}, "b": {"0": 1.0}}
+    assert results.samples_text([row]) == "1 sample"
+    assert results.samples_text([{**row, "sample_scores": several, "n_samples": 3}]) == (  # type: ignore[typeddict-item]
+        "3 samples (1-2 of each of 2 sub-tasks)"
+    )
+
+
+def test_the_score_of_pg19_is_explained_where_it_is_printed() -> None:
+    for mode, words in (("exact", "as a mean over positions"), ("stream", "100 / perplexity")):
+        swept = plan(f"-m method=full,streaming task=pg19 task.mode={mode} task.source=constructed")
+        rows = make_rows(swept, {"full": [1.0], "streaming": [1.0]})
+        for text in (tables.sweep_caption(rows), *(row_text(row, None) for row in rows.values())):
+            assert words in text and "the book's next token in percent" in text
+    (other,) = make_rows(plan("method=full"), {"full": [0.0]}).values()
+    assert "score is" not in row_text(other, None)
+
+
+def test_bytes_are_content_beside_what_full_holds() -> None:
+    swept = plan("-m method=full,oracle budget=0.2")
+    buffers = {"device": 8 * 2**20}
+    rows = {}
+    for (name, row), content in zip(
+        make_rows(swept, {"full": [1.0], "oracle": [1.0]}, [sample(0, resident_bytes=buffers)]).items(),
+        ({"device": 4 * 2**20}, {"device": 2**20, "host": 3 * 2**20}),
+        strict=True,
+    ):
+        row["resident_bytes"] = dict.fromkeys(content, 8.0 * 2**20)
+        row["extra"] = {f"content_{tier}_bytes": nbytes for tier, nbytes in content.items()}
+        rows[name] = row
+    lines = tables.sweep_table(swept, rows, {}).splitlines()
+    assert lines[3].split()[4:6] == ["4.0", "0.0"] and lines[4].split()[6:10] == ["1.0", "(0.25)", "3.0", "(0.75)"]
+    assert "without unused buffer capacity; in brackets as a share of Full's" in tables.sweep_caption(rows)
+    text = row_text(list(rows.values())[1], None)
+    assert "device 1.0 MiB, host 3.0 MiB   (with unused buffer capacity device 8.0 MiB, host 8.0 MiB; peak" in text
+    next(iter(rows.values()))["extra"] = {}  # a row of an older version: no share of what is not known
+    old = tables.sweep_table(swept, rows, {})
+    assert old.count("8.0") == 3 and "(" not in old
+    assert "unused buffer capacity included" in tables.sweep_caption(rows)
+
+
+def marked(line: str, **values: Any) -> str:
+    """The remark on the row of one sample with these values."""
+    cells = plan(line)
+    name = cells.cells[0].identity["method"]["name"]
+    (row,) = make_rows(cells, {name: [0.0]}, [sample(0, **values)]).values()
+    text, caption = row_text(row, None), tables.sweep_caption({"a": row})
+    remark = budget_marks.remark(row)
+    assert (budget_marks.mark(row) == "*") == ("  budget    *" in text) == ("\n* " in caption) == bool(remark)
+    return remark
+
+
+def test_rows_beside_their_budget_are_marked_with_the_methods_own_rule() -> None:
+    short = {"prompt_tokens": 250, "budget_tokens": 53, "attended_tokens": 54.0}
+    assert marked("method=oracle budget=0.1", **short) == (
+        "attends 54 tokens a step, 2.16 times the 25 of its budget. The rule is oracle's own: 32 sinks + 10 in the local"
+        " window + 11 chosen = 53 of 250 tokens."
+    )
+    page = {"prompt_tokens": 250, "budget_tokens": 16, "attended_tokens": 17.0}
+    assert marked("method=quest budget=0.1", **page) == (
+        "attends 17 tokens a step, 0.68 times the 25 of its budget. The rule is quest's own: 16 chosen = 16 of 250 tokens."
+    )
+    kept = {"prompt_tokens": 250, "budget_tokens": 53, "attended_tokens": 90.0}
+    assert marked("method=snapkv budget=0.1", **kept).endswith(
+        "of 250 tokens, and beside them what was generated since."
+    )
+    released = marked("method=h2o budget=0.1 protocol=release", **kept)
+    assert "The rule is h2o's own under protocol=release" in released
+    # by the same steps, not by the mean prompt: one long prompt with many steps among short ones
+    weighted = {**short, "attended_tokens": 400.0, "extra": {"allowed_tokens": 390.0}}
+    assert marked("method=oracle budget=0.1", **weighted) == ""
+    long = {"prompt_tokens": 4000, "budget_tokens": 825, "attended_tokens": 826.0}
+    assert marked("method=oracle budget=0.2", **long) == ""
+
+
+def test_prompts_too_short_to_be_compressed_are_marked() -> None:
+    tiny = {"prompt_tokens": 40, "budget_tokens": 33, "attended_tokens": 34.0}
+    assert marked("method=oracle budget=0.2", **tiny).startswith(
+        "keeps 0.82 of prompts that are as short as 40 tokens: hardly anything is compressed. The rule is oracle's own: 32"
+    )
+    whole = {"prompt_tokens": 300, "budget_tokens": 300, "attended_tokens": 301.0}
+    assert "keeps 1.00 of prompts" in marked("method=oracle budget=512", **whole)
+    nearly = {"prompt_tokens": 1000, "budget_tokens": 903, "attended_tokens": 904.0}
+    assert marked("method=oracle budget=0.9", **nearly) == ""
+
+
+def test_methods_without_a_budget_of_tokens_are_not_marked() -> None:
+    everything = {"prompt_tokens": 100, "budget_tokens": None, "attended_tokens": 180.0}
+    for line in ("full budget=0.2", "int8 budget=0.2", "int8 budget=64", "zipcache budget=0.2", "oracle budget=1.0"):
+        assert marked(f"method={line}", **everything) == "", line
+    assert marked("method=oracle", prompt_tokens=40, budget_tokens=33, attended_tokens=None) == ""  # no decode step
+
+
+def test_a_mark_needs_no_method_of_today() -> None:
+    """A row of an older version, whose method cannot be made again, has its mark without the plan."""
+    (row,) = make_rows(plan("method=oracle budget=0.1"), {"oracle": [0.0]}, [sample(0, attended_tokens=300.0)]).values()
+    row["hyper_parameters"] = {"reduce": "of another time"}
+    assert (
+        budget_marks.remark(row)
+        == "attends 300 tokens a step, 3.00 times the 100 of its budget. The rule is oracle's own."
+    )
+
+
+def test_a_papers_table_names_the_lines_beside_their_budget() -> None:
+    swept = plan("-m method=full,oracle budget=0.1")
+    rows = make_rows(swept, {"full": [0.0], "oracle": [0.0]})
+    notes = {note.title: note.lines for note in footnotes(swept, rows)}
+    (line,) = notes["Tokens beside the budget"]
+    assert line.startswith("oracle at 0.1 attends 201 tokens a step, 2.01 times the 100 of its budget.")
 
 
 def test_every_field_of_the_row_is_documented() -> None:

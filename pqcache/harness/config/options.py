@@ -86,7 +86,7 @@ class RunOptions:
     budget: float | int = 0.2
     # seeds the task's documents, and torch for each sample; a method's own seeds are its hyper-parameters
     seed: int = 0
-    # samples per task; null: all of them
+    # documents of each sub-task: pocket has 8 of them; null: all there are
     limit: int | None = 20
     # the folder of everything that a run writes
     out: str = "results/runs"

@@ -5,6 +5,8 @@ python run.py experiment=pqcache_table2 plan=true
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pqcache.harness.config import environment, folders
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import estimate, foresee, needs
@@ -54,7 +56,7 @@ def time_words(found: Survey) -> str:
 
 def short(found: Survey) -> list[str]:
     """The lines that a run begins with: three, or one for a single cell."""
-    done = f", {found.done:,} done" if found.done else ""
+    done = f"{_each_of(found)}, {found.done:,} done" if found.done else _each_of(found)
     tokens = f"{number(found.prompt_tokens, found.exact)} prompt tokens, at most {number(found.new_tokens)} new ones"
     memory = _most_memory(found.cells)
     time = f"time: {time_words(found)}"
@@ -67,6 +69,19 @@ def short(found: Survey) -> list[str]:
         "; ".join(["      " + tokens, *memory]),
         f"      {time}",
     ]
+
+
+def _each_of(found: Survey) -> str:
+    """What a limit makes of tasks with several sub-tasks: " (limit=2: 2 documents of each of 8 sub-tasks)"; else empty."""
+    texts: dict[str, None] = {}
+    for one in found.cells:
+        counts = Counter(document.task for document in one.counted.documents)
+        if one.cell.run.limit is None or len(counts) < 2:
+            continue
+        few, many = min(counts.values()), max(counts.values())
+        each = f"{few} document{'' if many == 1 else 's'}" if few == many else f"{few}-{many} documents"
+        texts[f"{each} of each of {len(counts)} sub-tasks"] = None
+    return f" (limit={found.cells[0].cell.run.limit}: {', '.join(texts)})" if texts else ""
 
 
 def _most_memory(cells: list[CellSurvey]) -> list[str]:
@@ -87,7 +102,7 @@ def text(found: Survey) -> str:
     left = found.samples - found.done
     lines = [
         f"cells: {len(found.cells)}{skipped}",
-        f"samples: {found.samples:,}, {found.done:,} done, {left:,} to run",
+        f"samples: {found.samples:,}{_each_of(found)}, {found.done:,} done, {left:,} to run",
         f"prefills: {found.prefills:,} distinct" + (", shared between cells" if found.shared else ", none is shared"),
         f"prompt tokens: {number(found.prompt_tokens, found.exact)} in samples,"
         f" {number(found.prefill_tokens, found.exact)} in prefills",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.options import Refused
-from pqcache.harness.report import any_figure, latex
+from pqcache.harness.report import any_figure, budget_marks, latex
 from pqcache.harness.report.configurations import (
     AVERAGE,
     DATASET,
@@ -44,6 +44,7 @@ FOLDER = "tables"  # under the folder of rows
 STEM = "table"
 ROWS, COLUMNS, VALUES = ("method",), ("budget",), ("score", "to_full", "resident", "tpot")
 OWN_TABLE = ("model", "task")  # get a table each, unless they are named
+MOST_MARKS = 12  # notes on marked lines
 UNTOLD = ("seed", "device")  # differ without making another configuration
 
 
@@ -129,6 +130,7 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     notes = _notes(every, (*own, *down, *columns))
     if hidden:
         notes.append(f"{hidden} configurations that no option tells apart from others are not shown")
+    notes += _beside_the_budget(every)
     if left_out:
         notes.append(
             f"{left_out} rows are left out: another one of the same configuration and seed has as many samples"
@@ -194,6 +196,14 @@ def _notes(every: Sequence[Configuration], shown: Sequence[str]) -> list[str]:
     return [f"Not the same in all lines, and not shown: {', '.join(differ)}"] if differ else []
 
 
+def _beside_the_budget(every: Sequence[Configuration]) -> list[str]:
+    """Why configurations are marked: they attend clearly more or less than their budget."""
+    named = [(f"{one.first['method']} at {one.budget} ({one.first['task']})", one.first) for one in every]
+    notes = budget_marks.footnotes(named)
+    more = [f"{len(notes) - MOST_MARKS} more are marked"] if len(notes) > MOST_MARKS else []
+    return [f"Marked {budget_marks.MARK}: {note}" for note in [*notes[:MOST_MARKS], *more]]
+
+
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +219,8 @@ def block(panel: Panel, measures: Sequence[Measure]) -> Block:
             head.append(one.title if alone else name if len(measures) == 1 else f"{name} {one.title}")
             best = _best([places[column] for places in panel.lines.values() if column in places], one)
             for shown, places in zip(body, panel.lines.values(), strict=True):
-                shown.append(_field(places.get(column), one, best))
+                marks = _marks(places.get(column)) if one is measures[0] else ()
+                shown.append((*_field(places.get(column), one, best), *marks))
     return Block(_title(panel, measures, across), head, body, len(panel.rows))
 
 
@@ -227,6 +238,12 @@ def _best(places: Sequence[Place], of: Measure) -> float | None:
     ranked = [p.number(of).value for p in places if of.better is not None and p.of.first["method"] not in NOT_RANKED]
     known = [value for value in ranked if value is not None]
     return of.better(known) if of.better is not None and len(known) > 1 else None
+
+
+def _marks(place: Place | None) -> Field:
+    """The mark of a configuration that attends clearly more or less than its budget, at its first number."""
+    marked = place is not None and place.dataset == AVERAGE and budget_marks.mark(place.of.first)
+    return (Text(budget_marks.MARK),) if marked else ()
 
 
 def _field(place: Place | None, of: Measure, best: float | None) -> Field:

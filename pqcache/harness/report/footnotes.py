@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.report import budget_marks
 from pqcache.harness.report.entries import status
 from pqcache.harness.report.rows import Row, skipped_text
+from pqcache.harness.report.tables import budget_text
 from pqcache.registry import METHODS, method_class
 
 HEADING = re.compile(r"^Deviations\b([^:]*):\s*(.*)$")
@@ -43,6 +45,7 @@ def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> list[Footnote]:
         Footnote("Chosen here, because the paper does not say", _sentences(plan, "guesses")),
         Footnote("Differs from what was printed", _sentences(plan, "notes")),
         *(Footnote(f"Deviations of {name}", tuple(lines)) for name, lines in deviations_of(plan.cells).items()),
+        Footnote("Tokens beside the budget", tuple(_beside_the_budget(plan.cells, rows))),
         Footnote("Samples", tuple(_samples(plan.cells, rows))),
     ]
     return [note for note in notes if note.lines]
@@ -190,6 +193,14 @@ def _sentences(plan: RunPlan, key: str) -> tuple[str, ...]:
     """`report.guesses` or `report.notes` of the experiment file."""
     value = plan.report.get(key) or []
     return tuple(str(line) for line in ([value] if isinstance(value, str) else value))
+
+
+def _beside_the_budget(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
+    """The lines that attend clearly more or less than their budget, and by which rule."""
+    named = [
+        (f"{line_name(cell)} at {budget_text(rows[cell.name])}", rows[cell.name]) for cell in cells if cell.name in rows
+    ]
+    return budget_marks.footnotes(named)
 
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:

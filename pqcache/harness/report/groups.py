@@ -13,6 +13,7 @@ from typing import Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
+from pqcache.harness.report import budget_marks
 from pqcache.harness.report.configurations import natural
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.rows import Row, rows_under
@@ -67,13 +68,16 @@ def table(rows: Sequence[Row]) -> str:
             "" if full else signed(row["paired_difference"]),
             "" if full else spread(row["paired_difference"], row["paired_interval"], signed),
             *(_family(row, task) for task in tasks),
-            number(row["attended_tokens"], 0),
+            number(row["attended_tokens"], 0) + budget_marks.mark(row),
             size(sum(row["bytes_per_step"].values())) if row["bytes_per_step"] else MISSING,
             number(row["tt2t_s"], 3),
             number(row["tpot_p50_ms"], 2),
         ]
         lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
-    return "\n".join(lines) + f"\n\n{_caption(rows)}"
+    named = ((f"{label} at {budget_text(row)}", row) for row, label in zip(rows, labels(rows), strict=True))
+    notes = "".join(f"\n- {in_markdown(note)}" for note in budget_marks.footnotes(named))
+    marked = f"\n\nMarked with an asterisk:\n{notes}" if notes else ""
+    return "\n".join(lines) + f"\n\n{_caption(rows)}{marked}"
 
 
 def _family(row: Row, task: str) -> str:

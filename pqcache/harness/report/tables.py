@@ -1,128 +1,45 @@
-"""Rows as text and as pandas tables: the printed row, the table at the end of a sweep, a folder's rows as a frame."""
+"""Rows as tables: the one at the end of a sweep, and a folder's rows as a frame."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
-from pqcache.harness.report.rows import Row, batch_text, read_row, row_files, skipped_text
+from pqcache.harness.report import budget_marks
+from pqcache.harness.report.rows import Row, batch_text, find_full, read_row, row_files, samples_text, skipped_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MISSING = "n/a"
-COLUMNS = ("score", "to Full", "95 % interval", "attended", "MiB", "TT2T s", "TPOT ms")
+QUALITY, COST = ("score", "to Full", "95 % interval", "attended"), ("device MiB", "host MiB", "TT2T s", "TPOT ms")
+COLUMNS = (*QUALITY, *COST)
+TIERS = {"device MiB": "device", "host MiB": "host"}
 
 
-# -- one row -----------------------------------------------------------------------------------------------------------
+# -- text of a row's numbers ---------------------------------------------------------------------------------------------
 
 
-def _own_prefills(row: Row) -> str:
-    """How many samples TT2T and prefill are of, if the others used a shared prefill."""
-    return f" (of {row['timed_samples']} samples)" if row["timed_samples"] < row["n_samples"] else ""
+def score_meaning(row: Row) -> str:
+    """What the score is, where it is not what a reader expects of a score; else empty."""
+    from pqcache.harness.tasks import task_class
+
+    try:
+        return task_class(row["task"]).score_meaning(row["task_options"])
+    except ValueError:
+        return ""  # a task of another version
 
 
-def row_text(row: Row, path: Path | None) -> str:
-    """A row in a few lines; the last one is the path of its row.json."""
-    if row["paired_difference"] is None:
-        to_full = "no Full cell of this model, task and seed to compare with"
-    else:
-        difference = f"{signed(row['paired_difference'])} {_to_full_span(row)}{_of_samples(row)}"
-        to_full = f"to Full {difference}, Full {number(row['full_score'])}"
-    tokens = f"{number(row['attended_tokens'], 0)} of {number(row['prompt_tokens'], 0)} prompt tokens attended per step"
-    if row["attended_tokens_all_layers"] != row["attended_tokens"]:
-        tokens += f" ({number(row['attended_tokens_all_layers'], 0)} over all layers)"
-    lines = {
-        "score": f"{number(row['score'])} {spread(row['score'], row['score_interval'])}   {to_full}",
-        "tokens": tokens + f", {number(row['generated_tokens'])} generated",
-        "resident": tiers(row["resident_bytes"]) + f"   (peak {tiers(row['peak_bytes'])}, {row['kv_dtype']} KV)",
-        "per step": tiers(row["bytes_per_step"]) or "nothing moved",
-        "time": (
-            f"TT2T {number(row['tt2t_s'], 3)} s,"
-            f" TPOT {number(row['tpot_p50_ms'], 2)} ms (p95 {number(row['tpot_p95_ms'], 2)}),"
-            f" prefill {number(row['prefill_s'], 3)} s{_own_prefills(row)}, index build {number(row['index_build_s'], 3)} s"
-        ),
-        "machine": f"{row['device']}, {row['attn']}, commit {_commit(row)}",
-    }
-    if row["extra"].get("batch", 1) > 1:
-        if row["task"] == "latency":
-            lines["time"] += f"; {_throughput(row)}"
-        else:
-            del lines["resident"], lines["per step"]
-            lines["time"] = _batch(row)
-    if other := metrics_text(row):
-        lines["metrics"] = other
-    if (measured := row["diagnostics"]) is not None:
-        lines["time"] = "not measured: diagnostics slow the steps"
-        lines["selection"] = diagnostics_text(measured)
-    if row["roofline"] is not None:
-        lines["bound"] = bound_text(row)
-    title = (
-        f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
-        f"  {row['n_samples']} samples{skipped_text(row)}" + ("  SMOKE RUN: no result" if row["smoke"] else "")
-    )
-    body = [f"  {name:<9} {text}" for name, text in lines.items()]
-    return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
-
-
-def _batch(row: Row) -> str:
-    """Why a row has neither times nor bytes, and what was found of its batches."""
-    extra = row["extra"]
-    found = f"batch {extra['batch']}"
-    if "batch_checked" in extra:
-        found += f": {extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
-    return f"not measured ({found})"
-
-
-def _throughput(row: Row) -> str:
-    return f"batch {row['extra']['batch']:.0f}, {number(row['extra']['tokens_per_s'])} tokens/s"
-
-
-def _commit(row: Row) -> str:
-    """The first letters of the commit, and whether it had changes that are not committed."""
-    commit = row["git_commit"] or MISSING
-    return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
-
-
-def metrics_text(row: Row) -> str:
-    """The metrics of a row with one sub-task, as lm-eval names and scales them; empty if there is only one metric."""
-    tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
-    several = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
-    return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if several else ""
-
-
-def diagnostics_text(measured: Mapping[str, Any]) -> str:
-    """Recall, mass and error of a diagnostics run in one line."""
-    if not measured.get("samples"):
-        return "nothing measured: no decode step"
-    return (
-        f"recall {number(measured['recall_kv'], 3)} of the oracle's, {number(measured['recall_q'], 3)} of each query head's own"
-        f" (chance {number(measured['chance'], 3)}); mass {number(measured['mass'], 3)} (p5 {number(measured['mass_p5'], 3)}),"
-        f" output error {number(measured['output_error'], 3)}"
-    )
-
-
-def bound_text(row: Row) -> str:
-    """The lower bound of a decode step, and how many times slower the step is."""
-    extra = row["extra"]
-    return (
-        f"TPOT is {number(row['roofline'], 2)} times weights {number(extra.get('weights_ms'), 3)} ms"
-        f" + fetched {number(extra.get('link_ms'), 3)} ms (attended K and V {number(extra.get('cache_ms'), 3)} ms; memory"
-        f" {number(extra.get('memory_gb_per_s'))} GB/s, link {number(extra.get('link_gb_per_s'))} GB/s)"
-    )
-
-
-def summary_line(row: Row) -> str:
-    """A row in half a line, while a sweep goes on."""
-    return (
-        f"score {number(row['score'])} {spread(row['score'], row['score_interval'])}, TT2T {number(row['tt2t_s'], 3)} s,"
-        f" TPOT {number(row['tpot_p50_ms'], 2)} ms, {row['n_samples']} samples{skipped_text(row)}"
-    )
+def content(row: Row) -> dict[str, float]:
+    """Tier -> bytes of the cache after the last step, without unused buffer capacity; empty if the row does not say them."""
+    keys = {tier: f"content_{tier}_bytes" for tier in row["resident_bytes"] or ()}
+    known = all(key in row["extra"] for key in keys.values())  # rows of older versions lack them
+    return {tier: row["extra"][key] for tier, key in keys.items()} if known else {}
 
 
 def budget_text(row: Row) -> str:
@@ -154,11 +71,12 @@ def spread(value: float | None, interval: list[float] | None, show: Any = number
     return MISSING if value is not None and interval is None else span(interval, show)
 
 
-def _to_full_span(row: Row) -> str:
+def to_full_span(row: Row) -> str:
+    """The interval of a row's difference to Full."""
     return spread(row["paired_difference"], row["paired_interval"], signed)
 
 
-def _of_samples(row: Row) -> str:
+def of_samples(row: Row) -> str:
     """How many samples are compared to Full, if Full has not run all of them."""
     paired = row["paired_samples"]
     return "" if paired is None or paired >= row["n_samples"] else f" ({paired} of {row['n_samples']} samples)"
@@ -182,8 +100,10 @@ def size(value: float) -> str:
 
 
 def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, str], width: int | None = None) -> str:
-    """One table of a sweep: a line per method (and whatever else varies), a block of columns per budget.
+    """One table of a sweep: a line per method (and whatever else varies), a block of columns per budget. What is too wide for
+    the terminal becomes a table per budget, and then one of quality and one of cost.
 
+    Rows that attend clearly more or less than their budget are marked; `sweep_caption` says why.
     rows: cell name -> row. outcomes: cell name -> what to show where there is no row (n/a, failed).
     A method that ignores the budget is in every block.
     """
@@ -191,6 +111,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
 
     varying = varying_keys(plan)
     width = width or shutil.get_terminal_size((160, 24)).columns
+    columns = _columns(rows)
     blocks = []
     for budget in plan.budgets:
         lines: dict[tuple[str, ...], dict[str, str]] = {}
@@ -199,35 +120,69 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
                 continue
             label = tuple(cell_label(cell, key) for key in varying)
             row = rows.get(cell.name)
-            lines[label] = _measured(row) if row is not None else _absent(outcomes.get(cell.name, MISSING))
+            lines[label] = _measured(row, rows) if row is not None else _absent(outcomes.get(cell.name, MISSING))
         index = pd.MultiIndex.from_tuples(list(lines), names=varying)
-        blocks.append((budget, pd.DataFrame(list(lines.values()), index=index, columns=list(COLUMNS))))
+        blocks.append((budget, pd.DataFrame(list(lines.values()), index=index, columns=columns)))
     wide = pd.concat({f"budget {_budget(b)}": frame for b, frame in blocks}, axis=1).fillna("").astype(str)
     wide = wide.reindex(dict.fromkeys(label for _, frame in blocks for label in frame.index))
-    text = _grid(wide)
-    if max(len(line) for line in text.splitlines()) <= width:
+    if _fits(text := _grid(wide), width):
         return text
-    return "\n\n".join(_grid(pd.concat({f"budget {_budget(b)}": frame}, axis=1)) for b, frame in blocks)
+    texts = []
+    for budget, frame in blocks:
+        title = f"budget {_budget(budget)}"
+        text = _grid(pd.concat({title: frame}, axis=1))
+        parts = [[column for column in part if column in columns] for part in (QUALITY, COST)]
+        texts += [text] if _fits(text, width) else [_grid(pd.concat({title: frame[part]}, axis=1)) for part in parts]
+    return "\n\n".join(texts)
+
+
+def _fits(text: str, width: int) -> bool:
+    return max(len(line) for line in text.splitlines()) <= width
+
+
+def _columns(rows: Mapping[str, Row]) -> list[str]:
+    """The columns of a sweep: without host memory where nothing is there."""
+    host = any((row["resident_bytes"] or {}).get("host") for row in rows.values())
+    return [column for column in COLUMNS if host or column != "host MiB"]
 
 
 def sweep_caption(rows: Mapping[str, Row]) -> str:
-    """Machine, samples and prompt length of a sweep's table; empty without rows."""
+    """Machine, samples and prompt length of a sweep's table, what its columns are, and its footnotes; empty without rows."""
     if not rows:
         return ""
     every = list(rows.values())
     devices = " / ".join(dict.fromkeys(row["device"] for row in every))
-    counts = sorted({row["n_samples"] for row in every})
-    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
     skipped = max((skipped_text(row) for row in every), key=len)
     prompt = fmean(row["prompt_tokens"] for row in every)
     tasks = ", ".join(dict.fromkeys(row["task"] for row in every))
     names = ", ".join(dict.fromkeys(row["model"] for row in every))
     smoke = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if every[0]["smoke"] else ""
     batch = batch_text(every)
-    return smoke + (
-        f"{names}, {tasks}: {each} samples a cell{skipped}, {prompt:.0f} prompt tokens on average, {batch}, on {devices}.\n"
-        "to Full: mean difference of the same samples, 95 % bootstrap interval. MiB: cache after the last step.\n"
-    )
+    lines = [
+        f"{names}, {tasks}: {samples_text(every)} a cell{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
+        f" on {devices}.",
+        "to Full: mean difference of the same samples, 95 % bootstrap interval.",
+        f"attended: tokens per decode step. MiB: cache after the last step, {_what_bytes(every)}.",
+        *(f"score of {task}: {meaning}." for task, meaning in _meanings(every).items()),
+        *(
+            f"{budget_marks.MARK} {note}"
+            for note in budget_marks.footnotes((f"{row['method']} at {budget_text(row)}", row) for row in every)
+        ),
+    ]
+    return smoke + "\n".join(lines) + "\n"
+
+
+def _what_bytes(rows: Sequence[Row]) -> str:
+    """What the bytes of a table are."""
+    if not all(content(row) for row in rows if row["resident_bytes"]):
+        return "unused buffer capacity included"
+    shares = any(row["method"] == "full" for row in rows)
+    return "without unused buffer capacity" + ("; in brackets as a share of Full's" if shares else "")
+
+
+def _meanings(rows: Iterable[Row]) -> dict[str, str]:
+    """Task -> what its score is, of the tasks where that needs to be said."""
+    return {row["task"]: meaning for row in rows if (meaning := score_meaning(row))}
 
 
 def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:
@@ -274,19 +229,35 @@ def _grid(frame: pd.DataFrame) -> str:
     return "\n".join(line.rstrip() for line in [head, sub, rule, *lines])
 
 
-def _measured(row: Row) -> dict[str, str]:
-    full = row["method"] == "full"
-    resident = sum(row["resident_bytes"].values()) / 2**20 if row["resident_bytes"] else None
-    values = (
-        number(row["score"]),
-        "" if full else signed(row["paired_difference"]),
-        "" if full else _to_full_span(row) + _of_samples(row),
-        number(row["attended_tokens"], 0),
-        number(resident, 2),
-        number(row["tt2t_s"], 3),
-        number(row["tpot_p50_ms"], 2),
-    )
-    return dict(zip(COLUMNS, values))
+def _measured(row: Row, rows: Mapping[str, Row]) -> dict[str, str]:
+    is_full = row["method"] == "full"
+    full = find_full(row, rows.values())
+    exact = all(content(other) for other in rows.values() if other["resident_bytes"])
+    return {
+        "score": number(row["score"]),
+        "to Full": "" if is_full else signed(row["paired_difference"]),
+        "95 % interval": "" if is_full else to_full_span(row) + of_samples(row),
+        "attended": number(row["attended_tokens"], 0) + budget_marks.mark(row),
+        **{column: _mebibytes(row, full, tier, exact) for column, tier in TIERS.items()},
+        "TT2T s": number(row["tt2t_s"], 3),
+        "TPOT ms": number(row["tpot_p50_ms"], 2),
+    }
+
+
+def _mebibytes(row: Row, full: Row | None, tier: str, exact: bool) -> str:
+    """Bytes on a tier, and in brackets their share of all that Full holds. exact: without unused buffer capacity."""
+    if not row["resident_bytes"]:
+        return MISSING
+    held = (content(row) if exact else row["resident_bytes"]).get(tier, 0.0)
+    whole = content_share(row, full, tier) if exact and row["method"] != "full" else None
+    return number(held / 2**20, 1) + (f" ({whole:.2f})" if whole is not None else "")
+
+
+def content_share(row: Row, full: Row | None, tier: str) -> float | None:
+    """A row's content on a tier as a share of all that Full holds; None where either is not known."""
+    if full is None or not content(row) or not (whole := sum(content(full).values())):
+        return None
+    return content(row).get(tier, 0.0) / whole
 
 
 def _absent(outcome: str) -> dict[str, str]:
@@ -296,7 +267,7 @@ def _absent(outcome: str) -> dict[str, str]:
 def varying_keys(plan: RunPlan) -> list[str]:
     """The keys whose values differ between the cells of a table, the method first."""
     keys = ["method"]
-    if any(cell.names for cell in plan.cells):
+    if any(cell_label(cell, "cell") not in ("", cell_label(cell, "method")) for cell in plan.cells):
         keys.insert(0, "cell")
     for group in ("model", "task", "seed"):
         if len({cell_label(cell, group) for cell in plan.cells}) > 1:
@@ -385,6 +356,8 @@ def results_table(folder: str | Path) -> pd.DataFrame:
         "tpot_p50_ms": "TPOT ms",
     }
     rows["changed"] = [_changed(folder) for folder in rows["folder"]]
+    for column in ("paired_difference", "paired_interval"):  # Full is what others are compared with
+        rows[column] = rows[column].mask(rows["method"] == "full")
     resident = rows.filter(like="resident_bytes.").sum(axis=1, min_count=1) / 2**20
     table = rows[list(columns)].rename(columns=columns)
     table["resident MiB"] = resident

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import latency_figures, papers, pooling, tables
 from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.row_text import row_text, summary_line
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import tracking
 from pqcache.harness.run.row_builder import refresh_pairs
@@ -23,7 +24,7 @@ def outcome_line(outcome: Outcome) -> str:
     if outcome.row is not None:
         kept = "; row.json keeps its larger number of samples" if outcome.kept else ""
         loaded = "; loaded, nothing was computed" if outcome.loaded else ""
-        return tables.summary_line(outcome.row) + kept + loaded
+        return summary_line(outcome.row) + kept + loaded
     return f"{'skipped, ' if outcome.status == 'not applicable' else ''}{outcome.status}: {outcome.reason}"
 
 
@@ -63,7 +64,7 @@ def _print_cell(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[st
     if outcome.status not in ("ok", "failed"):
         print(outcome_line(outcome))
     if cell.name in rows:
-        print(tables.row_text(rows[cell.name], cell.folder / "row.json"))
+        print(row_text(rows[cell.name], cell.folder / "row.json"))
         if outcome.kept:
             print("  row.json keeps its larger number of samples; the figures above are of this limit")
         elif outcome.loaded:

@@ -24,7 +24,7 @@ options object checks itself when it is made, before any model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -101,6 +101,11 @@ class Task(Generic[OptionsT]):
 
     def __init__(self, name: str, options: OptionsT) -> None:
         self.name, self.options = name, options
+
+    @classmethod
+    def score_meaning(cls, options: Mapping[str, Any]) -> str:
+        """What the score is, to be printed beside it, where a reader would not guess it. options: the `task.*` values."""
+        return ""
 
     def check(self) -> None:
         """Refuse options that are valid alone but not together. Raises a one-line ValueError."""

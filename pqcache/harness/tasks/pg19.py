@@ -16,6 +16,7 @@ positions, in stream mode its geometric mean, 100 / perplexity.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -66,6 +67,12 @@ class PG19(Task[PG19Options]):
     Options = PG19Options
     max_new_tokens = 1
     figures = (Figure("perplexity", "perplexity"),)
+
+    @classmethod
+    def score_meaning(cls, options: Mapping[str, Any]) -> str:
+        if options.get("mode") == "stream":
+            return "100 / perplexity: the probability of the book's next token in percent, as a geometric mean over its tokens"
+        return "the probability of the book's next token in percent, as a mean over positions; the metrics have the perplexity"
 
     def check(self) -> None:
         options = self.options

@@ -179,3 +179,11 @@ def test_every_published_task_has_figures(task: str, tmp_path: Path, monkeypatch
     assert found.prompt_tokens > 100 * found.samples
     assert not found.exact
     assert found.notes
+
+
+def test_a_limit_says_what_it_makes_of_sub_tasks(tmp_path: Path) -> None:
+    words = ("method=full", "task=pocket", "task.length=512", "limit=1", "wandb=disabled")
+    found = survey.survey(planned(tmp_path, *words), Session(), measured=False)
+    each = "(limit=1: 1 document of each of 8 sub-tasks)"
+    assert plan.short(found)[0].startswith(f"plan: 8 samples {each}; ")
+    assert f"samples: 8 {each}, 0 done, 8 to run" in plan.text(found)
