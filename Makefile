@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[harness,dev]'
 	@touch $@
 
-demo: $(INSTALLED) ## a slice of PocketBench under Full, Oracle, PQCache and StreamingLLM at two budgets; prints the table
+demo: $(INSTALLED) ## a slice of PocketBench under Full, PQCache and StreamingLLM: prints the table, draws demo.png
 	$(RUN) run.py experiment=demo out=$(OUT)/demo wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 
 test: $(INSTALLED) ## the default tests, a process per core: no GPU, no network, minutes

@@ -12,6 +12,7 @@ import run
 from pqcache.embedded import model_dir
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report import tables
 from pqcache.harness.report.rows import Row, read_row
 
 
@@ -35,16 +36,17 @@ def test_the_short_command_is_the_long_one() -> None:
     assert plan("samples=full").cells[0].name == cell.name
 
 
-def test_the_demo_is_seven_cells() -> None:
+def test_the_demo_is_three_cells() -> None:
     demo = plan("experiment=demo")
     names = ["__".join(cell.name.split("__")[1:3]) for cell in demo.cells]
-    assert sorted(names) == sorted(
-        ["full__1.0", "oracle__0.2", "oracle__0.1", "pqcache__0.2", "pqcache__0.1", "streaming__0.2", "streaming__0.1"]
-    )
-    assert demo.sweep
-    assert demo.budgets == [0.2, 0.1]
-    typed = plan("-m method=full,oracle,pqcache,streaming budget=0.1,0.2 task=pocket")
-    assert {cell.name for cell in typed.cells} == {cell.name for cell in demo.cells}
+    assert names == ["full__1.0", "pqcache__0.2", "streaming__0.2"]
+    assert demo.sweep and demo.budgets == [0.2] and demo.summary == "pqcache"
+    assert tables.varying_keys(demo) == ["method"]  # its cells are named as their methods
+    task = "budget=0.2 task=pocket task.length=4096"
+    typed = [*plan(f"-m method=full,streaming {task}").cells, *plan(f"method=pqcache method.store=host {task}").cells]
+    assert {cell.name for cell in typed} == {cell.name for cell in demo.cells}
+    more = plan("experiment=demo budget=0.2,0.1")
+    assert more.budgets == [0.2, 0.1] and len(more.cells) == 5
 
 
 def _weights() -> bool:

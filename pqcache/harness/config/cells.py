@@ -93,6 +93,7 @@ class RunPlan:
     best_of: dict[str, list[str]] = field(default_factory=dict)  # see compose.Request
     report: Options = field(default_factory=dict)
     words: tuple[str, ...] = ()  # the command line
+    summary: str | None = None  # see compose.Request
 
     @property
     def launch(self) -> Launch:
@@ -132,7 +133,13 @@ def make_plan(request: Request) -> RunPlan:
     if errors:
         raise Refused(errors)
     return RunPlan(
-        list(cells.values()), request.sweep, request.experiment, request.best_of, request.report, request.words
+        list(cells.values()),
+        request.sweep,
+        request.experiment,
+        request.best_of,
+        request.report,
+        request.words,
+        request.summary,
     )
 
 

@@ -40,6 +40,7 @@ from pqcache.harness.config.overrides import (
 )
 from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
+from pqcache.registry import METHODS
 
 ALONE = ("model", "method", "task", "launch")  # groups whose files set the keys of one node
 WANDB_KEY = re.compile(
@@ -76,6 +77,7 @@ class Request:
     report: dict[str, Any] = field(default_factory=dict)  # an experiment's `report:`, see papers.Report
     words: tuple[str, ...] = ()  # the command line: what composes the same again
     errors: list[str] = field(default_factory=list)  # of the overrides that were left out
+    summary: str | None = None  # an experiment's `summary:`, the method of which its last lines speak
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -120,8 +122,9 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     if not isinstance(report, dict):
         errors.append(f"report={shortened(show(report))}: belongs into an experiment file")
         report = {}
+    summary = _summary(head, errors)
     words = tuple(argv)
-    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, words, errors)
+    return Request(composed, sweep, experiment, arguments.cfg is not None, best_of, report, words, errors, summary)
 
 
 def _wandb_mode(words: list[str], errors: list[str]) -> list[str]:
@@ -231,6 +234,15 @@ def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) 
     for name, names in value.items():
         errors += [f"best_of.{name}={n}: unknown cell; {suggestion(str(n), cells)}" for n in names if n not in cells]
     return {str(name): names for name, names in value.items() if set(names) <= present}
+
+
+def _summary(head: dict[str, Any], errors: list[str]) -> str | None:
+    """An experiment's `summary:`, the name of a method."""
+    value = head.get("summary")
+    if value is not None and value not in METHODS:
+        errors.append(f"summary={shortened(show(value))}: unknown method; {suggestion(str(value), METHODS)}")
+        return None
+    return value
 
 
 def _cell_overrides(value: Any, name: str) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pqcache.selective import Method
 
 LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
-NO_OPTIONS = ("cells", "cell", "best_of", "report", "paper_scale")  # top-level keys that compose.py reads
+NO_OPTIONS = ("cells", "cell", "best_of", "report", "paper_scale", "summary")  # top-level keys that compose.py reads
 
 Options = dict[str, Any]
 

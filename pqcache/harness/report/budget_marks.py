@@ -32,12 +32,13 @@ def mark(row: Row) -> str:
 
 def remark(row: Row) -> str:
     """Why a row is marked, in one line; empty if it is not."""
-    if row.get("budget_ratio") == 1.0 or row.get("budget_applied") is None or not row.get("attended_tokens"):
+    attended = row.get("attended_tokens")
+    if row.get("budget_ratio") == 1.0 or row.get("budget_applied") is None or not attended:
         return ""
     allowed = (row.get("extra") or {}).get("allowed_tokens") or _asked(row)
     if not allowed:
         return ""
-    times = row["attended_tokens"] / allowed
+    times = attended / allowed
     if _keeps_the_prompt(row):
         what = (
             f"keeps {row['budget_applied']:.2f} of prompts that are as short as {row['prompt_tokens']:.0f} tokens: hardly"
@@ -46,7 +47,7 @@ def remark(row: Row) -> str:
     elif LESS <= times <= MORE:
         return ""
     else:
-        what = f"attends {row['attended_tokens']:.0f} tokens a step, {times:.2f} times the {allowed:.0f} of its budget"
+        what = f"attends {attended:.0f} tokens a step, {times:.2f} times the {allowed:.0f} of its budget"
     return f"{what}. {rule(row)}"
 
 

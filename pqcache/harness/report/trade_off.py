@@ -22,7 +22,7 @@ from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, rows_under
-from pqcache.harness.report.tables import number, signed, spread
+from pqcache.harness.report.tables import content, number, signed, spread
 from pqcache.registry import METHODS
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ class Point:
 
 def points(rows: Sequence[Row], with_host: Sequence[Row] = ()) -> list[Point]:
     """A point per row that has a score: Full first, then by score at the largest budget."""
-    stored = {(row["method"], row["budget_ratio"]): row["resident_bytes"] for row in with_host}
+    stored = {(row["method"], row["budget_ratio"]): _held(row) for row in with_host}
     made = []
     for row in rows:
         if row["score"] is None:
             continue
-        tiers = stored.get((row["method"], row["budget_ratio"]), row["resident_bytes"])
+        tiers = stored.get((row["method"], row["budget_ratio"]), _held(row))
         made.append(
             Point(
                 method=row["method"],
@@ -72,6 +72,11 @@ def points(rows: Sequence[Row], with_host: Sequence[Row] = ()) -> list[Point]:
         )
     best = {point.method: point.score for point in sorted(made, key=lambda point: point.budget)}
     return sorted(made, key=lambda p: (p.method != "full", -best[p.method], p.method, -p.budget))
+
+
+def _held(row: Row) -> dict[str, float]:
+    """Tier -> bytes: without unused buffer capacity, if the row says so."""
+    return content(row) or row["resident_bytes"] or {}
 
 
 def _pair(ends: list[float] | None) -> tuple[float, float] | None:
@@ -185,9 +190,8 @@ def caption(rows: Sequence[Row], made: Sequence[Point]) -> str:
     ]
     if moved:
         lines.append(f"Memory of {', '.join(moved)}: with K and V on the host (method.store=host).")
-    lines.append(
-        f"Time: median over the decode steps of {' / '.join(map(str, timed))} samples, K and V in memory, batch 1, {where}."
-    )
+    stored = "" if any(_held(row).get("host") for row in rows) else "K and V in memory, "
+    lines.append(f"Time: median over the decode steps of {' / '.join(map(str, timed))} samples, {stored}batch 1, {where}.")
     return " ".join(lines)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import latency_figures, papers, pooling, tables
+from pqcache.harness.report import latency_figures, papers, pooling, summary, tables
 from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.row_text import row_text, summary_line
 from pqcache.harness.report.rows import Row, read_row
@@ -81,6 +81,21 @@ def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[s
     if pooled := pooling.pooled_table(rows.values()):
         print(f"\n{pooled}")
     _draw_latency(plan, rows, out)
+    if plan.summary is not None:
+        _print_summary(plan, plan.summary, rows, out)
+
+
+def _print_summary(plan: RunPlan, method: str, rows: Mapping[str, Row], out: Path) -> None:
+    """What one method saves and costs against Full, and where the picture of it is."""
+    if sentences := summary.lines(rows.values(), method):
+        print("\n" + "\n".join(sentences))
+    try:
+        path = summary.draw(rows.values(), out / f"{plan.experiment}.png")
+    except Exception as error:  # the rows are on disk; the same command draws it again
+        print(f"picture: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
+        return
+    if path is not None:
+        print(f"picture: {path}")
 
 
 def _write_report(plan: RunPlan) -> None:
