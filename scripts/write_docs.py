@@ -111,6 +111,8 @@ class Description:
         repository, _, part = self.cls.released.partition(": ")
         if re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
             return f"[{repository}](https://github.com/{repository}): {part}"
+        if request := re.fullmatch(r"vLLM pull request (\d+)", repository):
+            return f"[vLLM #{request[1]}](https://github.com/vllm-project/vllm/pull/{request[1]}): {part}"
         return self.cls.released
 
     @property

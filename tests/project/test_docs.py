@@ -36,7 +36,7 @@ FILLED_IN = {
     "<folder>": "{folder}",
 }
 NOT_YET = {"baselines/keynorm.py", "configs/method/keynorm.yaml", "results/runs"}  # made by whoever follows the page
-DRAWN_AGAIN = ("full", "streaming", "snapkv", "quest", "zipcache")
+DRAWN_AGAIN = ("streaming", "snapkv", "quest", "zipcache")
 
 
 def page_ids(paths: list[Path]) -> list:
@@ -82,7 +82,11 @@ def typed(beginning: str) -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((REPO / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS
+    """As `wc -w` counts, and as a reader does, for whom every cell of a table has its words and an address has none."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= MOST_WORDS
+    read = re.sub(r"<!--.*?-->|\]\([^)]*\)|^\|[-:|]+\|$", "", text, flags=re.MULTILINE).replace("|", " ")
+    assert len(read.split()) <= MOST_WORDS
 
 
 def test_the_readme_lists_every_method_with_its_kind() -> None:
@@ -154,7 +158,7 @@ def folder(tmp_path: Path) -> Path:
 def test_every_command_composes(folder: Path) -> None:
     """What `python run.py` would do with each: options are checked, nothing is loaded."""
     commands = [line for line in typed("python run.py") if "keynorm" not in line]  # which a reader of that page adds
-    assert len(commands) > 40
+    assert len(commands) > 25
     wrong = []
     for command in commands:
         line = command
