@@ -91,7 +91,7 @@ class Description:
             if found:
                 self.deviations = found[0].strip()
                 parts[i] = part[: found.start()]
-        self.body = "\n\n".join(part.strip() for part in (parts[1], parts[0]) if part.strip())
+        self.body = "\n\n".join(part.strip("\n") for part in (parts[1], parts[0]) if part.strip())
 
     @property
     def kind(self) -> str:
@@ -143,7 +143,7 @@ def methods_table(short: bool) -> str:
         repository = one.official.partition("):")[0] + ")" if one.official.startswith("[") else one.official
         cells = [link, one.kind, one.paper, repository or "none published", str(one.count)]
         if not short:
-            cells.insert(2, one.title.partition(": ")[2].partition(" (")[0].rstrip(".") or one.title)
+            cells.insert(2, re.sub(r" \([^()]*\)", "", one.title.partition(": ")[2]).rstrip("."))
         lines.append(f"|{'|'.join(map(written, cells))}|" if short else f"| {' | '.join(map(written, cells))} |")
     if short:
         return "\n".join(["|method|kind|paper|official code|deviations|", "|---|---|---|---|---|", *lines])

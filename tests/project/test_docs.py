@@ -168,6 +168,8 @@ def test_every_command_composes(folder: Path) -> None:
         try:
             if folder_command.asked(words):
                 folder_command._read(words)
+            elif "task=lm_eval" in words:  # making it would read the thousands of definitions of lm-eval
+                assert compose_all([*words, f"out={folder}"], REPO / "configs").composed
             else:
                 assert make_plan(compose_all([*words, f"out={folder}"], REPO / "configs")).cells
         except Refused as error:

@@ -1,0 +1,52 @@
+"""The table and picture of what a method pays for its score, from the committed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pqcache.harness.report import trade_off
+from pqcache.harness.report.groups import group_rows
+from pqcache.harness.report.rows import rows_under
+
+
+@pytest.fixture(scope="module")
+def reference(repo: Path) -> Path:
+    return repo / "results" / "reference"
+
+
+def test_memory_comes_from_rows_with_k_and_v_on_the_host(reference: Path) -> None:
+    rows, hosted = group_rows(reference / "pocket"), rows_under(reference / "pocket_host")
+    alone, both = trade_off.points(rows), trade_off.points(rows, hosted)
+    assert [p.method for p in alone] == [p.method for p in both]
+    for before, after in zip(alone, both, strict=True):
+        row = next((r for r in hosted if (r["method"], r["budget_ratio"]) == (after.method, after.budget)), None)
+        assert (after.score, after.tpot_ms) == (before.score, before.tpot_ms)
+        assert before.host == 0
+        if row is None:
+            assert after == before
+        else:
+            assert (after.device, after.host) == (row["resident_bytes"]["device"], row["resident_bytes"]["host"])
+            assert after.device < before.device
+    assert trade_off.digest(alone) != trade_off.digest(both)
+
+
+def test_full_is_first_then_the_best_at_the_largest_budget(reference: Path) -> None:
+    made = trade_off.points(group_rows(reference / "pocket"))
+    largest = [max((p for p in made if p.method == name), key=lambda p: p.budget) for name in {p.method for p in made}]
+    scores = {p.method: p.score for p in largest if p.method != "full"}
+    order = list(dict.fromkeys(p.method for p in made))
+    assert order == ["full", *sorted(scores, key=lambda name: -scores[name])]
+    lines = trade_off.table(made).splitlines()[2:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == order
+    zipcache = next(line for line in lines if "zipcache" in line)
+    assert " n/a " in zipcache  # it has no row at the smaller budget
+
+
+def test_the_command_draws_and_prints(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trade_off.main([str(reference / "pocket"), "--picture", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").stat().st_size > 20_000
+    assert "| pqcache |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        trade_off.main([str(tmp_path)])
