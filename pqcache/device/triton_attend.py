@@ -260,12 +260,15 @@ def attend(
     strides = [x.stride(i) for x in (sinks[0], middle[0], local[0]) for i in range(3)]
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
     wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"
+    # where K and V are read through indices, the compiler spends two stages on the indices: only with five does a tile of
+    # K and V arrive while the one before is multiplied
+    stages = 5 if one and chosen is not None and q.dtype.itemsize == 2 else 3
     launch(_attend, (n * h_kv, splits), q)(
         q.contiguous(), *sinks, *middle, *local, cursor if indices is None else indices, cursor, plan, parts, lse,
         scaling, ring, n_sink, 0 if indices is None else indices.shape[2], splits, *strides,
         HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, triton.next_power_of_2(g)), TILE=_TILE,
         CHOSEN=chosen is not None, CHOSEN_KIND=_IN_ORDER if indices is None else _PICKED, ONE=one, WIDE=wide,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     launch(_merge, (n * h,), q)(
         parts, lse, out, cursor, splits,
