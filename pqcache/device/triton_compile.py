@@ -77,6 +77,9 @@ def calls(quick: bool) -> None:
                     amount=amount, scaling=0.1,
                 )  # fmt: skip
             triton_codes.select(tables, amount, codes, cursor, plan, sinks, 512, capacity)
+    keys = torch.zeros((n, h_kv, 2, 8192, 64), dtype=torch.float16)  # their sub-vectors, as PQCache clusters them
+    triton_nearest.moments(keys)
+    triton_nearest.nearest(keys, torch.zeros((16, 64, 64)), torch.zeros((16, 1, 64)), add=True)
     for d, c in KMEANS[:2] if quick else KMEANS:
         x = torch.zeros((16, 8192, d))
         for add in (True,) if quick else (True, False):

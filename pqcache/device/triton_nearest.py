@@ -20,18 +20,26 @@ _FIT = 4096  # numbers of a group's centroids, padded, up to which `_pass` serve
 
 
 @triton.jit
+def _points_of(x, group, heads, subs, x_row, x_head, x_sub):
+    """Where a group's points begin: group = (row * heads + head) * subs + sub-space."""
+    group = group.to(tl.int64)
+    return x + group // (heads * subs) * x_row + group // subs % heads * x_head + group % subs * x_sub
+
+
+@triton.jit
 def _pass(
-    x, groups, middle, centroids, norms, codes, best, sums, counts, n, blocks, x_group, x_line,
+    x, groups, middle, centroids, norms, codes, best, sums, counts, n, blocks,
+    heads, subs, x_row, x_head, x_sub, x_line,
     D: tl.constexpr, DIMS: tl.constexpr, C: tl.constexpr, CENTERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program = (block of points, group): x (G, N, D), middle (A, D), centroids (A, C, D), norms (A, C) = |centroid|^2.
+    """Program = (block of points, group): middle (A, D), centroids (A, C, D), norms (A, C) = |centroid|^2; x: see `_points_of`.
 
     Writes codes and best (A, N); with ADD sums (A, blocks, C, D) and counts (A, blocks, C) of the points around `middle`.
     """
     a = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
-    own = x + tl.load(groups + a).to(tl.int64) * x_group
+    own = _points_of(x, tl.load(groups + a), heads, subs, x_row, x_head, x_sub)
     inside = tl.arange(0, DIMS)
     real = inside < D
     center = tl.arange(0, CENTERS)
@@ -47,7 +55,7 @@ def _pass(
         point = start + tl.arange(0, TILE)
         mask = point < n
         where = point.to(tl.int64)[:, None] * x_line + inside[None]
-        points = tl.load(own + where, mask=mask[:, None] & real[None], other=0.0) - around[None]
+        points = tl.load(own + where, mask=mask[:, None] & real[None], other=0.0).to(tl.float32) - around[None]
         distance = length[None] - 2 * tl.dot(points, tl.trans(lines), input_precision="ieee")
         nearest = tl.min(distance, 1)
         code = tl.argmin(distance, 1, tie_break_left=True).to(tl.int32)
@@ -65,14 +73,15 @@ def _pass(
 
 @triton.jit
 def _assign(
-    x, groups, middle, centroids, norms, codes, best, n, x_group, x_line, c, d,
+    x, groups, middle, centroids, norms, codes, best, n, heads, subs, x_row, x_head, x_sub, x_line, c, d,
     TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Program = (tile of points, group): codes and best as in `_pass`, TILE centroids and PART dimensions at a time."""
     a = tl.program_id(1).to(tl.int64)
     point = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = point < n
-    own = x + tl.load(groups + a).to(tl.int64) * x_group + point.to(tl.int64)[:, None] * x_line
+    own = _points_of(x, tl.load(groups + a), heads, subs, x_row, x_head, x_sub)
+    own += point.to(tl.int64)[:, None] * x_line
     shortest = tl.full([TILE], float("inf"), tl.float32)
     code = tl.zeros([TILE], tl.int32)
     for first in range(0, c, TILE):
@@ -84,7 +93,9 @@ def _assign(
             inside = begin + tl.arange(0, PART)
             real = inside < d
             around = tl.load(middle + a * d + inside, mask=real, other=0.0)
-            points = tl.load(own + inside[None], mask=mask[:, None] & real[None], other=0.0) - around[None]
+            points = (
+                tl.load(own + inside[None], mask=mask[:, None] & real[None], other=0.0).to(tl.float32) - around[None]
+            )
             centers = tl.load(lines + inside[None], mask=there[:, None] & real[None], other=0.0)
             products += tl.dot(points, tl.trans(centers), input_precision="ieee")
         length = tl.load(norms + a * c + center, mask=there, other=float("inf"))
@@ -99,7 +110,7 @@ def _assign(
 
 @triton.jit
 def _add(
-    x, groups, middle, codes, sums, counts, n, blocks, block, x_group, x_line, c, d,
+    x, groups, middle, codes, sums, counts, n, blocks, block, heads, subs, x_row, x_head, x_sub, x_line, c, d,
     TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Program = (block of points, TILE centroids, group and PART dimensions): sums and counts as in `_pass`, by one-hot codes."""
@@ -111,7 +122,7 @@ def _add(
     center = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = center < c
     around = tl.load(middle + a * d + inside, mask=real, other=0.0)
-    own = x + tl.load(groups + a).to(tl.int64) * x_group
+    own = _points_of(x, tl.load(groups + a), heads, subs, x_row, x_head, x_sub)
     total = tl.zeros([TILE, PART], tl.float32)
     size = tl.zeros([TILE], tl.int32)
     for start in range(at * block, tl.minimum(at * block + block, n), TILE):
@@ -119,7 +130,7 @@ def _add(
         mask = point < n
         code = tl.load(codes + a * n + point, mask=mask, other=-1)
         where = point.to(tl.int64)[:, None] * x_line + inside[None]
-        points = tl.load(own + where, mask=mask[:, None] & real[None], other=0.0) - around[None]
+        points = tl.load(own + where, mask=mask[:, None] & real[None], other=0.0).to(tl.float32) - around[None]
         member = center[:, None] == code[None]
         total += tl.dot(member.to(tl.float32), points, input_precision="ieee")
         size += tl.sum(member.to(tl.int32), 1)
@@ -129,6 +140,57 @@ def _add(
         tl.store(counts + to, size, mask=there)
 
 
+@triton.jit
+def _moments(
+    x, total, square, n, blocks, block, heads, subs, x_row, x_head, x_sub, x_line, d,
+    TILE: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Program = (block of points, group): sums of x - x[0] and of its square, total and square (G, blocks, d)."""
+    g = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0)
+    own = _points_of(x, g, heads, subs, x_row, x_head, x_sub)
+    inside = tl.arange(0, DIMS)
+    real = inside < d
+    origin = tl.load(own + inside, mask=real, other=0.0).to(tl.float32)
+    added, squares = tl.zeros([DIMS], tl.float32), tl.zeros([DIMS], tl.float32)
+    for start in range(at * block, tl.minimum(at * block + block, n), TILE):
+        point = start + tl.arange(0, TILE)
+        both = (point < n)[:, None] & real[None]
+        where = point.to(tl.int64)[:, None] * x_line + inside[None]
+        away = tl.where(both, tl.load(own + where, mask=both, other=0.0).to(tl.float32) - origin[None], 0.0)
+        added += tl.sum(away, 0)
+        squares += tl.sum(away * away, 0)
+    to = (g * blocks + at) * d + inside
+    tl.store(total + to, added, mask=real)
+    tl.store(square + to, squares, mask=real)
+
+
+def by_group(x: torch.Tensor) -> torch.Tensor:
+    """Points (G, N, d) or (n, h_kv, m, N, d) as (n, h_kv, m, N, d) with d dense: a view where it can be one."""
+    x = x[:, None, None] if x.ndim == 3 else x
+    return x if x.stride(4) == 1 else x.contiguous()
+
+
+def _layout(x: torch.Tensor) -> tuple[int, ...]:
+    """What `_points_of` and the kernels take: heads, sub-spaces; strides of rows, heads, sub-spaces and points."""
+    return x.shape[1], x.shape[2], *x.stride()[:4]
+
+
+def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean (G, 1, d) and mean variance over d (G,) of points x as in `nearest`, fp32; they are read once, as they are."""
+    x = by_group(x)
+    groups, n, d = x.shape[0] * x.shape[1] * x.shape[2], x.shape[3], x.shape[4]
+    blocks = triton.cdiv(n, _BLOCK)
+    total, square = (torch.empty((groups, blocks, d), dtype=torch.float32, device=x.device) for _ in range(2))
+    launch(_moments, (blocks, groups), x)(
+        x, total, square, n, blocks, _BLOCK, *_layout(x), d, TILE=_TILE, DIMS=triton.next_power_of_2(d), num_warps=4
+    )
+    shift = total.double().sum(1) / n
+    variance = square.double().sum(1) / n - shift.square()
+    origin = x[:, :, :, 0].reshape(groups, d).float()
+    return (origin + shift.float())[:, None], variance.clamp_min(0).mean(-1).float()
+
+
 def nearest(
     x: torch.Tensor,
     centroids: torch.Tensor,
@@ -136,37 +198,38 @@ def nearest(
     groups: torch.Tensor | None = None,
     add: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each point's nearest centroid and sums per cluster, of the points x (G, N, d) fp32 of `groups` (A,), default all.
+    """Each point's nearest centroid and sums per cluster, of the points x (G, N, d) of `groups` (A,), default all.
 
-    centroids (A, C, d) and middle (A, 1, d), fp32; distances are those of x - middle to the centroids. Returns codes
+    x may also be a view of keys, (n, h_kv, m, N, d) with G = n * h_kv * m groups. It is fp16, bf16 or fp32 and read as it is
+    stored. centroids (A, C, d) and middle (A, 1, d), fp32; distances are those of x - middle to the centroids. Returns codes
     (A, N) int32, the squared distance without |x - middle|^2 (A, N), and with add=True the sums of x - middle (A, C, d) and the
     sizes (A, C) of the clusters (else empty).
     """
-    groups = torch.arange(len(x), device=x.device) if groups is None else groups
-    a, n, d = len(groups), x.shape[1], x.shape[2]
+    x = by_group(x)
+    groups = torch.arange(x.shape[0] * x.shape[1] * x.shape[2], device=x.device) if groups is None else groups
+    a, n, d = len(groups), x.shape[3], x.shape[4]
     c = centroids.shape[1]
     dims, centers = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(c))
     block = _BLOCK * max(1, centers // 256)  # the sums of many centroids take memory: fewer blocks
     blocks = triton.cdiv(n, block)
-    x = x if x.stride(2) == 1 else x.contiguous()
     codes = torch.empty((a, n), dtype=torch.int32, device=x.device)
     best = torch.empty((a, n), dtype=torch.float32, device=x.device)
     sums = torch.empty((a, blocks if add else 0, c, d), dtype=torch.float32, device=x.device)
     counts = torch.empty((a, blocks if add else 0, c), dtype=torch.int32, device=x.device)
     centroids, middle = centroids.contiguous(), middle.reshape(a, d).contiguous()
-    norms, lines = centroids.square().sum(-1), (x.stride(0), x.stride(1))
+    norms, layout = centroids.square().sum(-1), _layout(x)
     if centers * dims <= _FIT:
         launch(_pass, (blocks, a), x)(
-            x, groups, middle, centroids, norms, codes, best, sums, counts, n, blocks, *lines,
+            x, groups, middle, centroids, norms, codes, best, sums, counts, n, blocks, *layout,
             D=d, DIMS=dims, C=c, CENTERS=centers, TILE=_TILE, BLOCK=block, ADD=add, num_warps=8,
         )  # fmt: skip
         return codes, best, sums.sum(1), counts.sum(1)
     tile = triton.cdiv(n, _TILE), triton.cdiv(c, _TILE)
     launch(_assign, (tile[0], a), x)(
-        x, groups, middle, centroids, norms, codes, best, n, *lines, c, d, TILE=_TILE, PART=_PART, num_warps=8
+        x, groups, middle, centroids, norms, codes, best, n, *layout, c, d, TILE=_TILE, PART=_PART, num_warps=8
     )
     if add:
         launch(_add, (blocks, tile[1], a * triton.cdiv(d, _TILE)), x)(
-            x, groups, middle, codes, sums, counts, n, blocks, block, *lines, c, d, TILE=_TILE, PART=_TILE, num_warps=8
+            x, groups, middle, codes, sums, counts, n, blocks, block, *layout, c, d, TILE=_TILE, PART=_TILE, num_warps=8
         )
     return codes, best, sums.sum(1), counts.sum(1)

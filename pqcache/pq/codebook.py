@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pqcache.pq.kmeans import assign
+from pqcache.pq.kmeans import FEW, assign, assign_in_place, in_place
 
 
 def split(x: torch.Tensor, m: int) -> torch.Tensor:
@@ -18,12 +18,20 @@ def split(x: torch.Tensor, m: int) -> torch.Tensor:
     return x.float().view(n, h_kv, t, m, d // m).transpose(2, 3).reshape(n * h_kv * m, t, d // m)
 
 
+def sub_vectors(x: torch.Tensor, m: int) -> torch.Tensor:
+    """The same of x as it is stored, without a copy: (n, h_kv, m, t, d / m)."""
+    return x.unflatten(3, (m, -1)).transpose(2, 3)
+
+
 def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Codes of keys x (n, h_kv, t, d) under centroids (n, h_kv, m, C, d / m): (n, h_kv, m, t) int64, nearest by L2."""
     n, h_kv, m, c, sub = centroids.shape
     flat = centroids.float().reshape(-1, c, sub)
     middle = flat.mean(1, keepdim=True)  # distances do not change, but far from the origin fp32 would lose them
-    codes, _ = assign(split(x, m) - middle, flat - middle)
+    if x.shape[2] >= FEW and in_place(x, c):
+        codes = assign_in_place(sub_vectors(x, m), flat - middle, middle)
+    else:
+        codes, _ = assign(split(x, m) - middle, flat - middle)
     return codes.view(n, h_kv, m, -1)
 
 

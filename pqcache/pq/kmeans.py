@@ -10,9 +10,14 @@ import torch
 from pqcache import kernels
 from pqcache.device.switch import on_device
 
-_FEW = 64  # with fewer points per group the compiled kernel does not repay rearranging the centroids
+FEW = 64  # with fewer points per group the compiled kernel does not repay rearranging the centroids
 _MAX_CENTROIDS = 4096  # of the Triton kernels: one-hot sums of more centroids would take longer than torch's
 _SAMPLE = 160  # points per cluster that are enough to place its centroid in a round before the last
+_DEVICE_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+)  # of the points that the Triton kernels read as they are stored
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
 
@@ -29,12 +34,12 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
 
     x (G, N, d), centroids (G, C, d), fp32.
     """
-    if x.shape[1] >= _FEW and kernels.native(x, centroids):
+    if x.shape[1] >= FEW and kernels.native(x, centroids):
         from pqcache.kernels.nearest import nearest
 
         nearest_codes, distance, *_ = nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
         return nearest_codes.long(), distance
-    if x.shape[1] >= _FEW and _on_device(x, centroids):
+    if x.shape[1] >= FEW and _on_device(x, centroids):
         from pqcache.device import triton_nearest
 
         nearest_codes, distance, *_ = triton_nearest.nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
@@ -52,11 +57,21 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
     return torch.cat(codes, 1), torch.cat(best, 1)
 
 
+def in_place(x: torch.Tensor, clusters: int) -> bool:
+    """Whether the Triton kernels cluster these points where and as they are stored; decided without importing them."""
+    return x.dtype in _DEVICE_DTYPES and clusters <= _MAX_CENTROIDS and on_device(x)
+
+
+def assign_in_place(x: torch.Tensor, centroids: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
+    """Codes (G, N) int64 of x less `middle` (G, 1, d), where `in_place` says so; x (n, h_kv, m, N, d) with G = n * h_kv * m."""
+    from pqcache.device import triton_nearest
+
+    return triton_nearest.nearest(x, centroids, middle)[0].long()
+
+
 def _on_device(x: torch.Tensor, centroids: torch.Tensor) -> bool:
-    """Whether the Triton kernel serves, decided without importing it."""
-    return (
-        x.dtype == centroids.dtype == torch.float32 and centroids.shape[1] <= _MAX_CENTROIDS and on_device(x, centroids)
-    )
+    """The same, beside these centroids."""
+    return centroids.dtype == torch.float32 and in_place(x, centroids.shape[1]) and on_device(centroids)
 
 
 def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:
@@ -77,10 +92,16 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     In such a run, a processor with AVX512-BF16 computes the distances of all rounds from points and centroids rounded to
     bfloat16; the codes are computed in fp32. Inertia stays within 0.5 % of exact rounds over all points
     (scripts/bench_kernels.py).
+
+    On a CUDA device x may be 16-bit, and a view of keys (n, h_kv, m, N, d) with G = n * h_kv * m: see `in_place`.
     """
-    x, init = x.float(), init.float()
-    points = (_NativePoints if kernels.native(x, init) else _DevicePoints if _on_device(x, init) else _Points)(x)
-    stride = x.shape[1] // (_SAMPLE * init.shape[1])
+    x, init = x if x.dtype in _DEVICE_DTYPES else x.float(), init.float()
+    if _on_device(x, init):
+        points: _Points = _DevicePoints(x)
+    else:
+        x = x.float()
+        points = (_NativePoints if kernels.native(x, init) else _Points)(x)
+    stride = x.shape[-2] // (_SAMPLE * init.shape[1])
     if stride < 2 or max_iter < 2:
         return _lloyd(points, init, max_iter, tol)
     points.rough = points.can_be_rough
@@ -91,13 +112,13 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
 
 def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last: bool = True) -> KMeansResult:
     """Rounds over all of these points. last=False: the codes may be those of the centroids before the last update."""
-    x = points.x
+    groups, n, device = len(init), points.x.shape[-2], points.x.device
     centroids = init - points.middle
     limit = tol * points.variance  # (G,)
-    active = torch.arange(len(x), device=x.device)  # groups still moving
-    codes = torch.full(x.shape[:2], -1, dtype=torch.int32, device=x.device)
+    active = torch.arange(groups, device=device)  # groups still moving
+    codes = torch.full((groups, n), -1, dtype=torch.int32, device=device)
     # whether a group's codes are those of its centroids before the last update
-    stale = torch.ones(len(x), dtype=torch.bool, device=x.device)
+    stale = torch.ones(groups, dtype=torch.bool, device=device)
     rounds = 0
     for _ in range(max_iter):
         new_codes, partial, sums, counts = points.assign_and_add(active, centroids[active])
@@ -188,9 +209,19 @@ class _DevicePoints(_NativePoints):
         from pqcache.device import triton_nearest
 
         self.kernel = triton_nearest
-        self.x = x
-        variance, middle = torch.var_mean(x, 1, correction=0, keepdim=True)
-        self.middle, self.variance = middle, variance.mean((1, 2))
+        self.x = triton_nearest.by_group(x)
+        self.middle, self.variance = triton_nearest.moments(self.x)
+
+    def every(self, stride: int) -> _Points:
+        """Without a copy: the kernel skips the others."""
+        sample = copy.copy(self)
+        sample.x = self.x[..., ::stride, :]
+        return sample
+
+    def centered(self, group: int) -> torch.Tensor:
+        _, heads, subs = self.x.shape[:3]
+        own = self.x[group // (heads * subs), group // subs % heads, group % subs]
+        return own.float() - self.middle[group]
 
     def assign_and_add(
         self, groups: torch.Tensor, centroids: torch.Tensor

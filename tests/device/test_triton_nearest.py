@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pqcache import kernels
 from pqcache.device.switch import interpreted
+from pqcache.pq import codebook, fit
+from pqcache.pq.codebook import split, sub_vectors
 from pqcache.pq.kmeans import assign, kmeans
 
 if sys.platform != "linux":
@@ -78,3 +81,51 @@ def test_kmeans_as_in_plain_torch():
     torch.testing.assert_close(kernel.centroids, plain.centroids, rtol=1e-4, atol=1e-4)
     assert (kernel.codes != plain.codes).float().mean() < 5e-3 and kernel.rounds == plain.rounds
     assert torch.equal(nearest[0], expected[0])
+
+
+@pytest.mark.parametrize(("d", "c"), [(16, 5), (128, 70)])
+def test_keys_are_clustered_where_they_are(d, c):
+    """Sub-vectors of fp16 keys, some tokens of a longer buffer: the same bits as from fp32 copies."""
+    keys = points(2 * 3, 90, d, 5).view(2, 3, 90, d).half()[:, :, 7:80]
+    view, copies = sub_vectors(keys, 2), split(keys, 2)
+    assert view.data_ptr() == keys.data_ptr()
+    start = copies[:, :c].contiguous()
+    for x in (view, view[..., ::3, :]):
+        dense = x.float().flatten(0, 2)
+        middle, variance = triton_nearest.moments(x)
+        torch.testing.assert_close(middle, dense.mean(1, keepdim=True), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(variance, dense.var(1, correction=0).mean(-1), rtol=1e-5, atol=1e-5)
+        for got, expected in zip(
+            triton_nearest.nearest(x, start, middle, add=True),
+            triton_nearest.nearest(dense, start, middle, add=True),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+
+
+class Copies(TorchDispatchMode):
+    """Sizes of the fp32 tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_an_index_is_built_without_fp32_copies_of_the_keys(monkeypatch):
+    keys = points(2, 400, 16, 6).view(1, 2, 400, 16).half()
+    centroids = torch.zeros(1, 2, 2, 4, 8, dtype=torch.float16, device=DEVICE)
+    options = {"rounds": lambda count: 2, "tol": 1e-4, "seed": 0, "code_dtype": torch.uint8}
+    with interpreted(), Copies() as copies:
+        fitted = fit.fit(keys, centroids, [400], [0], **options)
+    assert max(copies.sizes) < keys.numel(), max(copies.sizes)
+    for module in (fit, codebook):
+        monkeypatch.setattr(module, "in_place", lambda *_: False)
+    with interpreted():
+        copied = fit.fit(keys, centroids, [400], [0], **options)
+    assert torch.equal(fitted.centroids, copied.centroids) and torch.equal(fitted.codes, copied.codes)
