@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest
+from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest, triton_sums
 
 CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  # sub-spaces, centroids, type of a code
 # dimensions and centroids of K-Means: the first is 2 x 6 bits; 129 are ClusterKV's inner products
@@ -64,6 +64,10 @@ def calls(quick: bool) -> None:
         )
         triton_attend.gather(*store, chosen, plan, sinks)
         _block_cache(store, chosen, cursor, plan, sinks, quick)
+        block = torch.zeros((n, h_kv * g, 1024, d), dtype=dtype)
+        for windows in (None,) if quick else (None, [64]):
+            sums = torch.zeros((n, h_kv * g, 1024))
+            triton_sums.add(sums, block, store[0], [1024], [1024], 1.0, windows=windows)
         triton_codes.enter(k, k, store, capacity, cursor, plan)
         for m, c, code_type in CODES[: 2 if quick else 3]:
             codes = torch.zeros((n, h_kv * m, capacity), dtype=code_type)

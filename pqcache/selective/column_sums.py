@@ -7,8 +7,10 @@ Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There a
   tile of keys and a block of queries at a time.
 
 The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does.
-`scripts/bench_methods.py column_sums` measures both. Rows of the batch are computed one by one: their lengths differ, and a
-row's sums do not depend on the rows beside it.
+`scripts/bench_methods.py column_sums` measures both. On a CUDA device two Triton kernels do both passes, the first one for the
+log-sum-exp (device/triton_sums.py).
+
+Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from collections.abc import Sequence
 
 import torch
 
+from pqcache.device.switch import on_device
+
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
 LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
 TOGETHER = 1 << 20  # several KV heads are computed at once while their logits are at most this many numbers
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the Triton kernels
+MAX_D = 256  # head dimension up to which the Triton kernels serve: a tile of queries and one of keys fit on a multiprocessor
 
 
 def accumulator_dtype(x: torch.Tensor) -> torch.dtype:
@@ -53,8 +59,14 @@ def add_column_sums(
         not read. Not together with windows.
 
     Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
-    `lse`; of several groups if that stays below TOGETHER.
+    `lse`; of several groups if that stays below TOGETHER. On a CUDA device two kernels do all blocks; beside `sums` they need
+    the log-sum-exp.
     """
+    if _on_device(sums, q, k):
+        from pqcache.device import triton_sums
+
+        triton_sums.add(sums, q, k, stored, counts, scaling, windows=windows, lse=lse)
+        return
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
     g, block = h // h_kv, min(block, t)
@@ -82,6 +94,12 @@ def add_column_sums(
                     far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
                     probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
                 into += probs.sum(2)
+
+
+def _on_device(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether the Triton kernels serve: decided without importing them."""
+    served = q.dtype == k.dtype and q.dtype in DTYPES and sums.dtype == torch.float32 and sums.stride(2) == 1
+    return served and q.shape[3] <= MAX_D and on_device(sums, q, k)
 
 
 def _probabilities(
