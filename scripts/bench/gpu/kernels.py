@@ -50,16 +50,17 @@ class KernelChecks:
         self.limit = 5e-3 if dtype != torch.float32 else 1e-4
         self.rows: dict[str, dict[str, Any]] = {}
 
-    def run(self) -> dict[str, dict[str, Any]]:
-        """All checks, printed one by one: name -> ok, error, us, plain_torch_us, gb_s."""
-        self.selection("joint codes, 2 x 6 bit", 6)
-        self.selection("wide codes, 2 x 8 bit", 8)
-        self.attention()
-        self.whole_attention()
-        host_kv = self.from_host()
-        self.block_cache(host_kv)
-        self.clustering()
-        return self.rows
+    def checks(self) -> dict[str, Callable[[], None]]:
+        """The checks in order, the first of which chooses. Each adds to `rows`: name -> ok, error, us, plain_torch_us, gb_s."""
+        return {
+            "joint codes": lambda: self.selection("joint codes, 2 x 6 bit", 6),
+            "wide codes": lambda: self.selection("wide codes, 2 x 8 bit", 8),
+            "attend, chosen": self.attention,
+            "attend, everything": self.whole_attention,
+            "gather": self.from_host,
+            "block cache": self.block_cache,
+            "K-Means": self.clustering,
+        }
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normal numbers on the device."""
@@ -185,11 +186,14 @@ class KernelChecks:
             return [x.pin_memory().to(self.device, non_blocking=True) for x in rows]
         return [x.clone() for x in rows]
 
-    def from_host(self) -> list[torch.Tensor]:
-        """Chosen rows read straight from pinned host memory; returns K and V there, without sinks."""
-        # Tokens first in memory, as in a host store.
+    def host_kv(self) -> list[torch.Tensor]:
+        """K and V in pinned host memory, without sinks, tokens first in memory as in a host store."""
         host_kv = [x[:, :, self.sinks :].cpu().transpose(1, 2).contiguous() for x in (self.keys, self.values)]
-        host_kv = [(x.pin_memory() if self.machine.cuda else x).transpose(1, 2) for x in host_kv]
+        return [(x.pin_memory() if self.machine.cuda else x).transpose(1, 2) for x in host_kv]
+
+    def from_host(self) -> None:
+        """Chosen rows read straight from pinned host memory."""
+        host_kv = self.host_kv()
         picked = self.chosen.int()
 
         def gather() -> Any:
@@ -199,10 +203,10 @@ class KernelChecks:
         error = relative(self.attend(chosen=gathered, one=False), self.exact())
         ok = self.is_chosen(gathered) and error < self.limit
         self.add("gather from the host", ok, error, gather, lambda: self.fetch(host_kv), self.k * self.row_bytes)
-        return host_kv
 
-    def block_cache(self, host_kv: list[torch.Tensor]) -> None:
+    def block_cache(self) -> None:
         """Chosen rows read from cached blocks where there are any, else from the host; and blocks brought in."""
+        host_kv = self.host_kv()
         block = 16 if self.tiny else 128
         columns = -(-host_kv[0].shape[2] // block)
         # Blocks are cached at regular distances.
