@@ -96,9 +96,9 @@ class CapturedSteps:
         if self.fresh:
             self.fresh = False
             return self.token
-        cache.note_step()
-        self.columns = cache.columns
-        self.logits = self.recorded
         with device_of(self.token):
             self.graph.replay()
+        cache.note_step()  # the host counts while the device works
+        self.columns = cache.columns
+        self.logits = self.recorded
         return self.token
