@@ -8,8 +8,8 @@
             token = steps.replay()                      # on the device; reading it waits
 
 Only counters on the device may differ between two steps. So a substitute (substitute.py) must do every layer's step and read
-the counters there. There is one for PQCache with its codes on the device, over any store, and one for full attention. Other
-layers raise NotApplicable.
+the counters there. There is one for PQCache with its codes on the device, over any store, one for full attention, and one for
+evictors that evict when a prompt ends. Other layers raise NotApplicable.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from pqcache.selective.shape import NotApplicable
 from pqcache.store.transfer import send
 
 
+class CaptureFailed(RuntimeError):
+    """The device refused a recording. The step before it has run: `logits` (n, vocabulary) are its."""
+
+    def __init__(self, reason: str, logits: torch.Tensor) -> None:
+        super().__init__(reason)
+        self.logits = logits
+
+
 class CapturedSteps:
     """Up to `tokens` recorded steps. `logits` (n, vocabulary) and `token` (n, 1) are those of the last replayed one.
 
     After an ordinary forward pass, a new turn, a reordering of rows or a new request `replay` raises RuntimeError.
+    Raises NotApplicable before anything has run if the steps cannot be recorded, and CaptureFailed if the device refuses.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor, tokens: int) -> None:
@@ -65,6 +74,9 @@ class CapturedSteps:
         try:
             with torch.cuda.graph(self.graph, stream=stream):  # its default stream is the first device's
                 self.recorded = self.forward()
+        except RuntimeError as error:
+            torch.cuda.set_stream(current)  # a recording that failed leaves its own
+            raise CaptureFailed(f"the device did not record a step: {error}", self.logits) from error
         finally:
             self.cache.recording = False
 

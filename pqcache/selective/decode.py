@@ -18,6 +18,7 @@ from pqcache.selective.layer import Watcher
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
+from pqcache.selective.recording import StepRecorder, check
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.shared_prefill import Prefill
 from pqcache.selective.shared_prefill import feed as feed_recorded
@@ -87,12 +88,14 @@ def decode_loop(
     prefill_chunk: int | None = None,
     feed: Callable[[Any], torch.Tensor] | None = None,
     not_first: Collection[int] = (),
+    graph: str = "off",
 ) -> tuple[list[int], list[float]]:
     """Greedy tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
 
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
     feed: fills the cache with the prompt before the question, in place of a forward pass; returns its logits (1, vocabulary).
     not_first: tokens that cannot be the answer's first one.
+    graph: auto records the decode steps of a SelectiveCache on a CUDA device and replays them; off runs each from Python.
     Raises NonFinite at the end if any step's logits held NaN or +infinity; nothing waits for the device to know.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
@@ -110,6 +113,7 @@ def decode_loop(
     if not_first:  # a copy: a recorded prompt's logits serve other methods too
         logits = logits.index_fill(-1, torch.tensor(sorted(not_first), device=ids.device), -torch.inf)
     finite = torch.ones((), dtype=torch.bool, device=ids.device)
+    recorder = StepRecorder(model, cache, graph)
     while True:
         finite &= logits[0, -1].amax() < torch.inf  # false for NaN too
         token = int(logits[0, -1].argmax())
@@ -119,6 +123,10 @@ def decode_loop(
             if not finite:
                 raise NonFinite("NaN or infinity in the logits")
             return tokens, clock.marks
+        recorded = recorder.step(token, max_new_tokens - len(tokens))
+        if recorded is not None:
+            logits = recorded[:, None]
+            continue
         step = torch.tensor([[token]], device=ids.device)
         logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
 
@@ -139,11 +147,13 @@ def generate(
     watchers: Collection[Watcher] = (),
     prefill: Prefill | None = None,
     lanes: Lanes | None = None,
+    graph: str = "auto",
 ) -> GenerationResult:
     """Greedy generation of one prompt, input_ids (1, s), under `method`.
 
     prefill_chunk: about how many tokens of the prompt are computed at a time; the method may need a multiple of its own number.
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
+    graph: auto, or off, see decode_loop: recorded steps on a CUDA device. The same tokens up to rounding.
     lanes: see SelectiveCache. Nothing runs beside the model any more when this returns or raises.
     Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together, and
     OwnPrefill if a recorded prefill is not what this method would have computed.
@@ -152,6 +162,7 @@ def generate(
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: allowed is (1, s) with s >= 1")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: allowed is an int >= 1")
+    check(graph)
     s = input_ids.shape[1]
     if not 0 <= question_tokens < s:
         raise ValueError(f"question_tokens={question_tokens}: allowed is 0..{s - 1} (prompt of {s} tokens)")
@@ -166,7 +177,7 @@ def generate(
         with attach(model):
             tokens, marks = decode_loop(
                 model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
-                question_tokens=question_tokens, prefill_chunk=chunk, not_first=not_first,
+                question_tokens=question_tokens, prefill_chunk=chunk, not_first=not_first, graph=graph,
                 feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
             )  # fmt: skip
         result = report(cache, tokens, marks, s, s - question_tokens)

@@ -17,12 +17,14 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer
+from pqcache.selective.substitute import StepParts, Substitute, substitute_for
 from pqcache.store.buffer import Buffer, dense, take_tokens
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import send, table
 
 if TYPE_CHECKING:
     from pqcache.selective.eviction import EvictionMethod
+    from pqcache.selective.ledger import Ledger
 
 
 class Evictor:
@@ -219,6 +221,26 @@ class EvictionLayer(Evictor, StagedLayer):
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)
         self.evict_surplus()
         return out
+
+    # -- steps that are recorded --------------------------------------------------------------------------------------
+
+    def step_parts(self) -> StepParts | None:
+        """An evictor that drops nothing after the prompt attends to all it holds; a subclass may do more."""
+        method = self.method
+        if type(self) is not EvictionLayer or method.is_dynamic or method.needs_probs or method.repeats_kv:
+            return None
+        return StepParts(self.store)
+
+    def prepare_capture(self, tokens: int) -> Substitute:
+        """tokens: per row as seen by the model, of which the store holds fewer."""
+        if self.substitute is None and self.step_parts() is not None:
+            self.substitute = substitute_for(self.store.view()[0], self.step_parts)
+        dropped = min((seen - held for seen, held in zip(self.seen, self.store.lengths, strict=True)), default=0)
+        return super().prepare_capture(tokens - dropped)
+
+    def note_step(self, ledger: Ledger) -> None:
+        super().note_step(ledger)
+        self.seen = [s + 1 for s in self.seen]
 
     def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
         """Store the new token, k and v (n, h_kv, 1, d), with its position."""

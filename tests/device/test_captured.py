@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.h2o import H2O
+from baselines.snapkv import SnapKV
 from pqcache import kernels
 from pqcache.device.switch import interpreted
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget, SelectiveCache, attach, generate, recording
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
@@ -33,6 +34,7 @@ METHODS = {
     "cache": lambda: PQCache(
         budget=Budget(ratio=0.2), b=2, n_sink=8, store="block_cache", cache_block=8, cache_tokens=24, cache_topk=2
     ),
+    "snapkv": lambda: SnapKV(budget=Budget(ratio=0.5)),
 }
 
 
@@ -187,3 +189,58 @@ def test_what_cannot_be_recorded_is_refused(llama: PreTrainedModel, device: None
         cache, token = started(llama, H2O(budget=Budget(ratio=0.5)))
         with pytest.raises(NotApplicable, match="EvictionLayer"):
             CapturedSteps(llama, cache, token, 1)
+
+
+@pytest.fixture
+def recordable(device: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`generate` records on this device, too; the list has an entry for each replay."""
+    replays: list[int] = []
+    replay = Graph.replay
+    monkeypatch.setattr(recording, "_recordable", lambda _: True)
+    monkeypatch.setattr(recording, "_noted", set())
+    monkeypatch.setattr(Graph, "replay", lambda self: (replays.append(1), replay(self)))
+    return replays
+
+
+def answer(model: PreTrainedModel, method: Method, graph: str) -> tuple:
+    """Tokens of an answer, and what it cost."""
+    result = generate(model, method, torch.tensor([tokens(150, 3)]), max_new_tokens=12, graph=graph)
+    return result.token_ids, result.bytes_per_step, result.attended_tokens_all_layers, len(result.step_s)
+
+
+@pytest.mark.parametrize("name", ["host", "snapkv"])
+def test_generate_records_its_steps(llama: PreTrainedModel, recordable: list[int], name: str) -> None:
+    """The first decode step makes what later ones reuse, the second runs before it is recorded, nine are replayed."""
+    expected = answer(llama, METHODS[name](), "off")
+    assert not recordable
+    assert answer(llama, METHODS[name](), "auto") == expected
+    assert len(recordable) == 9
+
+
+def test_one_note_where_steps_cannot_be_recorded(llama: PreTrainedModel, recordable: list[int]) -> None:
+    method = H2O(budget=Budget(ratio=0.5))
+    expected = answer(llama, method, "off")
+    with pytest.warns(RuntimeWarning, match="decode steps run unrecorded: layer 0 .EvictionLayer") as noted:
+        assert answer(llama, method, "auto") == answer(llama, method, "auto") == expected
+    assert len(noted) == 1 and not recordable
+
+
+def test_a_device_that_refuses_costs_a_note(
+    llama: PreTrainedModel, recordable: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def refuse(graph: Graph, stream: Stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    expected = answer(llama, METHODS["resident"](), "off")
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    with pytest.warns(RuntimeWarning, match="not permitted"):
+        assert answer(llama, METHODS["resident"](), "auto") == expected
+    assert not recordable
+
+
+def test_an_unknown_value_of_graph_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="graph=on: allowed is auto or off"):
+        generate(llama, Full(), torch.tensor([tokens(20, 3)]), max_new_tokens=2, graph="on")
