@@ -86,6 +86,12 @@ def test_a_retired_option_is_hashed_and_reported_but_not_shown(oracle: Any, caps
     assert capsys.readouterr().err == "error: method.old=0.5: allowed is 0.0\n"
 
 
+def test_recording_steps_is_no_part_of_a_cell() -> None:
+    one, other = cell("method=pqcache"), cell("method=pqcache graph=off")
+    assert (one.name, one.run.graph) == (other.name, "auto") and other.run.graph == "off"
+    assert yaml.safe_load(other.yaml())["graph"] == "off"
+
+
 def test_options_without_effect_are_hashed_but_not_shown() -> None:
     one, other = cell("method=oracle"), cell("method=oracle method.cache_tokens=2048")
     assert one.identity["method"]["cache_tokens"] == 4096

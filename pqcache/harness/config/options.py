@@ -18,7 +18,7 @@ LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # scale: the values that it sets are hashed themselves.
 WANDB = ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags")
 _STORED = ("out", "wandb", *WANDB, "cache_dir", "samples", "fresh")
-NOT_HASHED = (*_STORED, "limit", "shared_prefill", "scale", "batch_check", "plan")
+NOT_HASHED = (*_STORED, "limit", "shared_prefill", "scale", "batch_check", "graph", "plan")
 
 
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
@@ -121,6 +121,8 @@ class RunOptions:
     shared_prefill: Literal["auto"] | bool = "auto"
     # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
     prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
+    # auto: decode steps on a CUDA device are recorded as a graph and replayed, where the method allows it | off
+    graph: Literal["auto", "off"] = "auto"
     # prompts of similar length that are answered at once; above 1 there are no times and bytes
     batch: int = added(1, absent=1)
     # with batch above 1: how many first samples of each sub-task are answered again alone; the row says how many differ

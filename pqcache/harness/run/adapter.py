@@ -102,6 +102,7 @@ class HarnessLM(LikelihoodLM):
         smoke: bool = False,
         computes: bool = True,
         prefill_chunk: Chunk = None,
+        graph: str = "auto",
         known: Prompts | None = None,
         batch: int = 1,
         batch_check: int = 0,
@@ -114,6 +115,7 @@ class HarnessLM(LikelihoodLM):
         self.log = log
         self.attn = attn
         self.chunks = Chunks(prefill_chunk, batch)
+        self.graph = graph
         self.seed = seed
         self.question_as_decode = question_as_decode
         self.max_new_tokens = max_new_tokens
@@ -407,6 +409,7 @@ class HarnessLM(LikelihoodLM):
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             prefill=prefill,
             prefill_chunk=chunk,
+            graph=self.graph,
         )
         result.extra.update(self.chunks.fact(chunk))
         return self.sample_of(prepared, doc, result, stop_ids)

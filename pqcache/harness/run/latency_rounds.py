@@ -100,7 +100,7 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
         prompts = ids.to(device)
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "attn": cell.run.attn, "lanes": lanes}
         if batch == 1:
-            return generate(model, cell.method, prompts, prefill_chunk=chunk, **options)
+            return generate(model, cell.method, prompts, prefill_chunk=chunk, graph=cell.run.graph, **options)
         return time_batch(model, cell.method, prompts, prefill_chunk=chunk, **options)
 
     samples: list[Sample] = []

@@ -219,6 +219,7 @@ def make_adapter(
         smoke=cell.run.smoke,
         computes=session.weights,
         prefill_chunk=cell.run.prefill_chunk,
+        graph=cell.run.graph,
         known=session.known_prompts(cell),
         batch=cell.run.batch,
         batch_check=cell.run.batch_check,
