@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from baselines.h2o import H2O
 from pqcache.selective.shape import ModelShape
+
+from .h2o import H2O
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baselines.snapkv import SnapKV
 from pqcache.selective.budget import Plan
+
+from .snapkv import SnapKV
 
 
 def pyramid(c: int, candidates: int, beta: int, m: int, exact_total: bool = False) -> list[int]:

@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
@@ -68,27 +68,36 @@ def comments(cls: type) -> dict[str, str]:
 
     A subclass that gives a field another default keeps the comment of its base class, unless it has one of its own.
     """
-    beside: dict[str, str] = {}
+    found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        beside |= _beside_fields(base)
-    return {f.name: beside[f.name] for f in fields(cls) if f.name in beside}
+        found |= vars(base).get(COMMENTS) or _beside_fields(base)
+    return {f.name: found[f.name] for f in fields(cls) if f.name in found}
 
 
+COMMENTS = "__comments__"  # the attribute of a class that has no source of its own (pqcache/sources.py)
 FOR_TOOLS = ("type:", "fmt:", "noqa")  # comments that say nothing of an option
 
 
 def _beside_fields(cls: type) -> dict[str, str]:
-    """Annotated name -> the comment lines directly above it, or the comment at the end of its last line."""
+    """Annotated name -> its comment."""
     if cls.__module__ == "builtins":
         return {}
     try:
         lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
     except (OSError, TypeError):  # a class made at run time has no source
         return {}
-    tree = ast.parse("\n".join(lines)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    beside = {}
-    for node in tree.body:
+    node = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(node, ast.ClassDef)
+    return beside(node, lines)
+
+
+def beside(cls: ast.ClassDef, lines: Sequence[str]) -> dict[str, str]:
+    """Annotated name -> the comment lines directly above it, or the comment at the end of its last line.
+
+    lines: of the text that the class was parsed from.
+    """
+    found = {}
+    for node in cls.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
@@ -101,5 +110,5 @@ def _beside_fields(cls: type) -> dict[str, str]:
         if not text or text.startswith(FOR_TOOLS):
             text = " ".join(above)
         if text and not text.startswith(FOR_TOOLS):
-            beside[node.target.id] = text
-    return beside
+            found[node.target.id] = text
+    return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from pqcache import places
+
 if TYPE_CHECKING:
     from pqcache.selective import Method
 
@@ -44,4 +46,4 @@ METHODS: dict[str, str] = {
 def method_class(name: str) -> type[Method]:
     """The class of a method by its name. Raises KeyError for an unknown name."""
     module, _, cls = METHODS[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    return getattr(importlib.import_module(places.module_name(module)), cls)

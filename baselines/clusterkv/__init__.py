@@ -1,5 +1,5 @@
 """ClusterKV: clusters of keys."""
 
-from baselines.clusterkv.method import ClusterKV
+from .method import ClusterKV
 
 __all__ = ["ClusterKV"]

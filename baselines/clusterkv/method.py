@@ -28,8 +28,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from baselines.clusterkv.clusters import DISTANCES, INITS, cluster, initial
-from baselines.clusterkv.recent_store import RecentStore
 from pqcache.fields import added
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
@@ -38,6 +36,9 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
 from pqcache.selective.shape import ModelShape
 from pqcache.store.transfer import table
+
+from .clusters import DISTANCES, INITS, cluster, initial
+from .recent_store import RecentStore
 
 
 @dataclass(frozen=True)

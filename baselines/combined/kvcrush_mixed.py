@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from baselines.kvcrush import KVCrush
 from pqcache.selective.attention import row_mask
 from pqcache.selective.eviction import join_rows
 from pqcache.selective.eviction_layer import EvictionLayer, kept_of
@@ -31,6 +30,8 @@ from pqcache.selective.staged import exact_copy
 from pqcache.store.codec import TokenCodec
 from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from pqcache.store.resident import ResidentStore
+
+from ..kvcrush import KVCrush
 
 
 class SplitStore:

@@ -37,11 +37,12 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
-from baselines.gear.blocks import BlockStream, KeyCodec, ValueCodec, WholeStream, released_outliers
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import ExactCodec
 from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+
+from .blocks import BlockStream, KeyCodec, ValueCodec, WholeStream, released_outliers
 
 BACKBONES = ("kcvt", "kivi")
 

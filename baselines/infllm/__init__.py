@@ -1,5 +1,5 @@
 """InfLLM: a local window and blocks of tokens."""
 
-from baselines.infllm.method import InfLLM
+from .method import InfLLM
 
 __all__ = ["InfLLM"]

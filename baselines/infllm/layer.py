@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baselines.infllm.block_store import HostBlockStore
-from baselines.infllm.memory import MASS, ROTATED, VALUE, BlockMemory, pure_rotation
 from pqcache.selective import rope
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
@@ -20,8 +18,11 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
+from .block_store import HostBlockStore
+from .memory import MASS, ROTATED, VALUE, BlockMemory, pure_rotation
+
 if TYPE_CHECKING:
-    from baselines.infllm.method import InfLLM
+    from .method import InfLLM
 
 QUERIES = 128  # queries whose logits exist at a time during prefill
 

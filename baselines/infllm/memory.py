@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baselines.infllm.block_store import BlockStore, HostBlockStore, block_step
-from baselines.infllm.columns import Columns
 from pqcache.selective import rope
 from pqcache.selective.budget import Plan
 from pqcache.selective.column_sums import accumulator_dtype
@@ -20,8 +18,11 @@ from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
+from .block_store import BlockStore, HostBlockStore, block_step
+from .columns import Columns
+
 if TYPE_CHECKING:
-    from baselines.infllm.method import InfLLM
+    from .method import InfLLM
 
 ROTATED, RAW, VALUE, MASS = range(4)  # the tensors of `near`: K as the model gives it, K before RoPE, V, scores
 

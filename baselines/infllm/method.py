@@ -23,13 +23,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from baselines.infllm.layer import InfLLMLayer
-from baselines.infllm.memory import BlockPlan
 from pqcache.selective.budget import Budget, partition_plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
+
+from .layer import InfLLMLayer
+from .memory import BlockPlan
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """ZipCache and MiKV: salient tokens in more bits than the rest."""
 
-from baselines.zipcache.method import ZipCache
-from baselines.zipcache.mikv import MiKV
+from .method import ZipCache
+from .mikv import MiKV
 
 __all__ = ["MiKV", "ZipCache"]

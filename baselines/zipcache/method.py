@@ -29,8 +29,8 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from baselines.zipcache.probes import PROBES, ProbeRule, special_tokens
-from baselines.zipcache.salient import SalientMethod
+from .probes import PROBES, ProbeRule, special_tokens
+from .salient import SalientMethod
 
 
 @dataclass(kw_only=True)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baselines.zipcache.probes import ProbeRule
-from baselines.zipcache.salient import SalientMethod
+from .probes import ProbeRule
+from .salient import SalientMethod
 
 
 @dataclass(kw_only=True)

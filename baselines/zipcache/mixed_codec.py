@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from baselines.zipcache.widths import Widths, grow
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec
 from pqcache.store.quantizer import (
@@ -22,6 +21,8 @@ from pqcache.store.quantizer import (
     quantize,
     unpack_codes,
 )
+
+from .widths import Widths, grow
 
 TILE = 1024  # tokens coded again at a time
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from baselines.zipcache.accounting import mean_bits, published_ratio
-from baselines.zipcache.mixed_codec import MixedCodec
-from baselines.zipcache.probes import ProbeRule
-from baselines.zipcache.salient_store import SalientStore
-from baselines.zipcache.widths import Widths
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import ExactCodec
 from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+
+from .accounting import mean_bits, published_ratio
+from .mixed_codec import MixedCodec
+from .probes import ProbeRule
+from .salient_store import SalientStore
+from .widths import Widths
 
 GRANULARITIES = {  # name -> `by` of MixedCodec for K and V
     "channel-cst": ("channel", "cst"),

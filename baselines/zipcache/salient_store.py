@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from baselines.zipcache.mixed_codec import MixedCodec
-from baselines.zipcache.probes import ProbeRule, add_probe_sums
-from baselines.zipcache.widths import Widths, grow
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
 from pqcache.store.packed import PackedStore, PackedStream
+
+from .mixed_codec import MixedCodec
+from .probes import ProbeRule, add_probe_sums
+from .widths import Widths, grow
 
 
 class SalientStore(PackedStore):

@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pqcache import places
 from pqcache.fields import option_fields
 from pqcache.harness.config.options import Refused
 from pqcache.harness.config.overrides import (
@@ -110,7 +111,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     if not sweep:
         for override in overrides:
             if override.is_sweep_override():
-                errors.append(f"{override.input_line}: several values need -m (python run.py -m ...)")
+                errors.append(f"{override.input_line}: several values need -m ({places.COMMAND} -m ...)")
     for key in ("experiment", "scale"):
         if any(o.key_or_group == key and o.is_sweep_override() for o in overrides):
             raise Refused([*errors, f"{key}: one at a time"])

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pqcache.measure.machine import device_caption
+from pqcache import places
 
 PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "numpy", "hydra-core")
 
@@ -38,14 +38,16 @@ class Facts(TypedDict):
 
 def facts(device: str, kept: str = "") -> Facts:
     """kept: where the model's weights are, in words, if they are not all on the device."""
+    from pqcache.measure.machine import device_caption  # imports torch
+
     caption = device_caption(device) + (f", {kept}" if kept else "")
     return {"device": caption, "git_commit": git_commit(), "versions": versions()}
 
 
 def git_commit() -> str | None:
     """The commit of this source tree, `-dirty` if tracked files were changed; None outside a repository."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():  # installed inside another project's repository
+    root = places.ROOT
+    if places.INSTALLED or not (root / ".git").exists():  # installed inside another project's repository
         return None
 
     def git(*arguments: str) -> str | None:
@@ -85,9 +87,9 @@ def keep_fonts_under(cache_dir: Path) -> None:
 
 
 def quiet() -> None:
-    """Silence transformers' progress bars, and messages of lm-eval and accelerate below ERROR."""
+    """Silence transformers' progress bars, and messages of lm-eval, accelerate and the hub below ERROR: we say it in a line."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    for name in ("lm_eval", "accelerate"):
+    for name in ("lm_eval", "accelerate", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)

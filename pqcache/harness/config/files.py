@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.fields import comments, option_fields
 from pqcache.harness.config.launch import LAUNCHES
@@ -26,7 +27,7 @@ from pqcache.harness.config.options import LM_EVAL, PLACES, ModelOptions, RunOpt
 from pqcache.harness.config.values import plain
 from pqcache.registry import METHODS, method_class
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = places.CONFIGS
 WIDTH = 120
 ONLY_RANDOM = ("geometry", "layers")  # options of model=random
 OF_FILES = ("path", "allow_pickle", *PLACES)  # options of models that are read from files of one's own, or the hub's

@@ -14,8 +14,10 @@ from typing import Any
 
 import yaml
 
-FILE = Path(__file__).resolve().parents[3] / "results" / "published" / "settings.yaml"
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+from pqcache import places
+
+FILE = places.PUBLISHED / "settings.yaml"
+CONFIGS = places.CONFIGS
 PAPERS = {
     "pqcache": "PQCache, arXiv 2407.12820v1",
     "kvcrush": "KVCrush, arXiv 2503.00022",

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
@@ -48,7 +49,7 @@ from pqcache.harness.report.table_layout import block_markdown, blocks
 if TYPE_CHECKING:
     import pandas as pd
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = places.CONFIGS
 FOLDER = "tables"  # under out=
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import csv
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
+
+from pqcache import places
 
 if TYPE_CHECKING:
     from pqcache.harness.config.cells import Cell
 
-FOLDER = Path(__file__).resolve().parents[3] / "results" / "published"
+FOLDER = places.PUBLISHED
 AVERAGE = "average"
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
+from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import prose
@@ -23,7 +23,7 @@ from pqcache.harness.report.footnotes import methods_of
 from pqcache.harness.report.items import PAPERS, Item, downloads, items, models
 from pqcache.harness.report.rows import Row, rows_under
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = places.ROOT  # of a clone: the page is made from its tests and reference rows
 PAGE = ROOT / "docs" / "reproducing.md"
 REFERENCE = ROOT / "results" / "reference"
 TFLOPS, GB_PER_S, REACHED_COMPUTE, REACHED_MEMORY = (

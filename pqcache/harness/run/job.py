@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.run.units import Job
 
-ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("pqcache", "baselines")
+SOURCES = (places.PACKAGE, places.BASELINES)
 FOLDER = ".launch"  # below `out`: the token and what engines write
 
 
@@ -82,7 +82,7 @@ def digest_of(path: str) -> str:
 def source_digest() -> str:
     """Of the Python files of the packages: also where a checkout has changes that are not committed."""
     digest = hashlib.sha256()
-    for package in SOURCES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    for folder in SOURCES:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(places.label(file).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, make_plan, open_folder
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.files import CONFIGS
 from pqcache.harness.config.options import Refused
 from pqcache.harness.run.job import digest_of, source_digest
 from pqcache.harness.run.session import Session
 from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
+from pqcache.places import CONFIGS
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -14,13 +14,13 @@ import yaml
 
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.files import CONFIGS
 from pqcache.harness.config.folders import CONFIG, read_config
 from pqcache.harness.config.options import LM_EVAL, Refused, masked
 from pqcache.harness.config.overrides import yaml_text
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report.configurations import changed_keys
 from pqcache.harness.report.rows import Row, read_row
+from pqcache.places import CONFIGS
 
 FILES = ("row.json", "status.json", CONFIG)  # a folder with one of them is a cell's
 GROUPS = ("model", "method", "task")

@@ -10,16 +10,15 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from pqcache import places
 from pqcache.harness.config.launch import RayLaunch
 from pqcache.harness.config.options import Refused
 from pqcache.harness.run.engines.follow import Follower
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
 
 POLL = 1.0  # seconds between two looks at what workers have written
-ROOT = Path(__file__).resolve().parents[4]  # holds the packages pqcache and baselines
 
 
 class RayWorker:
@@ -109,7 +108,7 @@ class RayEngine:
         """A new worker, on one host or wherever there is room. It may wait for room."""
         assert self._gpus is not None
         threads = str(self.launch.cpus_per_worker)
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(places.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         options: dict[str, Any] = {
             "num_cpus": self.launch.cpus_per_worker,
             "num_gpus": self._gpus,

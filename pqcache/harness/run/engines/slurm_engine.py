@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config.launch import SlurmLaunch
 from pqcache.harness.config.options import Refused, without_secrets
@@ -27,7 +28,6 @@ from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
 POLL = 5.0  # seconds between two looks at the queue and the results
 GRACE = 15.0  # seconds for which a task may be out of the queue before its result is visible on the driver's disk
 FOLDER = Path(".launch") / "slurm"
-ROOT = Path(__file__).resolve().parents[4]  # holds the packages pqcache and baselines
 
 
 def work(job: Job, units: list[Unit], attempts: list[int], results: str) -> None:
@@ -196,7 +196,7 @@ class _Round:
         ends = [len(units) * index // number for index in range(number + 1)]
         lists = [units[first:last] for first, last in zip(ends, ends[1:], strict=False)]
         executor = self._executor(number)
-        with _environment(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))):
+        with _environment(PYTHONPATH=os.pathsep.join(filter(None, [str(places.ROOT), os.environ.get("PYTHONPATH")]))):
             jobs = executor.map_array(
                 work,
                 [self._job] * number,
