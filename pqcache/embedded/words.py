@@ -10,8 +10,10 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Share of all pseudo-words that is kept for evaluation.
 _EVAL_SHARE = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pqcache.harness.config.identity import Identity, Options
 from pqcache.harness.config.launch import Launch, LocalLaunch
 from pqcache.harness.config.options import NOT_HASHED, Refused, RunOptions, without_secrets
 from pqcache.harness.config.smoke import reduced
-from pqcache.harness.config.validation import Checked, check
+from pqcache.harness.config.validation import Checked, Values, check, read
 
 
 @dataclass
@@ -110,24 +111,35 @@ class RunPlan:
 def make_plan(request: Request) -> RunPlan:
     """Check every configuration of a command before any of them runs; one bad value refuses them all."""
     errors = list(request.errors)
-    cells_with: dict[str, list[str | None]] = {}  # error -> the experiment's cells that have it
+    found = _Found()
     cells: dict[str, Cell] = {}
-    for composed in reduced(request.composed):
+    values: list[tuple[Composed, Values]] = []
+    small = reduced(request.composed)
+    for composed in small:
         try:
-            checked = check(composed.config, composed.group_defaults)
+            one = read(composed.config, composed.group_defaults)
+            if one.undecided:  # all its errors at once, though torch has to be imported for some of them
+                check(one)
+            found.add(one.errors, composed)
+            values.append((composed, one))
         except Refused as refused:
-            for line in refused.lines:
-                cells_with.setdefault(line, []).append(composed.cell)
-            continue
-        if checked.skip is not None and request.experiment is None and not request.sweep:
-            cells_with.setdefault(checked.skip, []).append(composed.cell)
-        errors += _add(cells, checked, composed, request.experiment)
-    every = {composed.cell for composed in request.composed}
+            found.add(refused.lines, composed)
     if len({json.dumps(composed.config.get("launch"), sort_keys=True) for composed in request.composed}) > 1:
         errors.append("launch: one command runs in one place")
-    errors += [line + _origin(named, every) for line, named in cells_with.items()]
-    if len({cell.run.out for cell in cells.values()}) > 1:
+    if len({one.run.out for _, one in values}) > 1:
         errors.append("out: one command writes into one folder")
+    if errors or found.lines:  # before torch is imported
+        raise Refused([*errors, *found.text(small)])
+    for composed, one in values:
+        try:
+            checked = check(one)
+        except Refused as refused:
+            found.add(refused.lines, composed)
+            continue
+        if checked.skip is not None and request.experiment is None and not request.sweep:
+            found.add([checked.skip], composed)
+        errors += _add(cells, checked, composed, request.experiment)
+    errors += found.text(small)
     if not errors:
         errors += _find_folders(list(cells.values()))
     if errors:
@@ -143,10 +155,35 @@ def make_plan(request: Request) -> RunPlan:
     )
 
 
-def _origin(named: list[str | None], every: set[str | None]) -> str:
-    """The experiment's cells that have an error. Empty if all cells have it: then it was typed on the command line."""
-    names = [name for name in dict.fromkeys(named) if name is not None]
-    return f" (in cell {', '.join(names)})" if names and set(named) != every else ""
+@dataclass
+class _Found:
+    """The errors of configurations: line -> the configurations that have it."""
+
+    lines: dict[str, list[Composed]] = field(default_factory=dict)
+
+    def add(self, lines: Iterable[str], composed: Composed) -> None:
+        for line in lines:
+            self.lines.setdefault(line, []).append(composed)
+
+    def text(self, every: list[Composed]) -> list[str]:
+        """Each line, with what only the configurations that have it have in common: the command may be right for others."""
+        return [line + _origin(having, every) for line, having in self.lines.items()]
+
+
+def _origin(having: list[Composed], every: list[Composed]) -> str:
+    """The cells, methods, tasks or models that have an error. Empty if all have it: then it was typed for all of them."""
+    cells = [one.cell for one in having if one.cell is not None]
+    if cells and {one.cell for one in having} != {one.cell for one in every}:
+        return f" (in cell {', '.join(dict.fromkeys(cells))})"
+    for group in ("method", "task", "model"):
+        named, others = (list(dict.fromkeys(_choice(one, group) for one in some)) for some in (having, every))
+        if len(named) < len(others):
+            return f" (with {group}={', '.join(named)})"
+    return ""
+
+
+def _choice(composed: Composed, group: str) -> str:
+    return str(composed.group_defaults[group].get("name"))
 
 
 def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experiment: str | None) -> list[str]:

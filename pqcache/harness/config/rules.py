@@ -12,6 +12,7 @@ from pqcache.fields import option_fields
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.config.values import show
 from pqcache.registry import method_class
+from pqcache.sources import load_alone
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map
@@ -86,18 +87,15 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
-def check_budget(value: Any, errors: list[str]) -> Any:
-    """The Budget, or None after a line in `errors`."""
-    from pqcache.selective import Budget
-
+def check_budget(value: Any, errors: list[str]) -> None:
+    """The budget as it was typed."""
     if any(line.startswith("budget=") for line in errors):
-        return None
+        return
     try:
-        return Budget.parse(value)
+        load_alone("pqcache.selective.budget").Budget.parse(value)
     except ValueError as error:
         line = str(error)
         errors.append(line if line.startswith("budget") else f"budget={show(value)}: {line}")
-        return None
 
 
 def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
@@ -153,15 +151,19 @@ def check_random(options: dict[str, Any], name: str, task: str, errors: list[str
             if (value := options.pop(key, None)) is not None:
                 errors.append(f"model.{key}={show(value)}: only model=random has one")
         return
-    from pqcache.measure.geometries import geometry
-
     if task != "latency":
         errors.append(f"task={task}: model=random knows no words; it runs task=latency")
     if options.get("path") is not None:
         errors.append(f"model.path={options['path']}: model=random takes model.geometry")
     if isinstance(options.get("layers"), int) and options["layers"] < 1:
         errors.append(f"model.layers={options['layers']}: must be at least 1, or null for all")
-    if isinstance(options.get("geometry"), str):
+
+
+def check_geometry(options: dict[str, Any], name: str, errors: list[str]) -> None:
+    """`model.geometry` of model=random: its names are in a module that imports transformers."""
+    if name == "random" and isinstance(options.get("geometry"), str):
+        from pqcache.measure.geometries import geometry
+
         try:
             geometry(options["geometry"])
         except ValueError as error:

@@ -86,7 +86,10 @@ def _shrink_task(config: dict[str, Any]) -> None:
     from pqcache.harness.tasks import task_class
 
     task = config["task"]
-    fields = option_fields(task_class(task["name"]).Options)
+    try:
+        fields = option_fields(task_class(task["name"]).Options)
+    except ValueError:  # of lm-eval, or a name that is refused later
+        fields = {}
     if "source" in fields:
         task["source"] = "constructed"
     for key, stand_ins in LISTS.items():

@@ -1,7 +1,12 @@
-"""Check one composed configuration: every error is collected before it is refused, and before any model is loaded."""
+"""Check one composed configuration, before any model is loaded: all its errors at once.
+
+The check has two halves. `read` finds what names, types and most values show, in a fraction of a second. `check` makes the
+method, whose module imports torch and transformers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +18,8 @@ from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
 from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions, is_hashed
 from pqcache.harness.config.values import coerce, literals, plain, show
 from pqcache.naming import closest, suggestion
-from pqcache.registry import method_class
+from pqcache.registry import METHODS, method_class
+from pqcache.sources import stand_in
 
 if TYPE_CHECKING:
     from pqcache.selective import Method
@@ -22,6 +28,30 @@ LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
 NO_OPTIONS = ("cells", "cell", "best_of", "report", "paper_scale", "summary")  # top-level keys that compose.py reads
 
 Options = dict[str, Any]
+
+
+@dataclass
+class Values:
+    """What a configuration sets: names that exist, and options of the right type that pass the rules of their own."""
+
+    names: dict[str, str]  # group -> the chosen model, method or task
+    base: dict[str, Options]  # group -> the values in its file
+    run: RunOptions
+    options: dict[str, Options]  # group -> all options, defaults filled in
+    launch: Launch
+    budget: Any  # what was typed
+    errors: list[str]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a wrong configuration sets hyper-parameters whose values only the method itself can judge."""
+        named = self.options["method"]
+        defaults = {
+            name: default for name, (_, default) in option_fields(fields_of(self.names["method"]), _common()).items()
+        }
+        wrong = {line.partition("=")[0] for line in self.errors}
+        set_ = [key for key, value in named.items() if value != (defaults | self.base["method"]).get(key)]
+        return bool(self.errors) and any(f"method.{key}" not in wrong for key in set_)
 
 
 @dataclass
@@ -37,18 +67,24 @@ class Checked:
     unhashed: dict[str, Options]  # group -> its options that are no part of the identity
 
 
-def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
-    """Validate one composed configuration. Raises Refused with all errors.
+def fields_of(method: str) -> type[Any]:
+    """A class with the fields of a method: a stand-in where there is one."""
+    return stand_in(METHODS[method]) or method_class(method)
+
+
+def read(config: Options, group_defaults: dict[str, Options]) -> Values:
+    """The first half of the check: all of it that needs no torch, which takes seconds to import.
 
     group_defaults: group -> the values in the chosen model's, method's or task's file; others were changed by the command.
+    Raises Refused where the names are wrong, so that there is nothing more to check.
     """
     from pqcache.harness.tasks import task_class
 
     errors: list[str] = []
     names = _names(config, group_defaults, errors)
     base = {group: {k: v for k, v in group_defaults[group].items() if k != "name"} for group in names}
-    method_type = method_class(names["method"])
-    classes: dict[str, type] = {"model": ModelOptions, "method": method_type, "task": task_class(names["task"]).Options}
+    task_options = task_class(names["task"]).Options
+    classes: dict[str, type] = {"model": ModelOptions, "method": fields_of(names["method"]), "task": task_options}
     run, options = _typed(config, classes, errors)
     launch = check_launch(config.get("launch"), errors)
     rules.check_run(run, errors)
@@ -56,17 +92,34 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
         run = replace(run, dense_layers=None, protocol="aligned")
     if run.smoke is True and not errors:
         run = replace(run, out=str(Path(run.out) / smoke.FOLDER))
-    budget = rules.check_budget(config.get("budget", run.budget), errors)
+    budget = config.get("budget", run.budget)
+    rules.check_budget(budget, errors)
     rules.check_model(options["model"], names["model"], errors)
     rules.check_placement(options["model"], names["model"], names["task"], errors)
     rules.check_random(options["model"], names["model"], names["task"], errors)
     rules.check_latency(names["task"], run, errors)
-    rules.check_task(names["task"], options["task"], base["task"], errors)
+    if not of_lm_eval(names["task"]):  # lm-eval's index of names takes seconds to read
+        rules.check_task(names["task"], options["task"], base["task"], errors)
+    return Values(names, base, run, options, launch, budget, errors)
+
+
+def check(values: Values) -> Checked:
+    """The second half: what the method itself, lm-eval and transformers know. Raises Refused with all errors."""
+    from pqcache.harness.tasks import task_class
+    from pqcache.selective import Budget
+
+    errors = list(values.errors)
+    names, base, run, options = values.names, values.base, values.run, values.options
+    method_type, task_type = method_class(names["method"]), task_class(names["task"]).Options
+    budget = None if any(line.startswith("budget=") for line in errors) else Budget.parse(values.budget)
+    rules.check_geometry(options["model"], names["model"], errors)
+    if of_lm_eval(names["task"]):
+        rules.check_task(names["task"], options["task"], base["task"], errors)
     length = options["task"].get("length")
     prompt = length if isinstance(length, int) and length < LONGEST_PROMPT and not errors else None
     method, skip = rules.make_method(names["method"], options["method"], budget, run, errors, prompt)
     skip = skip or rules.without_batches(method_type, names["task"], options["task"], run)
-    if errors:
+    if errors or budget is None:
         raise Refused(errors)
 
     device = options["model"]["device"]
@@ -75,11 +128,11 @@ def check(config: Options, group_defaults: dict[str, Options]) -> Checked:
     groups = {
         "model": _group(ModelOptions, options["model"], base["model"]),
         "method": _method_group(method_type, options["method"], base["method"], method, run),
-        "task": _group(classes["task"], options["task"], base["task"]),
+        "task": _group(task_type, options["task"], base["task"]),
     }
     amount = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
     identity = identify(_top_group(run, amount, method), groups, names)
-    return Checked(run, identity, method, skip or None, launch, device, unhashed)
+    return Checked(run, identity, method, skip or None, values.launch, device, unhashed)
 
 
 def _take_unhashed(options: Options) -> Options:
@@ -92,9 +145,13 @@ def _names(config: Options, group_defaults: dict[str, Options], errors: list[str
 
     A name set by `method.name=...` instead of `method=...` becomes a line in `errors`; the group's choice is checked further.
     """
+    from pqcache.harness.tasks import TASKS
+
     names: dict[str, str] = {}
     for group in ("model", "method", "task"):
-        name, chosen = config[group]["name"], group_defaults[group]["name"]
+        if not isinstance(chosen := group_defaults[group].get("name"), str):
+            raise Refused([f"{group}: the chosen file of configs/{group} sets no `name:`"])
+        name = config[group]["name"]
         if group == "task" and chosen == LM_EVAL:  # its names are lm-eval's
             if name == LM_EVAL:
                 raise Refused(["task.name: task=lm_eval needs the name of a task of lm-eval, task.name=<name>"])
@@ -103,7 +160,25 @@ def _names(config: Options, group_defaults: dict[str, Options], errors: list[str
         if name != chosen:
             errors.append(f"{group}.name={show(name)}: the name is chosen with {group}={show(name)}")
         names[group] = chosen
+    if (method := names["method"]) not in METHODS:
+        raise Refused([not_registered("method", method)])
+    if (task := names["task"]) not in TASKS and not of_lm_eval(task):
+        raise Refused([not_registered("task", task)])
     return names
+
+
+def of_lm_eval(task: str) -> bool:
+    """Whether a task is one of lm-eval's own, `lm_eval:<name>`."""
+    return task.startswith(f"{LM_EVAL}:")
+
+
+def not_registered(group: str, name: str) -> str:
+    """The line of a file in configs/ whose name the code does not know."""
+    from pqcache.harness.tasks import TASKS
+
+    table = {"method": "pqcache/registry.py", "task": "pqcache/harness/tasks/__init__.py"}[group]
+    known: Iterable[str] = METHODS if group == "method" else TASKS
+    return f"{group}={name}: configs/{group}/{name}.yaml names no {group} of {table}; {suggestion(name, known)}"
 
 
 def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tuple[RunOptions, dict[str, Options]]:
@@ -192,9 +267,13 @@ def method_defaults(cls: type[Method], base: Options, protocol: str) -> Options:
 
 def _common() -> set[str]:
     """The fields that all methods share. They are top-level keys."""
+    return {f.name for f in fields(stand_in("pqcache.selective.method:Method") or _method_base())}
+
+
+def _method_base() -> type[Any]:
     from pqcache.selective import Method
 
-    return {f.name for f in fields(Method)}
+    return Method
 
 
 def _top_group(run: RunOptions, budget: float | int, method: Method | None) -> Group:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config import environment
 from pqcache.measure.machine import device_caption, slug
@@ -258,14 +259,14 @@ def start_seconds(words: Sequence[str] = ()) -> tuple[float, float]:
     """
     import subprocess
 
-    root = Path(__file__).resolve().parents[3]
     walls: list[float] = []
     counts = (1, 9)
     with tempfile.TemporaryDirectory() as folder:
         for index, limit in enumerate((counts[0], *counts)):
             command = [
                 sys.executable,
-                str(root / "run.py"),
+                "-m",
+                "pqcache.harness.command",
                 "method=full",
                 "task=pocket_qa",
                 "task.length=1024",
@@ -273,7 +274,7 @@ def start_seconds(words: Sequence[str] = ()) -> tuple[float, float]:
             ]
             command += [f"limit={limit}", f"out={folder}/{index}", "wandb=disabled", *words]
             begin = time.perf_counter()
-            subprocess.run(command, check=True, capture_output=True, cwd=root)
+            subprocess.run(command, check=True, capture_output=True, cwd=places.ROOT)
             inside = 0.0
             for path in Path(folder, str(index)).glob("*/samples.jsonl"):
                 for line in path.read_text().splitlines():
@@ -288,10 +289,10 @@ def start_seconds(words: Sequence[str] = ()) -> tuple[float, float]:
 def main(arguments: list[str]) -> int:
     from pqcache.harness.config.cells import make_plan
     from pqcache.harness.config.compose import compose_all
-    from pqcache.harness.config.files import CONFIGS
     from pqcache.harness.config.options import Refused
     from pqcache.harness.launch.needs import config_of
     from pqcache.harness.run import models
+    from pqcache.places import CONFIGS
 
     try:
         cell = make_plan(compose_all(arguments, CONFIGS)).cells[0]

@@ -44,9 +44,9 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
     out = Path(plan.cells[0].run.out).expanduser()
     precheck.check_out(out)
+    environment.quiet()
     precheck.check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
-    environment.quiet()
     precheck.check_data(plan)
     stale.set_aside(plan)
     try:

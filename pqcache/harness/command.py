@@ -1,0 +1,121 @@
+"""The command: run.py in a clone, `pqcache` where the package is installed. run.py says what can be typed.
+
+Nothing heavy is imported before the command is known to be right: a wrong one is answered at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+
+from pqcache.places import CONFIGS
+
+HELP = {"--help", "-h"}
+HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
+# What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
+NEEDS = {
+    "datasets": "datasets",
+    "hydra": "hydra-core",
+    "lm_eval": "lm-eval",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "omegaconf": "omegaconf",
+    "pandas": "pandas",
+    "plotly": "plotly",
+    "rapidfuzz": "rapidfuzz",
+    "rouge": "rouge",
+    "rouge_score": "rouge-score",
+    "tqdm": "tqdm",
+    "wandb": "wandb",
+}
+
+
+def console() -> int:
+    """The console command."""
+    return main(sys.argv[1:])
+
+
+def main(argv: list[str]) -> int:
+    """Run a command line. Exit codes: 0 done, 1 a cell failed, 2 the command is wrong, 130 interrupted."""
+    try:
+        os.getcwd()
+    except OSError:
+        print("error: the working folder no longer exists; change to another one", file=sys.stderr)
+        return 2
+    if missing := [package for module, package in NEEDS.items() if not _is_there(module)]:
+        print(f"error: {', '.join(missing)}: not installed; pip install 'pqcache-lab[harness]'", file=sys.stderr)
+        return 2
+    words = {argument.partition("=")[0] for argument in argv}
+    if not argv or HELP & words:
+        from pqcache.harness.lookup import help
+
+        return _guarded(lambda: print(help.full() if argv else help.short()) or 0)
+    if HYDRA_ANSWERS & words:
+        import hydra
+
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(lambda _: None)()
+        return 0
+
+    from pqcache.harness.config.options import Refused
+
+    try:
+        return _run(argv)
+    except Refused as refused:
+        for line in refused.lines:
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: list[str]) -> int:
+    """Answer, plan or run what was typed. Raises Refused."""
+    from pqcache.harness import lookup
+    from pqcache.harness.config.cells import make_plan
+    from pqcache.harness.config.compose import compose_all
+    from pqcache.harness.report import folder_command
+
+    if folder_command.asked(argv):
+        return _guarded(lambda: folder_command.answer(argv))
+    if lookup.asked(argv):
+        return _guarded(lambda: lookup.answer(argv))
+    request = compose_all(argv, CONFIGS)
+    plan = make_plan(request)
+    if request.show_config:
+        print("---\n".join(cell.yaml() for cell in plan.cells), end="")
+        return 0
+    if plan.cells[0].run.plan:
+        from pqcache.harness.launch.plan import show
+
+        return show(plan)
+    # lm-eval and all the rest: only once the command is known to be right
+    from pqcache.harness.launch.progress import Total
+    from pqcache.harness.run.runner import run_plan
+
+    return _guarded(lambda: run_plan(plan, Total()))
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be imported; a name set to None in sys.modules cannot."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return module in sys.modules and sys.modules[module] is not None
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """The exit code of what prints, also where standard output is closed or full."""
+    from pqcache.harness.run.streams import guarded
+
+    with guarded() as out:
+        code = work()
+        out.flush()
+        if out.error is not None and out.error.errno != errno.EPIPE:
+            print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)
+            code = code or 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(console())

@@ -1,0 +1,185 @@
+"""explain=<option or name>: what an option means, or what a method, task, model or experiment is, and its options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pqcache import places
+from pqcache.fields import comments, option_fields
+from pqcache.harness.config.launch import LAUNCHES
+from pqcache.harness.config.options import GROUPS, LM_EVAL, ModelOptions, Refused, RunOptions, one_line
+from pqcache.harness.config.overrides import options_of
+from pqcache.harness.config.values import describe, show
+from pqcache.harness.lookup import listing
+from pqcache.harness.lookup.layout import folded, pairs, width
+from pqcache.harness.lookup.words import GROUP_MEANINGS, OTHER_KEYS
+from pqcache.naming import closest, suggestion
+from pqcache.registry import METHODS, method_class
+from pqcache.sources import docstring, stand_in
+
+PAPER = re.compile(r"\(([^()]*arXiv [\d.]+[^()]*)\)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of one class."""
+
+    meaning: str
+    allowed: str
+    default: str
+
+
+def text(asked: str) -> str:
+    """The explanation of an option or a name. Raises Refused where nothing is called so."""
+    asked = asked.removeprefix("wandb.") if asked in ("wandb.",) else asked
+    key = re.sub(r"^wandb\.(?=\w)", "wandb_", asked)
+    group, dot, name = key.partition(".")
+    if not dot and "=" in key:  # explain=method=pqcache
+        group, _, name = key.partition("=")
+        return _name(name, [group]) if group in GROUPS else _unknown(asked)
+    top = options(RunOptions)
+    if key in top:
+        return "\n".join([f"{key}", *_facts(top[key])])
+    if key in GROUP_MEANINGS or key in OTHER_KEYS:
+        return "\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])
+    if dot and group in GROUPS:
+        owners = having(group)
+        return _option(key, {owner: found[name] for owner, found in owners.items() if name in found}) or _unknown(asked)
+    if not dot:
+        if any(key in options_of(g, places.CONFIGS) for g in GROUPS):
+            return _name(key, GROUPS)
+        bare = [(g, {o: found[key] for o, found in having(g).items() if key in found}) for g in GROUPS]
+        if texts := [_option(f"{g}.{key}", owners) for g, owners in bare if owners]:
+            return "\n\n".join(texts)
+    return _unknown(asked)
+
+
+def options(cls: type, skip: Iterable[str] = ()) -> dict[str, Option]:
+    """Option -> what is known of it."""
+    meaning = comments(cls)
+    return {
+        name: Option(meaning.get(name, ""), describe(kind), show(default))
+        for name, (kind, default) in option_fields(cls, skip).items()
+    }
+
+
+def having(group: str) -> dict[str, dict[str, Option]]:
+    """Method, task or launch -> its options. The model's are all models'."""
+    if group == "method":
+        return {name: options(_method(name), _common()) for name in METHODS}
+    if group == "task":
+        from pqcache.harness.tasks import TASKS, task_class
+
+        every = {name: options(cls.Options) for name, cls in TASKS.items()}
+        return {**every, LM_EVAL: options(task_class(f"{LM_EVAL}:").Options)}
+    if group == "launch":
+        return {name: options(cls) for name, cls in LAUNCHES.items()}
+    return {"": options(ModelOptions)} if group == "model" else {}
+
+
+def paper(method: str) -> str:
+    """Where a method is published, as its module cites it; empty if it is of this project."""
+    module, own = docstring(METHODS[method])
+    found = PAPER.search(" ".join(module.partition("\n\n")[0].split())) or PAPER.search(" ".join(own.split()))
+    return found[1] if found else ""
+
+
+def _method(name: str) -> type[Any]:
+    return stand_in(METHODS[name]) or method_class(name)
+
+
+def _common() -> set[str]:
+    base = stand_in("pqcache.selective.method:Method")
+    return {f.name for f in fields(base)} if base is not None else set()
+
+
+def _facts(option: Option) -> list[str]:
+    lines = [folded(option.meaning, width(), "  ")] if option.meaning else []
+    return [*lines, f"  allowed: {option.allowed}; default: {option.default}"]
+
+
+def _option(key: str, owners: dict[str, Option]) -> str:
+    """An option, once for each meaning or default that it has; which methods or tasks have it. Empty if none has."""
+    if not owners:
+        return ""
+    by_option: dict[Option, list[str]] = {}
+    for owner, option in owners.items():
+        by_option.setdefault(option, []).append(owner)
+    lines = [key]
+    group = key.partition(".")[0]
+    for option, names in by_option.items():
+        lines += _facts(option)
+        if any(names):
+            lines.append(
+                folded(", ".join(names), width(), "    ", f"  {group}s: " if group != "launch" else "  launch: ")
+            )
+        lines += [
+            folded(f"{name}: {cited}", width(), "      ", "    ")
+            for name in names
+            if group == "method" and (cited := paper(name))
+        ]
+    return "\n".join(lines)
+
+
+def _choices(group: str) -> list[str]:
+    """The names of a group."""
+    if group not in GROUPS:
+        return []
+    lines = [folded(", ".join(options_of(group, places.CONFIGS)), width(), "    ", "  names: ")]
+    if f"{group}s" in listing.KINDS:
+        lines.append(f"  {places.COMMAND} list={group}s says what each is")
+    return lines
+
+
+def _name(name: str, groups: Iterable[str]) -> str:
+    """What a method, task, model, experiment or launch is, with its options."""
+    found = [group for group in groups if name in options_of(group, places.CONFIGS)]
+    if not found:
+        (group,) = groups
+        known = METHODS if group == "method" else options_of(group, places.CONFIGS)
+        raise Refused([f"explain={group}={one_line(name)[:60]}: unknown {group}; {suggestion(name, known)}"])
+    return "\n\n".join(_about(group, name) for group in found)
+
+
+def _about(group: str, name: str) -> str:
+    lines = [f"{group}={name}"]
+    if group == "method" and name in METHODS:
+        module, own = docstring(METHODS[name])
+        for block in filter(None, [*module.split("\n\n"), *own.split("\n\n")]):
+            lines += ["", *_paragraph(block)]
+    elif group == "launch":
+        lines.append(folded((LAUNCHES[name].__doc__ or "").strip(), width(), "  "))
+    elif (
+        about := {"task": listing.tasks, "model": listing.models, "experiment": listing.experiments}.get(group)
+    ) is not None:
+        lines.append(folded(about().get(name, ""), width(), "  "))
+    of = having(group)
+    found = of.get(name, of.get("", {}))
+    if found:
+        meanings = {f"{group}.{key}={one.default}": one.meaning for key, one in found.items()}
+        lines += ["", "options and their defaults:", pairs(meanings)]
+    return "\n".join(lines)
+
+
+def _paragraph(block: str) -> list[str]:
+    """A paragraph of a docstring: its sentences folded, lists and examples as they are written."""
+    if any(line.startswith(("- ", "    ", "|")) for line in block.splitlines()):
+        return [f"  {line}" for line in block.splitlines()]
+    return [folded(" ".join(block.split()), width(), "  ")]
+
+
+def _unknown(asked: str) -> str:
+    """Raises Refused with what may be meant."""
+    bare = asked.rpartition(".")[2]
+    every = {name: name for name in (*option_fields(RunOptions), *GROUP_MEANINGS, *OTHER_KEYS)}
+    for group in GROUPS:
+        every |= {f"{group}.{key}": f"{group}.{key}" for found in having(group).values() for key in found}
+        every |= {name: name for name in options_of(group, places.CONFIGS)}
+    if (close := closest(asked, every)) is None:
+        tails = {name.rpartition(".")[2]: name for name in every}
+        close = tails.get(closest(bare, tails) or "")
+    hint = f"did you mean {close}?" if close is not None else f"{places.COMMAND} --help lists the options"
+    raise Refused([f"explain={one_line(asked)[:60]}: no option and no name; {hint}"])

@@ -1,0 +1,130 @@
+"""list=, explain= and the help: complete, true to the code, and folded to the terminal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import run
+from pqcache.fields import comments, option_fields
+from pqcache.harness.config.options import GROUPS, RunOptions
+from pqcache.harness.config.overrides import options_of
+from pqcache.harness.lookup import explain, help, listing
+from pqcache.harness.lookup.layout import pairs
+from pqcache.harness.tasks import TASKS
+from pqcache.registry import METHODS
+
+Capture = pytest.CaptureFixture[str]
+
+
+def said(capsys: Capture, *words: str) -> str:
+    assert run.main(list(words)) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+@pytest.mark.parametrize("kind", listing.KINDS)
+def test_lists_have_every_name_with_a_line(kind: str, capsys: Capture) -> None:
+    lines = said(capsys, f"list={kind}").splitlines()
+    named = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    group = kind.removesuffix("s")
+    assert named.keys() == set(options_of(group, run.CONFIGS))
+    assert all(len(meaning) > 15 for meaning in named.values())
+
+
+def test_an_option_of_several_methods(capsys: Capture) -> None:
+    text = said(capsys, "explain=method.m")
+    assert text.startswith("method.m\n")
+    assert "sub-spaces per key" in text
+    assert "methods: pqcache\n" in text
+    assert "methods: h2o_c\n" in text
+    assert "default: 2" in text
+    assert "arXiv 2407.12820" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        ("budget", ["a share of the prompt", "default: 0.2"]),
+        ("wandb.project", ["WANDB_PROJECT", "default: null"]),
+        ("protocol", ["aligned or paper or release"]),
+        ("task.length", ["needle_pocket", "default: 2048"]),
+        ("model.dtype", ["auto or float32 or bfloat16 or float16"]),
+        ("launch.workers", ["ray", "slurm"]),
+        ("method", ["KV-cache method", "pqcache", "list=methods"]),
+        ("quest", ["method=quest", "arXiv 2406.10774", "method.page="]),
+        ("method=quest", ["method=quest", "method.page="]),
+        ("needle_pocket", ["task=needle_pocket", "task.length=2048"]),
+        ("cell", ["experiment"]),
+        ("kmeans_seed", ["method.kmeans_seed", "pqcache"]),
+    ],
+)
+def test_explanations(asked: str, parts: list[str], capsys: Capture) -> None:
+    text = said(capsys, f"explain={asked}")
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("explain=metod.m", ["did you mean method.m?"]),
+        ("explain=task.lenth", ["did you mean task.length?"]),
+        ("explain=buget", ["did you mean budget?"]),
+        ("explain=method=quset", ["did you mean quest?"]),
+        ("explain=", ["must name"]),
+        ("list=method", ["did you mean methods?"]),
+        ("list", ["must name"]),
+        ("list=methods budget=0.2", ["budget=0.2", "no other options"]),
+        ("list=methods explain=budget", ["no other options"]),
+    ],
+)
+def test_what_is_unknown_is_one_line(line: str, parts: list[str], capsys: Capture) -> None:
+    assert run.main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert all(part in shown.err for part in parts), shown.err
+
+
+@pytest.mark.rest
+def test_every_option_can_be_explained() -> None:
+    """Each key of each group, and each name: its meaning as the code has it is in the text."""
+    for group in GROUPS:
+        for owner, found in explain.having(group).items():
+            for key, option in found.items():
+                text = explain.text(f"{group}.{key}")
+                assert option.meaning in text
+                assert owner in text
+        for name in options_of(group, run.CONFIGS):
+            assert f"{group}={name}" in explain.text(name)
+
+
+def test_every_paper_is_found() -> None:
+    own = {"full", "int8", "replay", "two_stage", "coded", "kvcrush_mixed", "evict_retrieve"}
+    assert {name for name in METHODS if not re.search(r"arXiv \d{4}\.\d{5}", explain.paper(name))} == own
+
+
+def test_help_has_every_key_with_its_meaning(capsys: Capture) -> None:
+    text = said(capsys, "--help")
+    flat = " ".join(text.split())
+    for name, meaning in comments(RunOptions).items():
+        assert f" {name}=" in flat
+        assert meaning in flat, name
+    assert option_fields(RunOptions).keys() == comments(RunOptions).keys()
+    for name in (*METHODS, *TASKS, "experiment=", "launch=", "list=", "explain=", "--cfg job", "-sc install=bash"):
+        assert name in flat
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_short_help_is_what_a_bare_command_prints(capsys: Capture) -> None:
+    assert said(capsys).strip() == help.short()
+    assert len(help.short().splitlines()) < 24
+
+
+def test_lines_are_folded_beside_their_names() -> None:
+    text = pairs({"a": "word " * 30, "a_much_longer_name_than_the_rest_of_them": "word " * 30}, columns=60)
+    assert max(map(len, text.splitlines())) <= 60
+    beside = {len(line) - len(line.lstrip()) for line in text.splitlines() if line.startswith("   ")}
+    assert len(beside) == 1
