@@ -22,9 +22,10 @@ SOURCES = ("run.py", "scripts", "pqcache", "baselines")
 # From the top down. A room may import rooms of its own floor or of a lower one.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("run", "scripts"),
+    ("pqcache.harness.command",),
     ("pqcache.harness.launch",),
     ("pqcache.harness.run",),
-    ("pqcache.harness.report",),
+    ("pqcache.harness.report", "pqcache.harness.lookup"),
     ("pqcache.harness.config",),
     ("pqcache.harness.tasks",),
     ("pqcache.embedded", "pqcache.diagnostics", "baselines", "pqcache.pq", "pqcache.measure"),
@@ -32,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pqcache.device",),
     ("pqcache.store",),
     ("pqcache.kernels",),
-    ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.fields"),
+    ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.fields", "pqcache.places", "pqcache.sources"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -42,9 +43,11 @@ Graph = dict[str, set[str]]
 SAYS = {
     "run": "the command",
     "scripts": "benchmarks, training",
+    "pqcache.harness.command": "what is typed",
     "pqcache.harness.launch": "the plan, times, progress, engines",
     "pqcache.harness.run": "models, lm-eval adapter, cells",
     "pqcache.harness.report": "rows, tables, figures",
+    "pqcache.harness.lookup": "list=, explain=, help",
     "pqcache.harness.config": "options, composition, identity",
     "pqcache.harness.tasks": "one file per benchmark",
     "baselines": "every other method",
@@ -59,6 +62,8 @@ SAYS = {
     "pqcache.registry": "table of methods",
     "pqcache.naming": "did-you-mean",
     "pqcache.fields": "options of dataclasses",
+    "pqcache.places": "where files are",
+    "pqcache.sources": "options read as text",
     "pqcache.atomic": "whole files or none",
 }
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,33 +73,6 @@ def test_the_library_needs_torch_and_transformers_only(package: str) -> None:
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.rest
-def test_data_files_are_installed_with_the_packages(repo: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repo / name, source)
-    for package in ("pqcache", "baselines"):
-        shutil.copytree(repo / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
-    subprocess.run([*command, str(source)], check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(f.relative_to(repo)) for f in (repo / "pqcache").rglob("*") if f.is_file()}
-    expected = {name for name in expected if "__pycache__" not in name}
-    assert expected - packed == set()
 
 
 def test_make_test_and_demo_set_up_what_is_missing(repo: Path, tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""Where files of the repository go in a package: everything into `pqcache`, so that an environment gets one name.
+
+baselines/, configs/ and results/published/ stand beside the package in the repository. pqcache/places.py finds both.
+"""
+
+from setuptools import find_namespace_packages, find_packages, setup
+
+INSIDE = {
+    "pqcache._baselines": "baselines",
+    "pqcache._configs": "configs",
+    "pqcache._published": "results/published",
+}
+
+packages = find_packages(include=["pqcache", "pqcache.*"])
+for name, folder in INSIDE.items():
+    packages += [name, *(f"{name}.{inner}" for inner in find_namespace_packages(folder, exclude=["*__pycache__"]))]
+
+setup(packages=packages, package_dir={name: folder for name, folder in INSIDE.items()})
