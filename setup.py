@@ -15,4 +15,4 @@ packages = find_packages(include=["pqcache", "pqcache.*"])
 for name, folder in INSIDE.items():
     packages += [name, *(f"{name}.{inner}" for inner in find_namespace_packages(folder, exclude=["*__pycache__"]))]
 
-setup(packages=packages, package_dir={name: folder for name, folder in INSIDE.items()})
+setup(packages=packages, package_dir=INSIDE)

@@ -17,7 +17,12 @@ import pytest
 from pqcache.harness import command
 
 PACKED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pqcache", "baselines", "configs", "results/published")
-INSIDE = {"pqcache": "pqcache", "baselines": "pqcache/_baselines", "configs": "pqcache/_configs", "results/published": "pqcache/_published"}
+INSIDE = {
+    "pqcache": "pqcache",
+    "baselines": "pqcache/_baselines",
+    "configs": "pqcache/_configs",
+    "results/published": "pqcache/_published",
+}
 # Calls of the build backend, as pip makes them: here the network is not needed for it.
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
@@ -119,7 +124,9 @@ def test_an_installation_works_outside_of_a_clone(site: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("module", ["hydra", "lm_eval"])
 def test_without_the_harness_extra_one_line_says_what_to_install(module: str, tmp_path: Path, repo: Path) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None\nfrom pqcache.harness.command import console; sys.exit(console())"
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\nfrom pqcache.harness.command import console; sys.exit(console())"
+    )
     environment = {**os.environ, "PYTHONPATH": str(repo)}
     done = subprocess.run(
         [sys.executable, "-c", code, "method=full"], cwd=tmp_path, capture_output=True, text=True, env=environment

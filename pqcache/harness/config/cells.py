@@ -118,8 +118,8 @@ def make_plan(request: Request) -> RunPlan:
     for composed in small:
         try:
             one = read(composed.config, composed.group_defaults)
-            if one.undecided:  # all its errors at once, though torch has to be imported for some of them
-                check(one)
+            if (one.errors or errors) and _undecided(composed, one.errors):
+                check(one)  # all errors at once, though torch has to be imported for some of them
             found.add(one.errors, composed)
             values.append((composed, one))
         except Refused as refused:
@@ -180,6 +180,12 @@ def _origin(having: list[Composed], every: list[Composed]) -> str:
         if len(named) < len(others):
             return f" (with {group}={', '.join(named)})"
     return ""
+
+
+def _undecided(composed: Composed, errors: list[str]) -> bool:
+    """Whether the command sets hyper-parameters that no line is of yet: only the method itself can judge their values."""
+    wrong = {line.partition("=")[0].partition(":")[0] for line in errors}
+    return any((key := text.partition("=")[0]).startswith("method.") and key not in wrong for text in composed.typed)
 
 
 def _choice(composed: Composed, group: str) -> str:

@@ -42,17 +42,6 @@ class Values:
     budget: Any  # what was typed
     errors: list[str]
 
-    @property
-    def undecided(self) -> bool:
-        """Whether a wrong configuration sets hyper-parameters whose values only the method itself can judge."""
-        named = self.options["method"]
-        defaults = {
-            name: default for name, (_, default) in option_fields(fields_of(self.names["method"]), _common()).items()
-        }
-        wrong = {line.partition("=")[0] for line in self.errors}
-        set_ = [key for key, value in named.items() if value != (defaults | self.base["method"]).get(key)]
-        return bool(self.errors) and any(f"method.{key}" not in wrong for key in set_)
-
 
 @dataclass
 class Checked:
