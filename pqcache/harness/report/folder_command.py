@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pqcache.harness.config.environment import keep_fonts_under
 from pqcache.harness.config.options import Refused, RunOptions, one_line
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.rows import Row, rows_or_refused
 from pqcache.naming import suggestion
+
+if TYPE_CHECKING:
+    from pqcache.harness.report.rows import Row
 
 TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out")}  # command -> what else it takes
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
@@ -26,6 +29,8 @@ def asked(argv: Sequence[str]) -> bool:
 
 def answer(argv: Sequence[str]) -> int:
     """Do what such a command line asks for. Raises Refused."""
+    from pqcache.harness.report.rows import rows_or_refused  # imports numpy, and every command asks `asked`
+
     command, options = _read(argv)
     folder = Path(options[command]).expanduser()
     rows: list[Row] = []
