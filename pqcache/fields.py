@@ -1,4 +1,5 @@
-"""Options are the fields of dataclasses: their types and defaults, their comments, and how they enter a cell's identity.
+"""Options are the fields of dataclasses: their types and defaults, their comments, how they enter a cell's identity,
+and how a typed value becomes one of theirs.
 
 The options of a method, of a task, of a model and of the command are fields of one dataclass each. A comment above a field,
 or behind it on its line, describes the option; `make configs` writes it into configs/.
@@ -9,10 +10,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import types
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 
 def added(default: Any, *, absent: Any) -> Any:
@@ -58,6 +61,94 @@ def default_of(f: Field) -> Any:
     if f.default is not MISSING:
         return f.default
     return f.default_factory() if f.default_factory is not MISSING else None
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+LARGEST = 2**63  # numbers below it have an exact place in every file and tensor
+NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+    dict: "a mapping",
+}
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """`value` as type `kind`. Raises TypeError that says what is expected. An int passes as a float, a bool never as a number."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Literal:
+        for allowed in args:
+            if value == allowed and type(value) is type(allowed):
+                return value
+    elif origin in (typing.Union, types.UnionType):
+        for option in sorted(args, key=lambda option: type(value) is not option):  # an exact type match wins
+            try:
+                return coerce(value, option)
+            except TypeError:
+                continue
+    elif origin in (list, tuple, typing.Sequence):
+        if isinstance(value, list | tuple):
+            try:
+                items = [coerce(v, args[0] if args else Any) for v in value]
+            except TypeError:
+                raise TypeError(describe(kind)) from None
+            return tuple(items) if origin is tuple else items
+    else:
+        return _coerce_plain(value, kind)
+    raise TypeError(describe(kind))
+
+
+def _coerce_plain(value: Any, kind: Any) -> Any:
+    """`value` as a class without arguments."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is types.NoneType or kind is None:
+        if value is None:
+            return None
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif kind is int:
+        if isinstance(value, int) and number and abs(value) < LARGEST:
+            return value
+    elif kind is float:
+        if number and abs(value) < LARGEST:  # false for NaN and infinity
+            return float(value)
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int) and number:  # out=2024, model.revision=123
+            return str(value)
+    elif kind in (dict, list, tuple) and isinstance(value, kind):
+        return value
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(describe(kind))
+
+
+def describe(kind: Any) -> str:
+    """A type in words."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " or ".join(str(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(a) for a in args)
+    if origin in (list, tuple, typing.Sequence):
+        return f"a list of {describe(args[0]).split(' ', 1)[-1]}s" if args else "a list"
+    if kind is types.NoneType or kind is None:
+        return "null"
+    return NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def literals(kind: Any) -> list[Any]:
+    """The values of a Literal type, or of the Literal parts of a union."""
+    if typing.get_origin(kind) is Literal:
+        return list(typing.get_args(kind))
+    return [word for arg in typing.get_args(kind) for word in literals(arg)]
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from pqcache.fields import option_fields
-from pqcache.harness.config.values import coerce, show
+from pqcache.fields import coerce, option_fields
+from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.fields import added_options, option_fields, retired, without_retired
+from pqcache.fields import added_options, coerce, literals, option_fields, retired, without_retired
 from pqcache.harness.config import rules, smoke
 from pqcache.harness.config.identity import Group, Identity, identify, without_index
 from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
 from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions, is_hashed
-from pqcache.harness.config.values import coerce, literals, plain, show
+from pqcache.harness.config.values import plain, show
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class
 from pqcache.sources import stand_in
