@@ -41,10 +41,11 @@ from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.rope import project_query, rotate
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.support import check_rotated
 from pqcache.store.buffer import Buffer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 COLUMN_RULES = ("q", "union", "abs_sum")
 SKEWS = ("svd", "none")
@@ -256,6 +257,10 @@ class InfiniGen(RetrievalMethod):
             self.cap = 0.2 if self.cap is None else self.cap
         self.bases: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, d, r)
         self.similarity = 0.0  # of consecutive layers' attention inputs, mean cosine on the calibration text
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        if not self.budget.is_everything:
+            check_rotated(config.get_text_config(decoder=True), "infinigen")
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         modules = attention_modules(model)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -25,8 +25,12 @@ from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.support import check_rotated
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _NEVER = torch.iinfo(torch.int32).max  # a position later than any
 MODES = ("static", "dynamic", "rolling")
@@ -69,6 +73,10 @@ class StreamingLLM(EvictionMethod):
             raise NotApplicable(
                 f"budget={self.budget.tokens}: streaming needs more tokens than its {self.n_sink} sinks"
             )
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        if self.mode == "rolling":
+            check_rotated(config.get_text_config(decoder=True), "mode=rolling")
 
     @property
     def is_dynamic(self) -> bool:

@@ -21,13 +21,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pqcache.selective.budget import Budget, partition_plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.support import check_rotated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 from .layer import InfLLMLayer
 from .memory import BlockPlan
@@ -43,6 +47,7 @@ class InfLLM(Method):
     """
 
     name: ClassVar[str] = "infllm"
+    kind: ClassVar[str] = "retrieve"
     released: ClassVar[str] = "thunlp/InfLLM: config/mistral-inf-llm.yaml"
     retired: ClassVar[dict[str, Any]] = {"policy": "lru"}
 
@@ -106,6 +111,10 @@ class InfLLM(Method):
             raise NotApplicable(
                 f"budget={self.budget.tokens}: infllm needs more than {self.n_init} init tokens + 1 token"
             )
+
+    def check_model(self, config: PreTrainedConfig) -> None:
+        if not self.budget.is_everything:
+            check_rotated(config.get_text_config(decoder=True), "infllm")
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> BlockPlan:
         shares = partition_plan(self.budget, s, self.n_sink, self.recent_ratio)

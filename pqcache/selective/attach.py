@@ -17,6 +17,7 @@ attention, output projection and MLP are computed for that token alone. K and V 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -27,13 +28,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.support import check_architecture
+from pqcache.selective.support import CLOSED, SINKS, check_architecture
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
 _CONTEXT = "_pqcache_context"
@@ -78,21 +86,44 @@ def selective_attention(
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The self-attention modules of the decoder, in layer order."""
-    layers = getattr(model.get_decoder(), "layers", None)
+    """The self-attention modules of the decoder, in layer order. Raises ValueError, one line, if they cannot be served."""
+    named, decoder = f"model {model.config.model_type}", model.get_decoder()
+    layers = getattr(decoder, "layers", None)
     modules = [getattr(layer, "self_attn", None) for layer in layers or ()]
     if not modules or any(m is None or not hasattr(m, "layer_idx") for m in modules):
-        raise ValueError(f"model {model.config.model_type}: no decoder layers with `self_attn` found")
+        raise ValueError(f"{named}: not supported: no decoder layers with `self_attn` found")
+    given = inspect.signature(type(modules[0]).forward).parameters
+    if not hasattr(decoder, "rotary_emb") or "position_embeddings" not in given:
+        raise ValueError(f"{named}: not supported: its layers share no rotary position embedding")
+    if not decoder._can_set_attn_implementation():
+        raise ValueError(f"{named}: not supported: {CLOSED}")
     if any(getattr(m, "sinks", None) is not None for m in modules):
-        raise ValueError(f"model {model.config.model_type}: attention sinks of the model are not supported")
+        raise ValueError(f"{named}: not supported: {SINKS}")
     return modules  # type: ignore[return-value]
 
 
+def check_config(config: PreTrainedConfig) -> None:
+    """Raise ValueError, one line, if models of this configuration are refused, before any weights are loaded.
+
+    The modules are looked at in a model without memory for weights.
+    """
+    check_architecture(config)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"model {config.model_type}: not supported: no causal language model of transformers")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except Exception:  # damaged numbers, a missing package: loading the model says what it is
+        return
+    attention_modules(model)
+
+
 def rotary_of(decoder: nn.Module, attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The rotary embedding of one attention module: some models (Gemma 3) have one per kind of layer in a shared module."""
+    """The rotary embedding of one attention module: Gemma 3 and OLMo 3 have one per kind of layer in a shared module."""
     shared: nn.Module = decoder.rotary_emb  # type: ignore[assignment]
     if "layer_type" in inspect.signature(shared.forward).parameters:
-        return functools.partial(shared, layer_type=attention.layer_type)
+        kinds: list[str] = decoder.config.layer_types  # type: ignore[assignment, union-attr]
+        return functools.partial(shared, layer_type=kinds[attention.layer_idx])  # type: ignore[index]
     return shared
 
 
@@ -196,6 +227,17 @@ def cache_of(kwargs: dict) -> SelectiveCache | None:
     return cache if isinstance(cache, SelectiveCache) else None
 
 
+def attention_settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+    """Every configuration in the model with its attention implementation, outer ones first: setting one sets those inside it."""
+    found: dict[int, PreTrainedConfig] = {}
+    todo = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in todo:
+        if id(config) not in found:
+            found[id(config)] = config
+            todo += [inner for key in config.sub_configs if (inner := getattr(config, key, None)) is not None]
+    return [(config, config._attn_implementation) for config in found.values()]
+
+
 @contextmanager
 def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let `model` work with SelectiveCache inside the block; other caches still work. Nesting is allowed.
@@ -206,17 +248,20 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if model.config._attn_implementation == NAME:
         yield model
         return
-    check_architecture(model.config.get_text_config(decoder=True))
-    hooks = Hooks(model)
+    check_architecture(model.config)
+    hooks, settings = Hooks(model), attention_settings(model)
     AttentionInterface.register(NAME, selective_attention)
     AttentionMaskInterface.register(NAME, selective_mask)  # without one, padded and continued inputs are silently wrong
     previous = model.config._attn_implementation
     handles = hooks.register(model)
-    model.set_attn_implementation(NAME)
     try:
+        model.set_attn_implementation(NAME)
         yield model
     finally:
         model.set_attn_implementation(previous)
+        for config, name in settings:  # a vision tower may have had another one than the decoder
+            if config._attn_implementation != name:
+                config._attn_implementation = name
         for handle in handles:
             handle.remove()
         for module in hooks.modules:

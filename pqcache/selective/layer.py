@@ -183,6 +183,7 @@ class SelectiveLayer(CacheLayerMixin):
             self.selected = None
             return out
         self.take_back()
+        self.shape.check(q, k, v)
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
             # the peak: this layer still holds its whole prompt, earlier layers have evicted, indexed or packed theirs

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 
@@ -26,6 +27,15 @@ class ModelShape:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.h // self.h_kv
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise ValueError unless q is (n, h, t, d), k and v (n, h_kv, t, d): kernels would read beyond them."""
+        heads = [(x.shape[1], x.shape[3]) for x in (q, k, v)]
+        if heads != [(self.h, self.d), (self.h_kv, self.d), (self.h_kv, self.d)]:
+            shown = ", ".join(f"{name} {count} x {width}" for name, (count, width) in zip("qkv", heads, strict=True))
+            raise ValueError(
+                f"heads of {shown}: the model's configuration says {self.h} query heads and {self.h_kv} KV heads of {self.d}"
+            )
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelShape:

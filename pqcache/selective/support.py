@@ -9,6 +9,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available
 
+from pqcache.selective.shape import NotApplicable
+
 ATTN = ("auto", "sdpa", "flash_attention_2", "standard")
 
 # Configuration fields whose presence means attention that softmax(q k) v over a subset does not reproduce.
@@ -18,16 +20,55 @@ _REFUSED = {
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share their KV cache",
 }
+_ABSOLUTE = "absolute position embeddings; only rotary ones are supported"
+_ALIBI = "ALiBi biases of the attention scores; only rotary position embeddings are supported"
+CLOSED = "attention of its own, which transformers' AttentionInterface cannot replace"
+SINKS = "attention sinks of the model"
+_STATE = "a recurrent state in place of a KV cache"
+# Families whose code differs and whose configuration does not say so.
+_FAMILIES = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "ctrl", "opt", "xglm", "biogpt"), _ABSOLUTE),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    **dict.fromkeys(("falcon", "gptj", "codegen"), CLOSED),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATE),
+    "falcon_h1": "state-space layers beside attention",
+    "gpt_oss": SINKS,
+    "mimo_v2_flash": SINKS,
+    "diffllama": "differential attention",
+    "doge": "masks that its layers compute",
+}
+_WITH_CACHE = {"full_attention", "sliding_attention"}  # the kinds of layers that have an ordinary KV cache
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
-    """Raise ValueError, one line, if the model's attention cannot be served exactly."""
+    """Raise ValueError, one line, if the model's attention cannot be served exactly.
+
+    What the configuration says. `attach.check_config` and `attach` also look at the model's modules.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model {config.model_type}: an encoder with a decoder; only models of one decoder are supported"
+        )
+    config = config.get_text_config(decoder=True)
+    if what := _FAMILIES.get(config.model_type):
+        raise ValueError(f"model {config.model_type}: not supported: {what}")
     for key, what in _REFUSED.items():
         if getattr(config, key, None):
             raise ValueError(f"model {config.model_type}: {what} ({key}={getattr(config, key)}) is not supported")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _WITH_CACHE
     if kinds:
         raise ValueError(f"model {config.model_type}: layers of type {', '.join(sorted(kinds))} are not supported")
+
+
+def check_rotated(config: PreTrainedConfig, what: str) -> None:
+    """Raise NotApplicable if some layers do not rotate their keys: for methods that rotate keys or queries themselves.
+
+    what: names the method or the option in the message.
+    """
+    rotates = getattr(config, "no_rope_layers", None)  # SmolLM 3: 1 where a layer does
+    some = rotates is not None and not all(rotates)
+    if some or config.model_type == "cohere2" or (config.model_type == "exaone4" and config.sliding_window is not None):
+        raise NotApplicable(f"{what}: rotates keys or queries itself, and some layers of {config.model_type} do not")
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import GPTNeoXConfig, MambaConfig, OPTConfig, T5Config
 
 from pqcache.harness.run import models
 from tests.harness.cells import Command
@@ -51,3 +52,28 @@ def test_absurd_configurations_are_one_line(
     assert command("method=full", "limit=1", f"model.path={folder}") == 2
     said = capsys.readouterr().err
     assert "num_hidden_layers=0" in said and said.count("\n") == 1
+
+
+def test_architectures_that_no_method_runs_on_are_one_line(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command exits with 2; in a sweep the model's cells fail. No weights are looked for."""
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    reasons = [
+        (OPTConfig(hidden_size=32, num_hidden_layers=1), "model opt: not supported: absolute position embeddings"),
+        (T5Config(d_model=32, num_layers=1), "model t5: an encoder with a decoder"),
+        (MambaConfig(hidden_size=32, num_hidden_layers=1), "model mamba: not supported: a recurrent state"),
+        (
+            GPTNeoXConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+            "model gpt_neox: not supported: no decoder",
+        ),
+    ]
+    for config, reason in reasons:
+        folder = tmp_path / config.model_type
+        config.save_pretrained(folder)
+        assert command("method=pqcache", "limit=1", f"model.path={folder}") == 2
+        said = capsys.readouterr().err
+        assert f"model.path={folder}: {reason}" in said and said.count("\n") == 1
+    assert command("-m", "method=full,pqcache", "limit=1", f"model.path={tmp_path / 'mamba'}") == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if "model mamba" in line]
+    assert len(lines) == 2 and all("a recurrent state in place of a KV cache" in line for line in lines)

@@ -75,9 +75,12 @@ def _config(cell: Cell) -> Any:
     options = dict(cell.identity["model"])
     name = options.pop("name")
     if cell.run.smoke:
-        return smoke_models.model_config(name, options)
-    config = models.load_config(name, options)
+        config = smoke_models.model_config(name, options)
+    else:
+        config = models.load_config(name, options)
     if options["path"]:
+        models.check_supported(options["path"], config)
+    if options["path"] and not cell.run.smoke:
         permitted = bool(cell.unhashed.get("model", {}).get("allow_pickle"))
         model_files.check_format(models.local_or_hub(options), allow_pickle=permitted)
     return config
