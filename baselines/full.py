@@ -15,6 +15,7 @@ class Full(Method):
     """Keeps every token and attends to every token. Ignores the budget."""
 
     name: ClassVar[str] = "full"
+    kind: ClassVar[str] = "keep all"
     ignores_budget: ClassVar[bool] = True
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float:

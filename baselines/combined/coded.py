@@ -163,6 +163,7 @@ class Coded(ComposedMethod):
     """One method's choice of tokens, at `budget`, in another method's bits."""
 
     name: ClassVar[str] = "coded"
+    kind: ClassVar[str] = "any + quantize"
     released: ClassVar[str] = "that of its parts"
 
     # retrieval or eviction method that chooses the tokens

@@ -106,6 +106,7 @@ class EvictRetrieve(ComposedMethod):
     """
 
     name: ClassVar[str] = "evict_retrieve"
+    kind: ClassVar[str] = "evict + retrieve"
     released: ClassVar[str] = "that of each part"
 
     # eviction method that prunes the prompt

@@ -129,6 +129,7 @@ class KVCrushMixed(KVCrush):
     """
 
     name: ClassVar[str] = "kvcrush_mixed"
+    kind: ClassVar[str] = "evict + quantize"
     released: ClassVar[str] = ""
     composable: ClassVar[bool] = False  # its layer stores representatives apart
 

@@ -38,11 +38,16 @@ class SelectiveCache(Cache):
         lanes: Lanes | None = None,
     ) -> None:
         """lanes: what runs copies and index builds beside the model; None chooses by the model's device."""
+        if isinstance(method, str):
+            hint = f"pqcache.use(model, {method!r}, budget=0.2) takes a name"
+            raise TypeError(f"method={method!r}: SelectiveCache takes an object of a Method; {hint}")
+        if not isinstance(method, Method):
+            raise TypeError(f"method of type {type(method).__name__}: SelectiveCache takes an object of a Method")
         device = home(model) if isinstance(model, PreTrainedModel) else torch.device("cpu")
         self.lanes = (lanes or lanes_for(device)).serve(device)
         config = model if isinstance(model, PreTrainedConfig) else model.config
-        config = config.get_text_config(decoder=True)
         check_architecture(config)
+        config = config.get_text_config(decoder=True)
         method.check_model(config)
         if isinstance(model, PreTrainedModel):
             method.prepare(model, None, None)
@@ -92,10 +97,12 @@ class SelectiveCache(Cache):
         token_ids: torch.Tensor | None = None,
         max_new_tokens: int = 0,
         left_padded: bool = False,
+        columns: int | None = None,
     ) -> None:
         """Start a new request and announce where the prompt ends, so that it may arrive in chunks.
 
         prompt_lengths: real tokens per row. token_ids (n, columns): for methods that look at the tokens themselves.
+        columns: tokens and padding of each row; None: the longest row has no padding.
         left_padded: shorter rows begin with padding, and passes have position_ids but no attention_mask: none is built then.
         Raises NotApplicable if prompt + max_new_tokens exceed a sliding window of the model.
         """
@@ -107,7 +114,7 @@ class SelectiveCache(Cache):
         self.left_padded = left_padded
         self.method.check_prompt(self.prompt_lengths, token_ids)
         self._announced = True
-        self._target = max(self.prompt_lengths)
+        self._target = max(self.prompt_lengths) if columns is None else columns
         self.pads = [self._target - length for length in self.prompt_lengths]
         if max_new_tokens:
             self.expected = self._target + max_new_tokens

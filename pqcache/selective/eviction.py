@@ -24,6 +24,7 @@ from pqcache.selective.shape import ModelShape
 class EvictionMethod(Method):
     """Base of eviction methods. A subclass writes make_scorer (or choose_entries) and its plan."""
 
+    kind: ClassVar[str] = "evict"
     # what compositions read (baselines/kvcrush.py, baselines/combined):
     composable: ClassVar[bool] = True  # its choice works in another method's layer
     ranks_by_scores: ClassVar[bool] = True  # `ranking` of its head scores alone decides which candidates stay

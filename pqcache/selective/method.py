@@ -37,6 +37,8 @@ class Method:
     """
 
     name: ClassVar[str]
+    # keep all | retrieve (keep all, pick some per query) | evict (drop some) | quantize (fewer bits); or two of them
+    kind: ClassVar[str] = ""
     ignores_budget: ClassVar[bool] = False
     # Whether several prompts may be answered at once.
     takes_batches: ClassVar[bool] = True
@@ -55,7 +57,7 @@ class Method:
     protocol: str = "aligned"
 
     def __post_init__(self) -> None:
-        self.require("protocol", self.protocol in PROTOCOLS, ", ".join(PROTOCOLS))
+        self.require_one_of("protocol", PROTOCOLS)
         if self.protocol == "release" and not self.released:
             raise NotApplicable(f"protocol=release: no code of {self.name} is published; aligned and paper apply")
         if self.dense_layers is None:

@@ -83,6 +83,7 @@ class QuantizationLayer(StagedLayer):
 class QuantizationMethod(Method):
     """Base of quantization methods. A subclass writes make_codec (store/codec.py), and schedule if new tokens stay exact."""
 
+    kind: ClassVar[str] = "quantize"
     ignores_budget: ClassVar[bool] = True
     packs_prompt: ClassVar[bool] = False  # whether the end of a prompt packs everything, whatever the schedule says
 

@@ -44,6 +44,7 @@ class RetrievalMethod(Method):
     The cache_* options are those of store=block_cache (PQCache, section 3.4).
     """
 
+    kind: ClassVar[str] = "retrieve"
     # what compositions read (baselines/combined):
     composable: ClassVar[bool] = True  # its index works in another method's layer, and over another store
     shortens: ClassVar[bool] = True  # its index can select any number of any candidates within a step

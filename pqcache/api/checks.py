@@ -1,0 +1,69 @@
+"""The checks of `pqcache.use` before a session begins: the model, the method's name and its options. One line per error."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from pqcache.fields import coerce, option_fields, retired, without_retired
+from pqcache.naming import suggestion
+from pqcache.registry import METHODS, method_class
+from pqcache.selective import Budget, Method
+from pqcache.selective.attach import attention_modules
+from pqcache.selective.support import check_architecture
+
+COMMON = frozenset(f.name for f in fields(Method))  # fields of every method: parameters of `use`
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model, and models that are not supported."""
+    if isinstance(model, str):
+        raise TypeError(
+            f"model={model!r}: expected a loaded model, as AutoModelForCausalLM.from_pretrained({model!r}) returns"
+        )
+    if not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "model", None)
+        hint = "; pass its .model" if isinstance(inner, PreTrainedModel) else ""
+        raise TypeError(f"model of type {type(model).__name__}: expected a transformers PreTrainedModel{hint}")
+    check_architecture(model.config)
+    attention_modules(model)
+    if not model.can_generate():
+        raise TypeError(f"model of type {type(model).__name__}: cannot generate; load it with AutoModelForCausalLM")
+
+
+def make_method(
+    name: str, budget: Any, dense_layers: int | None, protocol: str, options: dict[str, Any], model: PreTrainedModel
+) -> Method:
+    """The method of this name. Raises one line that names the option: TypeError for its name or type, else ValueError."""
+    if name not in METHODS:
+        raise ValueError(f"method={name!r}: unknown; {suggestion(name, METHODS)}")
+    cls = method_class(name)
+    allowed = {n: known for n, known in option_fields(cls).items() if n not in COMMON}
+    allowed |= {n: (type(only), only) for n, only in retired(cls).items()}
+    typed = {}
+    for key, value in options.items():
+        if key not in allowed:
+            known = [*allowed, "budget", "dense_layers", "protocol", "attn", "tokenizer", "calibration", "cache_dir"]
+            raise TypeError(f"{key}: unknown option of method {name}; {suggestion(key, known)}")
+        kind, default = allowed[key]
+        typed[key] = typed_value(key, value, kind, default)
+    common = {
+        "budget": Budget.parse(budget),
+        "dense_layers": typed_value("dense_layers", dense_layers, int | None, None),
+        "protocol": protocol,
+    }
+    method = cls(**without_retired(cls, typed), **common)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if method.dense_layers is not None and method.dense_layers > layers:
+        raise ValueError(f"dense_layers={method.dense_layers}: the model has {layers} layers")
+    return method
+
+
+def typed_value(key: str, value: Any, kind: Any, default: Any) -> Any:
+    try:
+        return coerce(value, kind)
+    except TypeError as expected:
+        words = str(expected).replace("null", "None").replace("true or false", "True or False")
+        raise TypeError(f"{key}={value!r}: expected {words} (default {default!r})") from None

@@ -1,0 +1,246 @@
+"""`pqcache.use`: a model under a method inside a `with` block."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from pqcache.api.call import Call
+from pqcache.api.checks import check_model, make_method, typed_value
+from pqcache.api.report import Report
+from pqcache.naming import suggestion
+from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective.ledger import synchronize
+from pqcache.selective.placement import home
+from pqcache.selective.support import ATTN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BUDGET = 0.2  # the command's default, too
+CALIBRATION_WORDS = 16_000  # of the text that a tokenizer encodes for methods that calibrate
+
+
+def use(
+    model: PreTrainedModel,
+    method: str | Method = "pqcache",
+    *,
+    budget: float | int | str | Budget | None = None,
+    dense_layers: int | None = None,
+    protocol: str = "aligned",
+    attn: str = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    calibration: torch.Tensor | None = None,
+    cache_dir: str | Path | None = None,
+    **options: Any,
+) -> Session:
+    """Run `model` under a KV-cache method inside `with pqcache.use(...) as session:`.
+
+    model: a loaded transformers causal LM of a supported architecture (docs/architectures.md).
+    method: a name of `pqcache.methods()`, or an object of a Method, which has its budget and options already.
+    budget: a share of the prompt, a float in (0, 1], or tokens per KV head, an int >= 64. Default 0.2.
+    dense_layers: how many first layers keep and attend everything. None: the method's own number under `protocol`.
+    protocol: "aligned" (one rule for all methods), "paper" or "release" (as published).
+    attn: the attention kernel of the prompt: "auto", "sdpa", "flash_attention_2" or "standard".
+    tokenizer: the model's, for methods that look at the text of tokens or calibrate on a text.
+    calibration: token ids (1, t) for methods that calibrate (infinigen, double_sparsity). Without it and without a tokenizer
+      these take random tokens.
+    cache_dir: where calibrations are stored. None: they are computed again in every session.
+    options: the method's hyper-parameters.
+
+    Everything is checked here, before the block begins. Raises ValueError for values and unsupported models, NotApplicable (a
+    ValueError) where the method cannot honour budget or protocol, and TypeError for unknown options and wrong types: one line
+    that names the option.
+    """
+    check_model(model)
+    typed_value("attn", attn, str, "auto")
+    if attn not in ATTN:
+        raise ValueError(f"attn={attn!r}: unknown; {suggestion(attn, ATTN)}")
+    if isinstance(method, str):
+        made = make_method(method, BUDGET if budget is None else budget, dense_layers, protocol, options, model)
+    elif isinstance(method, Method):
+        given = {"budget": budget, "dense_layers": dense_layers, **options}
+        if extra := [key for key, value in given.items() if value is not None]:
+            raise TypeError(f"{extra[0]}: goes with a method's name; a {type(method).__name__} object has its own")
+        made = method
+    else:
+        raise TypeError(f"method={method!r}: expected a name of pqcache.methods() or an object of a Method")
+    made.check_model(model.config.get_text_config(decoder=True))
+    if tokenizer is not None:
+        made.know_tokenizer(tokenizer)
+    if type(made).prepare is not Method.prepare:
+        text = calibration if calibration is not None or tokenizer is None else _calibration_text(tokenizer)
+        made.prepare(model, text, None if cache_dir is None else Path(cache_dir).expanduser())
+    return Session(model, made, attn)
+
+
+def _calibration_text(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Token ids (1, t) of plain sentences, the same in every run."""
+    from pqcache.embedded.documents import filler_text
+
+    return torch.tensor([tokenizer(filler_text(Random(0), CALIBRATION_WORDS), verbose=False)["input_ids"]])
+
+
+class Session:
+    """A model under a method; made by `use`. May be entered again after it was left.
+
+    model, method, attn: what it was made of. Inside the block `model.generate` answers under the method; outside of it the model
+    is exactly as it was.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: Method, attn: str = "auto") -> None:
+        self.model, self.method, self.attn = model, method, attn
+        self._stack: ExitStack | None = None
+        self._last: Report | None = None
+        # cache -> the sequences that `generate` returned with it, (rows, columns); None after beam search
+        self._seen: WeakKeyDictionary[SelectiveCache, torch.Tensor | None] = WeakKeyDictionary()
+
+    # -- the block --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        attributes = self.model.__dict__
+        before = attributes.get("generate")
+        if isinstance(before, _Generate):
+            raise RuntimeError(
+                f"the model is in a session already (method {before.session.method.name}): leave that block first"
+            )
+        with ExitStack() as stack:
+            stack.enter_context(attach(self.model))
+            stack.callback(attributes.pop if before is None else attributes.__setitem__, "generate", before)
+            attributes["generate"] = _Generate(self, self.model.generate)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+
+    def cache(self) -> SelectiveCache:
+        """A new, empty cache of the method, to be passed as `past_key_values` to every call of a conversation or of your loop."""
+        return SelectiveCache(self.model, self.method, attn=self.attn)
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What the last call of `generate` did and cost. Raises RuntimeError before the first one."""
+        if self._last is None:
+            raise RuntimeError("no call of model.generate has ended in this session yet")
+        return self._last
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Tier -> bytes of the cache at the end of the last call of `generate`, over all layers and rows."""
+        return dict(self.report().bytes)
+
+    # -- generate ---------------------------------------------------------------------------------------------------
+
+    def _generate(
+        self, stock: Callable[..., Any], inputs: Any, config: GenerationConfig | None, rest: Sequence[Any], kwargs: dict
+    ) -> Any:
+        """The model's own `generate` with a cache of the method, and the report of it."""
+        call = Call(self.model, inputs, config, kwargs)
+        call.check(self.method)
+        cache = kwargs.get("past_key_values")
+        cache = self.cache() if cache is None else cache
+        if cache.columns == 0:
+            call.begin(cache)
+        else:
+            self._check_turn(cache, call)
+        if call.inferred is not None:
+            kwargs["attention_mask"] = call.inferred
+        device = home(self.model)
+        synchronize(device)
+        start, past = time.perf_counter(), max(cache.past, default=0)
+        try:
+            out = stock(inputs, config, *rest, **{**kwargs, "past_key_values": cache})
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            sequences = out if isinstance(out, torch.Tensor) else out.sequences
+            self._last = self._make_report(cache, call, sequences, past, seconds)
+        finally:
+            cache.lanes.close()  # the cache can be used again
+        if call.beams > 1:
+            self._seen[cache] = None
+        elif call.ids is not None:
+            self._seen[cache] = sequences.cpu()
+        return out
+
+    def _check_turn(self, cache: SelectiveCache, call: Call) -> None:
+        """Refuse a conversation that does not go on from what its cache has seen."""
+        if self._seen.get(cache, ...) is None:
+            raise ValueError(
+                "past_key_values: the rows of this cache are the beams of a search; start with a new session.cache()"
+            )
+        known = self._seen.get(cache)
+        if call.ids is not None and known is not None:
+            self._compare(cache, call, call.expand(call.ids).cpu(), known)
+        if call.columns > cache.columns + 1:  # one token is a decode step
+            cache.begin_turn(call.columns - cache.columns)
+
+    @staticmethod
+    def _compare(cache: SelectiveCache, call: Call, ids: torch.Tensor, known: torch.Tensor) -> None:
+        """ids and known (rows, columns): what the call gives, and what the cache has seen and generated."""
+        if ids.shape[1] <= cache.columns:
+            if call.columns > cache.columns:
+                return  # the new tokens alone, under a mask of all
+            raise ValueError(
+                f"input_ids: {ids.shape[1]} tokens, but this cache has seen {cache.columns}: pass the whole conversation"
+            )
+        seen = min(cache.columns, known.shape[1])
+        if ids.shape[0] == known.shape[0] and not torch.equal(ids[:, :seen], known[:, :seen]):
+            at = int((ids[:, :seen] != known[:, :seen]).any(0).nonzero()[0])
+            raise ValueError(
+                f"input_ids: token {at} is not the one that this cache has seen: go on from what generate returned, or"
+                " start a new session.cache()"
+            )
+
+    def _make_report(
+        self, cache: SelectiveCache, call: Call, sequences: torch.Tensor, past: int, seconds: float
+    ) -> Report:
+        cache.wait()
+        ledger, shape = cache.ledger, cache.shape
+        resident = cache.resident_bytes()
+        ledger.note_resident(resident)
+        new = sequences.shape[1] - (0 if call.ids is None else call.ids.shape[1])
+        held = sum(cache.past)  # the last new token was never fed
+        full = 2 * held * shape.n_layers * shape.h_kv * shape.d * self.model.dtype.itemsize
+        return Report(
+            method=self.method.name,
+            budget=None if self.method.ignores_budget else str(self.method.budget),
+            rows=len(cache.past),
+            prompt_tokens=fmean(length - new + 1 for length in cache.past),
+            new_tokens=new,
+            attended_tokens=ledger.attended(all_layers=False),
+            bytes=resident,
+            peak_bytes=dict(ledger.peak),
+            bytes_per_step=ledger.bytes_per_step(),
+            full_bytes=full,
+            seconds=seconds,
+        )
+
+
+class _Generate:
+    """What `model.generate` is inside a session: the model's own, with its signature and documentation."""
+
+    def __init__(self, session: Session, stock: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, stock)
+        self.session, self.stock = session, stock
+
+    def __call__(
+        self, inputs: Any = None, generation_config: GenerationConfig | None = None, *rest: Any, **kwargs: Any
+    ) -> Any:
+        return self.session._generate(self.stock, inputs, generation_config, rest, kwargs)
