@@ -1,0 +1,295 @@
+"""Try the architectures of transformers under four methods, and write docs/architectures.md.
+
+    python scripts/try_architectures.py                 all of them: about a minute on one core
+    python scripts/try_architectures.py llama opt       these, printed; nothing is written
+
+Each architecture is a small model of random weights. It runs if, for a batch with left padding,
+
+- every method answers at a quarter of the prompt, with finite logits,
+- every method under its no-op, where it must equal full attention, gives the logits of a plain `model.generate`.
+
+An architecture that is refused ends in one line, which is its row in the table. Exit code 1 if one neither runs nor is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import pqcache
+from pqcache.registry import method_class
+from pqcache.selective.attach import check_config
+from pqcache.selective.support import sliding_window
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {"head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# method -> options for prompts of a hundred tokens; kivi ignores the budget
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "pqcache": {"n_sink": 4, "b": 4},
+    "snapkv": {"n_sink": 4, "w": 8},
+    "kivi": {"group": 8, "residual": 16},
+}
+BUDGET = 0.25
+SCALE = 4.0  # of the weights that transformers draws
+SAME, OTHER = 1e-4, 1e-3  # logits that differ by less are equal; those of a method at work differ by more
+PROMPT, PADDING, NEW = 100, 20, 5  # tokens of the longer row, padding of the other, answer
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers. options: of its configuration, beside SMALL."""
+
+    kind: str
+    models: str  # what people know it by
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = (
+    Family("llama", "Llama 1 to 3.3, Vicuna, Yi, TinyLlama, SmolLM 2"),
+    Family("mistral", "Mistral 7B, Mistral Nemo", {"sliding_window": 256}),
+    Family("ministral", "Ministral 8B", HEADS),
+    Family("mixtral", "Mixtral 8x7B, 8x22B", EXPERTS),
+    Family("qwen2", "Qwen 1.5, 2, 2.5"),
+    Family("qwen2_moe", "Qwen 1.5 and 2 MoE", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    Family("qwen3", "Qwen 3", HEADS),
+    Family("qwen3_moe", "Qwen 3 MoE", {**HEADS, **EXPERTS}),
+    Family("phi", "Phi 1, 1.5, 2"),
+    Family("phi3", "Phi 3, 3.5 mini, 4"),
+    Family("phimoe", "Phi 3.5 MoE", EXPERTS),
+    Family("glm", "GLM-4 9B Chat, GLM Edge", HEADS),
+    Family("glm4", "GLM-4 0414", HEADS),
+    Family("glm4_moe", "GLM 4.5", {**HEADS, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    Family("gemma", "Gemma 1", HEADS),
+    Family("gemma2", "Gemma 2"),
+    Family("gemma3_text", "Gemma 3", {**HEADS, "sliding_window": 256}),
+    Family("gemma3n_text", "Gemma 3n"),
+    Family("olmo", "OLMo 1"),
+    Family("olmo2", "OLMo 2"),
+    Family("olmo3", "OLMo 3", {"sliding_window": 256}),
+    Family("olmoe", "OLMoE", EXPERTS),
+    Family("cohere", "Command R"),
+    Family("cohere2", "Command R7B, Command A", {"sliding_window": 256}),
+    Family("starcoder2", "StarCoder 2", {"sliding_window": 256}),
+    Family("granite", "Granite 3"),
+    Family("granitemoe", "Granite 3 MoE", EXPERTS),
+    Family("smollm3", "SmolLM 3"),
+    Family("stablelm", "StableLM 2"),
+    Family("nemotron", "Nemotron 4, Minitron"),
+    Family("persimmon", "Persimmon 8B", {"num_key_value_heads": 4}),
+    Family("helium", "Helium 1", HEADS),
+    Family("exaone4", "EXAONE 4", {"sliding_window": 256}),
+    Family("ernie4_5", "ERNIE 4.5", HEADS),
+    Family("hunyuan_v1_dense", "Hunyuan dense", HEADS),
+    Family("seed_oss", "Seed-OSS", HEADS),
+    Family("apertus", "Apertus"),
+    Family("minimax_m2", "MiniMax M2", {**HEADS, **EXPERTS}),
+    Family("deepseek_v2", "DeepSeek V2"),
+    Family("deepseek_v3", "DeepSeek V3, R1"),
+    Family("gpt_oss", "GPT-OSS"),
+    Family("llama4_text", "Llama 4"),
+    Family("diffllama", "DiffLlama"),
+    Family("gpt2", "GPT-2"),
+    Family("gpt_neo", "GPT-Neo"),
+    Family("gptj", "GPT-J"),
+    Family("gpt_neox", "GPT-NeoX, Pythia"),
+    Family("gpt_bigcode", "StarCoder 1"),
+    Family("codegen", "CodeGen"),
+    Family("opt", "OPT"),
+    Family("bloom", "BLOOM"),
+    Family("mpt", "MPT"),
+    Family("falcon", "Falcon 7B to 180B"),
+    Family("mamba", "Mamba"),
+    Family("mamba2", "Mamba 2"),
+    Family("falcon_mamba", "Falcon Mamba"),
+    Family("rwkv", "RWKV 4"),
+    Family("recurrent_gemma", "RecurrentGemma"),
+    Family("jamba", "Jamba"),
+    Family("zamba2", "Zamba 2"),
+    Family("falcon_h1", "Falcon H1"),
+    Family("granitemoehybrid", "Granite 4"),
+    Family("nemotron_h", "Nemotron H"),
+    Family("lfm2", "LFM 2", {"full_attn_idxs": [2, 5, 8]}),
+    Family("qwen3_next", "Qwen 3 Next"),
+    Family("minimax", "MiniMax 01"),
+    Family("t5", "T5, Flan-T5"),
+    Family("bart", "BART"),
+)
+OWN_NAMES = (
+    "gemma2 gemma3n_text deepseek_v2 deepseek_v3 gpt_oss llama4_text diffllama gpt2 gpt_neo gptj gpt_neox gpt_bigcode codegen opt"
+    " bloom mpt falcon mamba mamba2 falcon_mamba rwkv recurrent_gemma jamba zamba2 falcon_h1 granitemoehybrid nemotron_h"
+    " lfm2 qwen3_next minimax t5 bart"
+).split()  # refused: their configuration at its own defaults says enough, and has names of its own for SMALL's
+
+
+@dataclass
+class Trial:
+    """How a family fared."""
+
+    family: Family
+    refused: str = ""  # the line; empty: it was tried
+    methods: dict[str, str] = field(default_factory=dict)  # method -> "runs", or what went wrong
+    note: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.methods) and set(self.methods.values()) == {"runs"}
+
+
+def config_of(family: Family) -> PreTrainedConfig:
+    """A small configuration; at its defaults where it is refused by what it says, before a model is built."""
+    small = {} if family.kind in OWN_NAMES else SMALL
+    return AutoConfig.for_model(family.kind, **{**small, **family.options})
+
+
+def attempt(family: Family) -> Trial:
+    """Refuse the family by its configuration, or run it under every method."""
+    trial, config = Trial(family), config_of(family)
+    try:
+        check_config(config)
+    except ValueError as error:
+        trial.refused = str(error).removeprefix(f"model {family.kind}: ").removeprefix("not supported: ")
+        return trial
+    if family.kind in OWN_NAMES:
+        trial.methods["full"] = "is not refused: it needs a small configuration"
+        return trial
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:  # else attention, and so what a method does, hardly matters
+            weight.data *= SCALE
+    stock = answer(model)
+    trial.note = "up to the length of its sliding window" if sliding_window(config.get_text_config()) else ""
+    for name, options in METHODS.items():
+        trial.methods[name] = _under(model, name, options, stock)
+    return trial
+
+
+def _under(model: PreTrainedModel, name: str, options: dict[str, Any], stock: torch.Tensor) -> str:
+    """`runs`, or one line that says what went wrong."""
+    try:
+        with pqcache.use(model, name, budget=BUDGET, **options):
+            tight = answer(model)
+        with pqcache.use(model, method_class(name).noop(**options)):
+            exact = answer(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not bool(tight.isfinite().all()):
+        return "logits are not finite"
+    difference = float((exact - stock).abs().max())
+    if difference > SAME:
+        return f"its no-op differs from full attention by {difference:.2g}"
+    return "runs" if name == "full" or float((tight - stock).abs().max()) > OTHER else "does nothing"
+
+
+def answer(model: PreTrainedModel) -> torch.Tensor:
+    """Logits (n, new tokens, vocabulary) of greedy answers to two prompts, the second one left-padded."""
+    ids = torch.randint(3, 128, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    ids[1, :PADDING] = 0
+    out = model.generate(
+        ids,
+        attention_mask=(ids != 0).long(),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(out.logits, 1)
+
+
+def page(trials: list[Trial]) -> str:
+    """docs/architectures.md."""
+    runs = [trial for trial in trials if trial.runs]
+    refused = [trial for trial in trials if trial.refused]
+    head = f"| model_type | for example | {' | '.join(METHODS)} | |"
+    lines = [
+        "# Which models run",
+        "",
+        "A model runs if its decoder layers have `self_attn` with rotary positions behind transformers' attention interface.",
+        "Its weights may come from the hub or a folder. The name is the `model_type` in `config.json`.",
+        "",
+        "Both tables are made by trying: `python scripts/try_architectures.py` builds a small random model of each kind, here",
+        f"with transformers {transformers.__version__}. It answers a padded batch under four methods. Under each method's no-op",
+        "its logits are those of a plain `model.generate`.",
+        "",
+        "## Models that run",
+        "",
+        head,
+        "|---" * (len(METHODS) + 3) + "|",
+        *(
+            f"| `{t.family.kind}` | {t.family.models} | {' | '.join(t.methods.values())} | {t.note} |"
+            for t in sorted(runs, key=lambda t: t.family.kind)
+        ),
+        "",
+        "A model with sliding-window layers runs while prompt and answer fit into the window. A longer sample is refused",
+        "before it starts. Some layers of SmolLM 3, Command R7B and EXAONE 4 do not rotate their keys. Methods that rotate keys",
+        "or queries themselves (`infllm`, `infinigen`, `streaming` with `mode=rolling`) do not apply there, and say so.",
+        "",
+        "## Models that are refused",
+        "",
+        "The command ends with one line and exit code 2 before any weights are loaded; in a sweep the model's cells fail with",
+        "that line. `pqcache.use` raises it as a ValueError.",
+        "",
+        "| model_type | for example | why |",
+        "|---|---|---|",
+        *(
+            f"| `{t.family.kind}` | {t.family.models} | {t.refused} |"
+            for t in sorted(refused, key=lambda t: t.family.kind)
+        ),
+        "",
+        "Other kinds are refused by the same checks where they cannot be served.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="model_type", help="try these alone; write nothing")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page to write (default: docs/architectures.md)")
+    options = parser.parse_args(arguments)
+    known = [family.kind for family in FAMILIES]
+    if unknown := [kind for kind in options.kinds if kind not in known]:
+        parser.error(f"model_type={unknown[0]}: known: {', '.join(known)}")
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    trials, wrong = [], 0
+    for family in FAMILIES:
+        if options.kinds and family.kind not in options.kinds:
+            continue
+        trial = attempt(family)
+        trials.append(trial)
+        wrong += not (trial.runs or trial.refused)
+        said = f"refused: {trial.refused}" if trial.refused else ", ".join(f"{m} {r}" for m, r in trial.methods.items())
+        print(f"{family.kind}: {said}", flush=True)
+    if not options.kinds and not wrong:
+        options.out.write_text(page(trials), encoding="utf-8")
+        print(options.out)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
