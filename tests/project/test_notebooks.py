@@ -74,6 +74,13 @@ def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch
     assert "Warning" not in page
 
 
+def test_quickstart_notebook(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As committed: the embedded model under several methods."""
+    page = _execute(repo / "notebooks" / "quickstart.ipynb", None, tmp_path, monkeypatch)
+    assert "pqcache, budget 0.2: " in page and "tokens in the cache" in page
+    assert "n_sinks: unknown option of method pqcache; did you mean n_sink?" in page
+
+
 def test_notebooks_are_committed_without_outputs(repo: Path) -> None:
     for path in (repo / "notebooks").glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
