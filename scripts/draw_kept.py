@@ -208,7 +208,9 @@ def svg(name: str, steps: list[list[Cell]]) -> str:
         lines.append(f'<rect x="{x}" y="8" width="11" height="11" fill="{shade}"/>')
         lines.append(f'<text x="{x + 15}" y="18" {text}>{words[shade]}</text>')
         x += 32 + round(5.9 * len(words[shade]))
-    lines.append(f'<g transform="translate({LEFT} {TOP + HIGH / 2}) scale({WIDE} {HIGH})" fill="none" stroke-width="0.86">')
+    lines.append(
+        f'<g transform="translate({LEFT} {TOP + HIGH / 2}) scale({WIDE} {HIGH})" fill="none" stroke-width="0.86">'
+    )
     lines += [f'<path stroke="{shade}" d="{"".join(paths[shade])}"/>' for shade in order]
     bottom, edge = TOP + HIGH * len(steps), LEFT + WIDE * PROMPT
     lines += [

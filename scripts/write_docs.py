@@ -5,9 +5,9 @@
     python scripts/write_docs.py picture     docs/pocket.png alone (make picture)
     python scripts/write_docs.py check       name the pages that differ from the code; exit code 1 if there are any
 
-docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options, docs/row.md
-from the class Row, docs/kept from runs of the methods (draw_kept.py). In README.md the parts between `<!-- results` or `<!-- methods`
-and `<!-- end -->` are written, the rest is kept.
+docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options,
+docs/row.md from the class Row, docs/kept from runs of the methods (draw_kept.py). In README.md the parts between
+`<!-- results` or `<!-- methods` and `<!-- end -->` are written, the rest is kept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ KINDS = {
 # what a docstring does not say, because it is of this project's runs
 NOTES = {
     "pqcache": "On CUDA copies and clustering run beside the model (not yet run on a GPU).",
-    "clusterkv": "Clustering is part of prefill, not beside it. Under `method.store=host` the last step's tokens stay on the device.",
+    "clusterkv": "Clustering is part of prefill, not beside it. Under `method.store=host` the last step's tokens stay on the"
+    " device.",
     "zipcache": "`budget` is the share of 16-bit codes, 0.125 to 0.25, or 1.",
     "mikv": "`budget` is the share of 16-bit codes, 0.125 to 0.25, or 1. Codes are ZipCache's.",
     "infllm": "`method.store` is `resident` or `host`. The prefill is sparse unless `method.dense_prefill=true`.",
@@ -136,7 +137,7 @@ class Description:
 
 
 def methods_table(short: bool) -> str:
-    """A line per method. short: as the README has it, where cells have no blanks around them to keep `wc -w` honest about words."""
+    """A line per method. short: as the README has it, without blanks around `|`, which `wc -w` would count as words."""
     lines = []
     for one in map(Description, METHODS):
         link = f"[{one.name}](docs/methods.md#{one.name})" if short else f"[{one.name}](#{one.name})"
@@ -161,12 +162,12 @@ def methods_page() -> str:
         " `quantize` keeps all tokens in fewer bits and attends to all. [concepts.md](concepts.md) explains budgets and stores;"
         " [options.md](options.md#method) lists every hyper-parameter.",
         methods_table(short=False),
-        "**Official code**: what `protocol=release` follows. Tests compare it with values worked out by hand from that code; the code"
-        " itself is not run. Where none is published, `protocol=release` is refused. A method without a published code of its"
+        "**Official code**: what `protocol=release` follows. Tests compare it with values worked out by hand from that code;"
+        " the code itself is not run. Where none is published, `protocol=release` is refused. A method without a published code of its"
         " own, or one of this project, has no number to reach.",
         f"**The drawings** are real runs on a small random model: a prompt of {PROMPT} tokens, {STEPS} decode steps, a budget of"
-        f" {BUDGET:g} (quantizers: their own). One layer and one query head are shown. Tokens go from left to right, steps from the top"
-        " down. Sizes such as sinks and pages are reduced to fit the short prompt.",
+        f" {BUDGET:g} (quantizers: their own). One layer and one query head are shown. Tokens go from left to right, steps from"
+        " the top down. Sizes such as sinks and pages are reduced to fit the short prompt.",
     ]
     for one in map(Description, METHODS):
         parts += [f"## {one.name}", one.title, f"![what {one.name} keeps and attends to](kept/{one.name}.svg)"]
@@ -213,8 +214,9 @@ def options_page() -> str:
         "From the dataclasses behind the options. `python run.py <a command> --cfg job` prints them with a command's values;"
         " the files of `configs/` list them, too. `null` is YAML's word for no value.",
         "## Top-level keys",
-        "`budget=0.2`. The groups `model`, `method`, `task`, `experiment` and `launch` are top-level keys as well. `cell` picks cells"
-        " of an experiment that names them. `report=<folder>` and `tables=<folder>` are commands of their own ([results.md](results.md)).",
+        "`budget=0.2`. The groups `model`, `method`, `task`, `experiment` and `launch` are top-level keys as well. `cell` picks"
+        " cells of an experiment that names them. `report=<folder>` and `tables=<folder>` are commands of their own"
+        " ([results.md](results.md)).",
         options_table(RunOptions),
         "## model",
         "`model=hf model.path=...`",
@@ -222,7 +224,7 @@ def options_page() -> str:
         "## method",
         "`method=pqcache method.m=4`",
     ]
-    common = [name for name in option_fields(Method)]
+    common = list(option_fields(Method))
     for name in METHODS:
         parts += [f"### method={name}", options_table(method_class(name), common)]
     parts += ["## task", "`task=pocket task.length=4096`"]
@@ -288,7 +290,11 @@ def row_page() -> str:
         "`row.json` in a cell's folder holds what the cell measured. `null` means not measured, never zero.",
         "`pqcache.harness.report.rows` reads rows (`read_row`, `rows_under`); [results.md](results.md) makes tables of them.",
     ]
-    for cls, title in ((row_module.Row, "Row"), (row_module.PromptProtocol, "prompt_protocol"), (row_module.Diagnostics, "diagnostics")):
+    for cls, title in (
+        (row_module.Row, "Row"),
+        (row_module.PromptProtocol, "prompt_protocol"),
+        (row_module.Diagnostics, "diagnostics"),
+    ):
         parts += [f"## {title}", " ".join((inspect.getdoc(cls) or "").split()), *fields_tables(cls)]
     return "\n\n".join(parts) + "\n"
 
