@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -92,7 +92,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     modules = [getattr(layer, "self_attn", None) for layer in layers or ()]
     if not modules or any(m is None or not hasattr(m, "layer_idx") for m in modules):
         raise ValueError(f"{named}: not supported: no decoder layers with `self_attn` found")
-    given = inspect.signature(type(modules[0]).forward).parameters
+    given = inspect.signature(type(cast(nn.Module, modules[0])).forward).parameters
     if not hasattr(decoder, "rotary_emb") or "position_embeddings" not in given:
         raise ValueError(f"{named}: not supported: its layers share no rotary position embedding")
     if not decoder._can_set_attn_implementation():

@@ -119,7 +119,7 @@ def check(values: Values) -> Checked:
         "method": _method_group(method_type, options["method"], base["method"], method, run),
         "task": _group(task_type, options["task"], base["task"]),
     }
-    amount = 1.0 if method_type.ignores_budget else budget.tokens if budget.ratio is None else budget.ratio
+    amount = 1.0 if method_type.ignores_budget else budget.tokens or budget.ratio or 0.0
     identity = identify(_top_group(run, amount, method), groups, names)
     return Checked(run, identity, method, skip or None, values.launch, device, unhashed)
 

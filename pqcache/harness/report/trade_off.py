@@ -191,7 +191,9 @@ def caption(rows: Sequence[Row], made: Sequence[Point]) -> str:
     if moved:
         lines.append(f"Memory of {', '.join(moved)}: with K and V on the host (method.store=host).")
     stored = "" if any(_held(row).get("host") for row in rows) else "K and V in memory, "
-    lines.append(f"Time: median over the decode steps of {' / '.join(map(str, timed))} samples, {stored}batch 1, {where}.")
+    lines.append(
+        f"Time: median over the decode steps of {' / '.join(map(str, timed))} samples, {stored}batch 1, {where}."
+    )
     return " ".join(lines)
 
 

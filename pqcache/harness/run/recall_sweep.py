@@ -26,6 +26,7 @@ from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report import axes
 from pqcache.harness.report.recall_figures import draw_sweep
 from pqcache.harness.run import models
+from pqcache.measure.machine import device_caption
 from pqcache.registry import method_class
 from pqcache.selective import Budget, generate
 
@@ -102,7 +103,7 @@ def main() -> None:
         "prompt_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "prompt_tokens": len(ids),
         "steps": arguments.steps,
-        "device": environment.device_caption(loaded.device),
+        "device": device_caption(loaded.device),
         "git_commit": environment.git_commit(),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
