@@ -33,9 +33,9 @@ from pqcache.harness.report.row_text import summary_line
 from pqcache.harness.report.rows import Row
 from pqcache.harness.run import runner
 from pqcache.harness.run.session import Session
+from pqcache.places import CONFIGS
 from pqcache.selective.budget import MIN_TOKENS
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # Runs of a cell before giving up.
 ROUNDS = 8
 

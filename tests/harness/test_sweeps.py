@@ -117,7 +117,7 @@ def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of configs/ whose experiments a test may add to."""
     folder = tmp_path / "configs"
     shutil.copytree(REPO / "configs", folder)
-    monkeypatch.setattr(run, "CONFIGS", folder)
+    monkeypatch.setattr("pqcache.harness.command.CONFIGS", folder)
     return folder / "experiment"
 
 

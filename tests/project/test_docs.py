@@ -13,6 +13,7 @@ from PIL import Image
 
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
 from pqcache.embedded import load_model, load_tokenizer
+from pqcache.harness import lookup
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
@@ -170,6 +171,10 @@ def test_every_command_composes(folder: Path) -> None:
                 folder_command._read(words)
             elif "task=lm_eval" in words:  # making it would read the thousands of definitions of lm-eval
                 assert compose_all([*words, f"out={folder}"], REPO / "configs").composed
+            elif lookup.asked(words):
+                lookup.answer(words)
+            elif words == ["--help"]:
+                continue
             else:
                 assert make_plan(compose_all([*words, f"out={folder}"], REPO / "configs")).cells
         except Refused as error:

@@ -34,7 +34,6 @@ class Option:
 
 def text(asked: str) -> str:
     """The explanation of an option or a name. Raises Refused where nothing is called so."""
-    asked = asked.removeprefix("wandb.") if asked in ("wandb.",) else asked
     key = re.sub(r"^wandb\.(?=\w)", "wandb_", asked)
     group, dot, name = key.partition(".")
     if not dot and "=" in key:  # explain=method=pqcache
@@ -111,7 +110,7 @@ def _option(key: str, owners: dict[str, Option]) -> str:
     lines = [key]
     group = key.partition(".")[0]
     for option, names in by_option.items():
-        lines += _facts(option)
+        lines += [*([""] if len(lines) > 1 else []), *_facts(option)]
         if any(names):
             lines.append(
                 folded(", ".join(names), width(), "    ", f"  {group}s: " if group != "launch" else "  launch: ")
