@@ -36,25 +36,11 @@ from pqcache.harness.report.rows import rows_under  # noqa: E402
 from pqcache.harness.tasks import TASKS, task_class  # noqa: E402
 from pqcache.registry import METHODS, method_class  # noqa: E402
 from pqcache.selective import Method  # noqa: E402
-from pqcache.selective.eviction import EvictionMethod  # noqa: E402
-from pqcache.selective.quantization import QuantizationMethod  # noqa: E402
-from pqcache.selective.retrieval import RetrievalMethod  # noqa: E402
 
 DOCS = ROOT / "docs"
 PICTURE = DOCS / "pocket.png"
 ROWS, HOST_ROWS = ROOT / "results" / "reference" / "pocket", ROOT / "results" / "reference" / "pocket_host"
 MADE = "Made by `make docs`; do not edit."
-FAMILIES = {"evict": EvictionMethod, "retrieve": RetrievalMethod, "quantize": QuantizationMethod}
-# of methods that are built on others, or own their attention
-KINDS = {
-    "full": "keep all",
-    "infllm": "retrieve",
-    "kvcrush": "evict",
-    "two_stage": "retrieve",
-    "coded": "any + quantize",
-    "kvcrush_mixed": "evict + quantize",
-    "evict_retrieve": "evict + retrieve",
-}
 # what a docstring does not say, because it is of this project's runs
 NOTES = {
     "pqcache": "On CUDA copies and clustering run beside the model (not yet run on a GPU).",
@@ -96,9 +82,7 @@ class Description:
 
     @property
     def kind(self) -> str:
-        if self.name in KINDS:
-            return KINDS[self.name]
-        return next(word for word, family in FAMILIES.items() if issubclass(self.cls, family))
+        return self.cls.kind
 
     @property
     def paper(self) -> str:
@@ -163,8 +147,7 @@ def methods_page() -> str:
         " [options.md](options.md#method) lists every hyper-parameter.",
         methods_table(short=False),
         "**Official code**: what `protocol=release` follows. Tests compare it with values worked out by hand from that code;"
-        " the code itself is not run. Where none is published, `protocol=release` is refused. A method without a published code of its"
-        " own, or one of this project, has no number to reach.",
+        " the code itself is not run. Where none is published, `protocol=release` is refused.",
         f"**The drawings** are real runs on a small random model: a prompt of {PROMPT} tokens, {STEPS} decode steps, a budget of"
         f" {BUDGET:g} (quantizers: their own). One layer and one query head are shown. Tokens go from left to right, steps from"
         " the top down. Sizes such as sinks and pages are reduced to fit the short prompt.",

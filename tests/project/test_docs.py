@@ -33,6 +33,7 @@ FILLED_IN = {
     "<hub id or folder>": "someone/model",
     "<name>": "demo",
     "<a command>": "method=pqcache",
+    "...": "method=pqcache",
     "<that cell's folder>": "{folder}",
     "<folder>": "{folder}",
 }
@@ -100,13 +101,13 @@ def test_the_readme_lists_every_method_with_its_kind() -> None:
             assert word in kind or not issubclass(method_class(name), family), name
 
 
-def test_its_lines_of_python_run() -> None:
-    pytest.importorskip("pqcache.api")
+def test_its_lines_of_python_run(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", (REPO / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     loading = [line for line in block.splitlines() if "from_pretrained" in line]
     assert len(loading) == 1
     names = {"prompt": "The colour is", "model": load_model(), "tokenizer": load_tokenizer()}
     exec(compile(block.replace(loading[0], ""), "README.md", "exec"), names)
+    assert "pqcache" in capsys.readouterr().out
 
 
 # -- made pages --------------------------------------------------------------------------------------------------------
@@ -158,7 +159,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_command_composes(folder: Path) -> None:
     """What `python run.py` would do with each: options are checked, nothing is loaded."""
-    commands = [line for line in typed("python run.py") if "keynorm" not in line]  # which a reader of that page adds
+    # keynorm: which a reader of that page adds
+    commands = [line for line in typed("python run.py") if "keynorm" not in line and "--help" not in line]
     assert len(commands) > 25
     wrong = []
     for command in commands:
@@ -167,7 +169,9 @@ def test_every_command_composes(folder: Path) -> None:
             line = line.replace(words, filling.format(folder=folder))
         words = shlex.split(line)[2:]
         try:
-            if folder_command.asked(words):
+            if lookup.asked(words):
+                assert lookup.answer(words) == 0
+            elif folder_command.asked(words):
                 folder_command._read(words)
             elif "task=lm_eval" in words:  # making it would read the thousands of definitions of lm-eval
                 assert compose_all([*words, f"out={folder}"], REPO / "configs").composed
