@@ -173,7 +173,7 @@ def test_no_step_attends_more_than_its_context() -> None:
 def test_how_many_samples_a_limit_makes() -> None:
     (row,) = make_rows(plan("method=full"), {"full": [0.0]}).values()
     several = {"a": {"0": 1.0, "1": 1.0}, "b": {"0": 1.0}}
-    assert results.samples_text([row]) == "1 sample"
+    assert results.samples_text([row]) == "1 sample" and results.samples_text([row], " a cell") == "1 sample a cell"
     assert results.samples_text([{**row, "sample_scores": several, "n_samples": 3}]) == (  # type: ignore[typeddict-item]
         "3 samples (1-2 of each of 2 sub-tasks)"
     )

@@ -132,10 +132,10 @@ class Row(TypedDict):
     library: str | None  # digest of all code that computes
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
-    # over the decode steps of attended_tokens: context_tokens, the mean length of the context, which full attention attends;
-    # allowed_tokens, what the budget gives for the prompt, of methods that spend it on tokens
-    # content_<tier>_bytes: resident_bytes without unused buffer capacity; content_bytes: their sum
-    # with batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
+    # Over the decode steps of attended_tokens: context_tokens, the mean length of the context, which full attention attends;
+    # allowed_tokens, what the budget gives for the prompt, of methods that spend it on tokens.
+    # content_<tier>_bytes: resident_bytes without unused buffer capacity; content_bytes: their sum.
+    # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
     # whose answer differs
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
@@ -263,11 +263,11 @@ def _skipped(path: Path, why: str) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def samples_text(rows: Iterable[Row]) -> str:
-    """How many samples the rows have: "16 samples", "16 samples (2 of each of 8 sub-tasks)", "14-16 samples"."""
+def samples_text(rows: Iterable[Row], of: str = "") -> str:
+    """How many samples the rows have: "14-16 samples", "16 samples (2 of each of 8 sub-tasks)". of: " a cell", of each."""
     rows = list(rows)
     count = _range(row["n_samples"] for row in rows)
-    text = f"{count} sample{'' if count == '1' else 's'}"
+    text = f"{count} sample{'' if count == '1' else 's'}{of}"
     parts = [[len(samples) for samples in row["sample_scores"].values()] for row in rows]
     tasks = {len(counts) for counts in parts}
     if len(tasks) == 1 and tasks != {1} and all(parts):

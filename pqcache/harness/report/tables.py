@@ -159,7 +159,7 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     smoke = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if every[0]["smoke"] else ""
     batch = batch_text(every)
     lines = [
-        f"{names}, {tasks}: {samples_text(every)} a cell{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
+        f"{names}, {tasks}: {samples_text(every, ' a cell')}{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
         f" on {devices}.",
         "to Full: mean difference of the same samples, 95 % bootstrap interval.",
         f"attended: tokens per decode step. MiB: cache after the last step, {_what_bytes(every)}.",
@@ -249,8 +249,8 @@ def _mebibytes(row: Row, full: Row | None, tier: str, exact: bool) -> str:
     if not row["resident_bytes"]:
         return MISSING
     held = (content(row) if exact else row["resident_bytes"]).get(tier, 0.0)
-    whole = content_share(row, full, tier) if exact and row["method"] != "full" else None
-    return number(held / 2**20, 1) + (f" ({whole:.2f})" if whole is not None else "")
+    share = content_share(row, full, tier) if exact and row["method"] != "full" else None
+    return number(held / 2**20, 1) + (f" ({share:.2f})" if share else "")
 
 
 def content_share(row: Row, full: Row | None, tier: str) -> float | None:
