@@ -103,7 +103,8 @@ class SelectiveLayer(CacheLayerMixin):
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.shape = shape
+        self.shape = shape  # of what is stored
+        self.given = shape  # of what the model hands over
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
         # set by the cache; weak, so that a dropped cache is freed at once
         self.owner: weakref.ref[SelectiveCache] | None = None
@@ -183,7 +184,7 @@ class SelectiveLayer(CacheLayerMixin):
             self.selected = None
             return out
         self.take_back()
-        self.shape.check(q, k, v)
+        self.given.check(q, k, v)
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
             # the peak: this layer still holds its whole prompt, earlier layers have evicted, indexed or packed theirs

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 import run
-from pqcache import registry
+from pqcache import fields, registry
 from pqcache.fields import option_fields
-from pqcache.harness.config import values
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import RunOptions
@@ -256,8 +255,8 @@ def test_experiment_files_start_with_their_command_and_sweep() -> None:
     ],
 )
 def test_values_that_fit(value: object, kind: object, result: object) -> None:
-    assert values.coerce(value, kind) == result
-    assert type(values.coerce(value, kind)) is type(result)
+    assert fields.coerce(value, kind) == result
+    assert type(fields.coerce(value, kind)) is type(result)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,7 @@ def test_values_that_fit(value: object, kind: object, result: object) -> None:
 )
 def test_values_that_do_not_fit(value: object, kind: object) -> None:
     with pytest.raises(TypeError):
-        values.coerce(value, kind)
+        fields.coerce(value, kind)
 
 
 def test_a_field_added_to_a_method_needs_nothing_here(

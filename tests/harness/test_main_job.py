@@ -20,7 +20,8 @@ def plan(line: str) -> RunPlan:
     return make_plan(compose_all(line.split(), run.CONFIGS))
 
 
-def test_the_short_command_is_the_long_one() -> None:
+def test_the_short_command_is_the_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     long = plan(
         "model=embedded method=pqcache budget=0.2 task=needle_pocket limit=20 seed=0 out=results/runs wandb=offline"
     )

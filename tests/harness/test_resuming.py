@@ -18,6 +18,7 @@ import run
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import samples
+from pqcache.measure import machine
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
 
 
@@ -44,7 +45,7 @@ def test_a_resumed_row_states_what_was_measured(
     path = next((tmp_path / "out").glob("*/row.json"))
     before = path.read_bytes(), path.stat().st_mtime_ns
     first = rows(tmp_path / "out")["full 1.0"]
-    monkeypatch.setattr(environment, "device_caption", lambda _: "another machine")
+    monkeypatch.setattr(machine, "device_caption", lambda _: "another machine")
     monkeypatch.setattr(environment, "git_commit", lambda: "another commit")
     assert command("method=full", "limit=1") == 0
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before

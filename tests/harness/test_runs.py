@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -242,7 +244,9 @@ def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
 def test_wandb_that_fails_costs_nothing(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails
+    empty = ModuleType("wandb")  # nothing in it works
+    empty.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", empty)
     assert command("method=full", "limit=1", "wandb=offline") == 0
     assert list(rows(tmp_path / "out")) == ["full 1.0"]
     assert "wandb: not logged" in capsys.readouterr().err

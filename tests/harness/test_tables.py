@@ -201,13 +201,13 @@ def test_bytes_are_content_beside_what_full_holds() -> None:
         row["resident_bytes"] = dict.fromkeys(content, 8.0 * 2**20)
         row["extra"] = {f"content_{tier}_bytes": nbytes for tier, nbytes in content.items()}
         rows[name] = row
-    lines = tables.sweep_table(swept, rows, {}).splitlines()
+    lines = tables.sweep_table(swept, rows, {}, width=200).splitlines()
     assert lines[3].split()[4:6] == ["4.0", "0.0"] and lines[4].split()[6:10] == ["1.0", "(0.25)", "3.0", "(0.75)"]
     assert "without unused buffer capacity; in brackets as a share of Full's" in tables.sweep_caption(rows)
     text = row_text(list(rows.values())[1], None)
     assert "device 1.0 MiB, host 3.0 MiB   (with unused buffer capacity device 8.0 MiB, host 8.0 MiB; peak" in text
     next(iter(rows.values()))["extra"] = {}  # a row of an older version: no share of what is not known
-    old = tables.sweep_table(swept, rows, {})
+    old = tables.sweep_table(swept, rows, {}, width=200)
     assert old.count("8.0") == 3 and "(" not in old
     assert "unused buffer capacity included" in tables.sweep_caption(rows)
 

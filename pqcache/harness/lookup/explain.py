@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pqcache import places
-from pqcache.fields import comments, option_fields
+from pqcache.fields import comments, describe, option_fields
 from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import GROUPS, LM_EVAL, ModelOptions, Refused, RunOptions, one_line
 from pqcache.harness.config.overrides import options_of
-from pqcache.harness.config.values import describe, show
+from pqcache.harness.config.values import show
 from pqcache.harness.lookup import listing
 from pqcache.harness.lookup.layout import folded, pairs, width
 from pqcache.harness.lookup.words import GROUP_MEANINGS, OTHER_KEYS
