@@ -85,6 +85,13 @@ class HeavyHitterScorer(Scorer):
         self.sums.data[:, :, : probs.shape[2]] += probs.unflatten(1, (self.h_kv, self.group)).mean(2)
         self.counts, self.sums.filled = list(lengths), probs.shape[2]
 
+    def scores_now(
+        self, k: torch.Tensor, positions: torch.Tensor, lengths: list[int], seen: list[int], scaling: float
+    ) -> torch.Tensor:
+        """The sums so far, the same for all query heads of a group."""
+        assert self.sums is not None
+        return self.sums.view(max(lengths)).repeat_interleave(self.group, 1)
+
     def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
         assert self.sums is not None
         self.sums.drop(slots, lengths, rows)
@@ -97,6 +104,7 @@ class H2O(EvictionMethod):
 
     name: ClassVar[str] = "h2o"
     released: ClassVar[str] = "FMInference/H2O: h2o_hf, utils_real_drop"
+    own_rule: ClassVar[str] = "exact"
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     # dynamic: each generated token evicts the lightest one outside sinks and local window; static: prune once, after the prompt
@@ -164,6 +172,14 @@ class H2O(EvictionMethod):
     @property
     def is_dynamic(self) -> bool:
         return self.mode == "dynamic"
+
+    @property
+    def keeps_rule(self) -> bool:
+        return self.is_dynamic
+
+    @property
+    def ranks_by_steps(self) -> bool:
+        return True
 
     @property
     def fixed_local(self) -> bool:

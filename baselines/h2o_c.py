@@ -1,7 +1,7 @@
 """H2O(C): H2O with the memory that other methods spend on their indexes (PQCache, arXiv 2407.12820, section 4.1.3).
 
 It holds N_C = floor(ratio * s + E / (bytes of a token's K and V)) tokens, E being the extra communication per layer of the
-compared methods.
+compared methods. An aligned token budget is B + E / (bytes of a token's K and V) at every step, s being all tokens so far.
 
 Deviations: as H2O's.
 - The paper's captions do not say whether sinks take part. Here they come on top of N_C under the aligned protocol.
@@ -27,6 +27,7 @@ class H2OC(H2O):
     """H2O with as many more tokens as the compared methods' extra communication weighs."""
 
     name: ClassVar[str] = "h2o_c"
+    own_rule: ClassVar[str] = "extra"
     released: ClassVar[str] = ""  # PQCache's code has no compensation; its runs set H2O's ratio by hand
 
     # kv: comm_ratio of the whole KV cache (captions of tables 2 and 3); k: of the keys alone; bytes: of PQ codes

@@ -274,6 +274,10 @@ class InfiniGen(RetrievalMethod):
             assert self.column_rule is not None and self.partial_ratio is not None  # see `fill`
             self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(home(module))
 
+    @property
+    def keeps_rule(self) -> bool:
+        return self.alpha is None and self.cap is None  # else it may select fewer tokens
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         if self.budget.is_everything:
             return Plan(sinks=0, local=0, k=s)

@@ -10,11 +10,12 @@ attention of the last 16 queries, one bit per KV head at the median, evenly spac
 
 Deviations:
 - Buckets hold equally many tokens, where the paper speaks of the nearest bucket: one anchor gives only H + 1 distances.
+- Under an aligned token budget it ranks again during the answer, as SnapKV does here. The paper prunes once.
 - pick=random is the paper's, pick=even that of the released ports.
 - With page=1 the anchor "mean" equals "zeros" while no head has more than half its bits set.
 - Pages begin after the sinks. A last page that is not full shortens the window. Where the window is no longer than what would go,
   it is kept whole beside the odd tokens, and the candidates' share pays for them.
-- In a new turn, H2O's sums of earlier tokens are the mean over the group.
+- In a new turn, and where it ranks again during an answer, H2O's sums of earlier tokens are the mean over the group.
 - The vLLM change bars the pages that KV head 0 finds important for all heads; another head may then keep a page twice. Here every
   head's own important pages are barred, under protocol=release too.
 """
@@ -22,7 +23,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -103,6 +104,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
     # 1: a page that is not full shortens the window; rep_ratio is of the whole budget; inv_mean is strict
     revision: ClassVar[int] = 1
     released: ClassVar[str] = "vLLM pull request 47967: kvcrush.py"
+    own_rule: ClassVar[str] = "refreshed"
     ranks_by_scores: ClassVar[bool] = False
 
     # eviction method that ranks the tokens
@@ -161,7 +163,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
         self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
         cls = self.part_class("base", ranks_by_scores)
         self.base_options = {**cls.static_options, **self.base_options}
-        common = {"budget": self.budget, "protocol": self.protocol, "dense_layers": self.dense_layers}
+        common = {**self.spent(), "dense_layers": self.dense_layers}
         known = {f.name for f in fields(cls)}
         if "repeat_kv" in known:
             common["repeat_kv"] = self.repeat_kv
@@ -181,9 +183,42 @@ class KVCrush(ComposedMethod, EvictionMethod):
     def parts(self) -> tuple[Method, ...]:
         return (self.evictor,)
 
+    @property
+    def aligned_rule(self) -> str:
+        return "pooled" if self.evictor.own_rule == "pooled" else self.own_rule
+
+    @property
+    def ranks_by_steps(self) -> bool:
+        return bool(self.evictor.ranks_by_steps)
+
+    @property
+    def needs_probs(self) -> bool:
+        return self.refreshes and self.ranks_by_steps
+
+    def allowed(self, c: int) -> int:
+        return int(self.evictor.allowed(c))
+
+    def kept(self, filled: int, plan: Plan) -> int:
+        """With pages, whole ones of what lies between sinks and window."""
+        assert self.page is not None
+        if filled <= plan.total:
+            return filled
+        recent = self.recent(filled, plan)
+        return plan.sinks + recent + max(0, plan.k - max(0, recent - plan.local)) // self.page * self.page
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        plan = self.evictor.plan(s, layer_idx, n_layers)
-        assert plan is not None
+        return self.with_window(self.evictor.plan(s, layer_idx, n_layers), s)
+
+    def at(self, tokens: int) -> Self:
+        other = super().at(tokens)
+        other.evictor = self.evictor.at(tokens)
+        return other
+
+    def level(self, tokens: int, s: int, layer_idx: int, n_layers: int) -> Plan:
+        return self.at(tokens).with_window(self.evictor.level(tokens, s, layer_idx, n_layers), s)
+
+    def with_window(self, plan: Plan, s: int) -> Plan:
+        """The base's plan for `s` tokens; a window that is a share is one of what representatives leave."""
         if self.evictor.fixed_local or plan.total >= s:
             return plan
         rest = plan.k + plan.local

@@ -3,6 +3,9 @@
 Layer l keeps k_l = k_0 - l * step tokens beside its window (equations 3 to 5). A prompt of fewer than 2 C tokens, C the mean
 number of selected tokens per layer, is SnapKV's, as in the released code.
 
+An aligned token budget is one of all layers together: they rank again at the same step, when they hold more in the mean, and
+their sizes sum to it exactly. What a layer does not hold goes to the next one.
+
 protocol=release is the authors' code, which repeats K and V and adds new turns as SnapKV's does.
 
 Deviations: as SnapKV's.
@@ -50,6 +53,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     released: ClassVar[str] = "Zefan-Cai/KVCache-Factory: pyramidkv_utils.py"
+    own_rule: ClassVar[str] = "pooled"
 
     published: str = "pyramidkv"
     # the last layer's share of the mean is 1/beta
@@ -61,11 +65,15 @@ class PyramidKV(SnapKV):
         super().validate()
         self.require("beta", self.beta >= 1, "an int >= 1")
 
+    def level(self, tokens: int, s: int, layer_idx: int, n_layers: int) -> Plan:
+        return SnapKV.plan(self.at(tokens), s, layer_idx, n_layers)
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         flat = super().plan(s, layer_idx, n_layers)
         if flat.total >= s or s < 2 * flat.k or flat.k == 0:
             return flat
         dense = self.dense_layers or 0
         candidates = s - flat.sinks - flat.local
-        layers = pyramid(flat.k, candidates, self.beta, max(1, n_layers - dense), self.exact_total)
+        exact = self.exact_total or self.replans  # the published steps err high
+        layers = pyramid(flat.k, candidates, self.beta, max(1, n_layers - dense), exact)
         return Plan(sinks=flat.sinks, local=flat.local, k=layers[max(0, layer_idx - dense)])

@@ -3,6 +3,8 @@
 Each page stores the channel-wise minimum and maximum of its keys (Algorithm 1). A budget of B tokens attends floor(B / page)
 pages; the page of the newest past token is always among them (`newest`). There are no sinks and no local window.
 
+An aligned token budget holds at every step: beside the newest page, as many whole pages are attended as fit.
+
 Release protocol: the evaluation code of github.com/mit-han-lab/Quest. At least three pages are attended, and the newest one
 competes with the others.
 
@@ -108,6 +110,7 @@ class Quest(RetrievalMethod):
 
     name: ClassVar[str] = "quest"
     released: ClassVar[str] = "mit-han-lab/Quest: evaluation"
+    own_rule: ClassVar[str] = "whole"
     paper_dense_layers: ClassVar[int] = 2
     shared_reduce: ClassVar[str] = "sum_logit"
     retired: ClassVar[dict[str, Any]] = {"n_sink": 0, "recent_ratio": 0.0}
@@ -134,7 +137,20 @@ class Quest(RetrievalMethod):
         if self.newest is None:
             self.newest = self.by_protocol(aligned=True, paper=True, release=False)
 
+    @property
+    def keeps_rule(self) -> bool:
+        """The newest page, which is not full, is always attended, and the budget has room for the least pages."""
+        least = self.page * (self.least_pages or 1)
+        return bool(self.newest) and (self.budget.tokens is None or least <= self.budget.tokens)
+
+    @property
+    def slack(self) -> int:
+        return 2 * self.page  # the first page may hold sinks, the last one is not full
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        if self.effective_rule == "whole" and self.budget.tokens is not None and s > self.budget.tokens:
+            newest = (s - 1) % self.page + 1  # tokens of the newest page
+            return Plan(sinks=0, local=0, k=newest + (self.budget.tokens - newest) // self.page * self.page)
         total = self.budget.tokens or self.budget.total(s)  # a token budget beyond the prompt: all pages
         pages = max(self.least_pages or 1, total // self.page)
         return Plan(sinks=0, local=0, k=s if self.budget.is_everything else min(s, pages * self.page))

@@ -65,6 +65,7 @@ class Replay(RetrievalMethod):
 
     name: ClassVar[str] = "replay"
     ignores_budget: ClassVar[bool] = True
+    own_rule: ClassVar[str] = "own"
     takes_batches: ClassVar[bool] = False  # a trace is of one prompt
     composable: ClassVar[bool] = False  # a trace is valid for its own layers and positions only
 

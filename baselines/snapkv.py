@@ -2,6 +2,9 @@
 
 The last w tokens stay, and the tokens with the largest pooled attention from them. Prunes once, after the prompt.
 
+An aligned token budget B holds at every step: everything is kept until B tokens are held. Then the newest w queries rank again,
+and max(B - 64, B / 2) tokens stay.
+
 protocol=release is the authors' code:
 - K and V are repeated: every query head chooses and keeps tokens of its own (repeat_kv), h / h_kv times as many bytes.
 - Average pooling pads with zeros, which lowers the scores of the first and last keys.
@@ -37,18 +40,37 @@ POOLING = ("max", "avg")
 
 
 class WindowScorer(Scorer):
-    """Attention of the last w queries of the prompt, or of the new turn, summed per key."""
+    """Attention of the last w queries of the prompt, or of the new turn, summed per key.
 
-    def __init__(self, w: int) -> None:
-        self.window = QueryWindow(w)
+    refreshes: the queries are kept, and those of the answer added, so that it can rank again at any step.
+    """
+
+    def __init__(self, w: int, refreshes: bool = False) -> None:
+        self.window, self.refreshes = QueryWindow(w), refreshes
+        self.ended = False  # the queries held are of a prompt that has ended, and of its answer
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        if self.ended:
+            self.window.clear()
+            self.ended = False
         self.window.push(q, ctx.step.counts)
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         scores = self.window.column_sums(k, lengths, ctx.scaling)
-        self.window.clear()
+        self.ended = True
+        if not self.refreshes:
+            self.window.clear()
         return scores
+
+    def observe_query(self, q: torch.Tensor) -> None:
+        self.window.push(q, [1] * q.shape[0])
+
+    def scores_now(
+        self, k: torch.Tensor, positions: torch.Tensor, lengths: list[int], seen: list[int], scaling: float
+    ) -> torch.Tensor:
+        """As `head_scores`; a query sees the entries whose tokens come before its own."""
+        assert self.window.q is not None
+        return self.window.sums_at(k, positions, lengths, seen, scaling)
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.window.map_rows(index)
@@ -63,6 +85,7 @@ class SnapKV(EvictionMethod):
 
     name: ClassVar[str] = "snapkv"
     released: ClassVar[str] = "FasterDecoding/SnapKV: snapkv_utils.py"
+    own_rule: ClassVar[str] = "refreshed"
 
     # published set for w, kernel and pooling: snapkv (32, 7, max), pyramidkv (8, 7, max) or listing (64, 5, avg)
     published: str = "snapkv"
@@ -124,7 +147,7 @@ class SnapKV(EvictionMethod):
 
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
         assert self.w is not None
-        return Scorer() if self.budget.is_everything else WindowScorer(self.w)
+        return Scorer() if self.budget.is_everything else WindowScorer(self.w, self.refreshes)
 
     def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
         """Pool along the keys before the window, stride 1. The window is not pooled and not ranked."""

@@ -4,7 +4,8 @@ protocol=release is the authors' code: 4 sinks, keys rotated by their rank in th
 it is attended.
 
 Deviations:
-- The default mode is static, so that generated tokens stay as they do under the retrieval methods; not under protocol=release.
+- The default mode is static, so that generated tokens stay as they do under the retrieval methods; not under protocol=release,
+  and not under an aligned token budget, which holds at every step.
 - A prompt longer than the cache is attended whole, as under all methods. The release's evaluation feeds it token by token.
 - Room is made for the tokens of a new turn alone. The release's chat also makes room for the longest answer.
 - A budget of no more tokens than there are sinks keeps the first ones and the newest. The release has no such budgets.
@@ -43,13 +44,15 @@ class StreamingLLM(EvictionMethod):
     name: ClassVar[str] = "streaming"
     revision: ClassVar[int] = 1  # 1: sinks within the budget; see `revisions`
     released: ClassVar[str] = "mit-han-lab/streaming-llm: kv_cache.py, enable_streaming_llm.py"
+    own_rule: ClassVar[str] = "exact"
     ranks_by_scores: ClassVar[bool] = False  # by position alone
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 4 inside the budget
     n_sink: int | None = None
     # static: prune once, after the prompt; dynamic: each generated token evicts the oldest one after the sinks; rolling:
-    # dynamic, and keys are rotated by their rank in the cache, as published; null: static, in the protocol release rolling
+    # dynamic, and keys are rotated by their rank in the cache, as published; null: static, in the protocol release rolling, and
+    # dynamic where the budget holds at every step (budget_rule)
     mode: str | None = None
 
     def validate(self) -> None:
@@ -61,7 +64,8 @@ class StreamingLLM(EvictionMethod):
         if self.n_sink is None:
             self.n_sink = self.by_protocol(aligned=32, paper=4)
         if self.mode is None:
-            self.mode = self.by_protocol(aligned="static", paper="static", release="rolling")
+            aligned = "dynamic" if self.replans else "static"
+            self.mode = self.by_protocol(aligned=aligned, paper="static", release="rolling")
 
     def revisions(self) -> dict[str, int]:
         """The aligned protocol, where sinks come on top of the budget, computes what it always did."""
@@ -81,6 +85,10 @@ class StreamingLLM(EvictionMethod):
     @property
     def is_dynamic(self) -> bool:
         return self.mode != "static"
+
+    @property
+    def keeps_rule(self) -> bool:
+        return self.is_dynamic
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         assert self.n_sink is not None

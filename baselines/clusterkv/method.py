@@ -3,6 +3,8 @@
 The prompt's keys are clustered when it ends. Clusters are ranked by q . centroid; the last selected one is cut where the budget
 ends. There is no local window: generated tokens are attended, outside the budget, until `window` of them are clustered.
 
+An aligned token budget holds at every step: tokens that wait to be clustered are part of it, and take half of it at most.
+
 Aligned protocol: a budget ratio is of the tokens after the sinks. Paper's protocol: the ratio includes the sinks, as a token
 budget always does, and the first two layers are dense (section V-A).
 
@@ -22,7 +24,7 @@ Deviations:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -46,12 +48,13 @@ class ClusterPlan(Plan):
     """A plan with the prompt's length: tokens after it are clustered window by window."""
 
     s: int  # tokens of the prompt
+    window: int  # generated tokens that are clustered together; 0: none are
 
 
 class ClusterIndex(Index):
     """Clusters of one layer's keys after the sinks. `order` lists positions cluster by cluster, ascending inside each."""
 
-    per_row = ("centroids", "sizes", "order", "counts", "ends")
+    per_row = ("centroids", "sizes", "order", "counts", "ends", "windows")
 
     def __init__(self, method: ClusterKV) -> None:
         self.method = method
@@ -62,6 +65,7 @@ class ClusterIndex(Index):
         self.chosen: list[torch.Tensor] = []
         self.counts: list[int] = []  # clusters per row
         self.ends: list[int] = []  # positions before this one are sinks or clustered
+        self.windows: list[int] = []  # generated tokens that are clustered together, per row
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         """Cluster the tokens that have no cluster: the prompt, or a later turn and the generated tokens before it."""
@@ -72,6 +76,7 @@ class ClusterIndex(Index):
             self.sizes = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
             self.order = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
             self.counts, self.ends = [0] * n, [method.n_sink] * n
+        self.windows = [method.window_after(length) for length in lengths]
         fresh = [max(0, length - end) for length, end in zip(lengths, self.ends, strict=True)]
         spans = [t + method.n_sink * (end == method.n_sink) for t, end in zip(fresh, self.ends, strict=True)]  # L
         clusters = [
@@ -84,16 +89,15 @@ class ClusterIndex(Index):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """Once `window` generated tokens have no cluster they are clustered among themselves (sections III-B, IV-A)."""
-        window, store = self.method.window or 0, self.layer.store
-        due = [
-            window > 0 and length - 1 - end >= window and not dense
-            for length, end, dense in zip(lengths, self.ends, self.layer.dense, strict=True)
-        ]
-        if any(due):
+        store = self.layer.store
+        rows = zip(lengths, self.ends, self.windows, self.layer.dense, strict=True)
+        due = [window * (0 < window <= length - 1 - end and not dense) for length, end, window, dense in rows]
+        widest = max(due)
+        if widest:
             assert store is not None
-            keys = store.read(0, None, window + 1)[0][:, :, :window]
-            blocks = [keys[row] if flag else keys[row, :, :0] for row, flag in enumerate(due)]
-            self._add(blocks, [min(window, self.method.window_clusters or 1) * flag for flag in due], ctx)
+            keys = store.read(0, None, widest + 1)[0][:, :, :widest]
+            blocks = [keys[row, :, widest - window :] for row, window in enumerate(due)]
+            self._add(blocks, [self.method.clusters_of(window) for window in due], ctx)
 
     def _add(self, blocks: list[torch.Tensor], clusters: list[int], ctx: LayerContext) -> None:
         """Give row r's next tokens, keys blocks[r] (h_kv, t, d), clusters[r] clusters of their own."""
@@ -125,7 +129,7 @@ class ClusterIndex(Index):
         """The generated tokens that are not clustered yet."""
         assert isinstance(plan, ClusterPlan)
         generated = max(0, past - max(plan.s, self.method.n_sink))
-        return generated % self.method.window if self.method.window else generated
+        return generated % plan.window if plan.window else generated
 
     def max_local(self, plan: Plan) -> int:
         return self.method.window or 0  # that many keys are read when they are clustered; 0: only a resident store
@@ -290,7 +294,33 @@ class ClusterKV(RetrievalMethod):
             k = min(s - aligned.sinks, max(1, self.budget.total(s) - 1))
         elif self.protocol != "aligned":
             k = min(s - aligned.sinks, max(1, self.budget.total(s) - aligned.sinks))
-        return ClusterPlan(aligned.sinks, 0, k, s)
+        return ClusterPlan(aligned.sinks, 0, k, s, self.window_after(s))
+
+    @property
+    def keeps_rule(self) -> bool:
+        return self.window != 0  # else all generated tokens are attended
+
+    def replan(self, first: Plan, c: int, layer_idx: int, n_layers: int) -> ClusterPlan:
+        assert isinstance(first, ClusterPlan)
+        return replace(self.plan(c, layer_idx, n_layers), s=first.s, window=first.window)
+
+    def window_after(self, s: int) -> int:
+        """Generated tokens that are clustered together after a prompt of `s` tokens.
+
+        Where those that wait are part of the budget they take half of it at most.
+        """
+        window = self.window or 0
+        if not self.replans:
+            return window
+        shares = partition_plan(self.budget, max(s, self.budget.tokens or 0), self.n_sink, 0.0)
+        return min(window, max(1, (shares.local + shares.k) // 2))
+
+    def clusters_of(self, window: int) -> int:
+        """Clusters of `window` generated tokens: window_clusters, or fewer in proportion where the window is shorter."""
+        if not self.window or window == 0:
+            return 0
+        share = (self.window_clusters or 1) * window // self.window
+        return min(window, max(1, share))
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> ClusterIndex:
         return ClusterIndex(self)

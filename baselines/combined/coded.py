@@ -8,10 +8,11 @@ prompt's queries, so bit widths that depend on attention work as they do alone.
 protocol=release runs both parts as their released code does, and applies where both have one.
 
 Deviations from the parts alone:
-- A retrieval policy's sinks and local window are packed like everything else; its index is built from the exact keys.
+- A retrieval policy's sinks and local window are packed like everything else; its index is built from the exact keys. One that is
+  built during the answer reads them as they are stored.
 - Of generated tokens, probes see the attention over what was selected.
-- Evictors prune once. Where a later turn's eviction leaves heads with unequal numbers of packed tokens, the surplus is decoded
-  and packed again.
+- Evictors prune once, or rank again by their own budget rule. Where a later eviction leaves heads with unequal numbers of packed
+  tokens, the surplus is decoded and packed again.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class CodedRetrievalLayer(RetrievalLayer):
         self.packed.append(k, v)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        if all(self.dense):  # nothing to choose from: decode tile by tile, not all at once
+        if all(self.dense) and not self.method.replans:  # nothing to choose from: decode tile by tile, not all at once
             out = attend_all(self, q, k, v, ctx)
         else:
             out = super().decode(q, k, v, ctx)
@@ -126,9 +127,15 @@ class CodedEvictionLayer(EvictionLayer):
         self.packed.retain(slots, counts)
         self.packed.pack(everything=self.codec.packs_prompt)
 
+    def take_again(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        self.packed.retain(slots, counts)
+
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         out = attend_all(self, q, k, v, ctx)
         self.packed.pack()
+        self.refresh(q, ctx)
         return out
 
 
@@ -186,13 +193,18 @@ class Coded(ComposedMethod):
         cls = self.part_class("policy", chooses)
         if issubclass(cls, EvictionMethod):
             self.policy_options = {**cls.static_options, **self.policy_options}
-        common = {"budget": self.budget, "protocol": self.protocol, "dense_layers": self.dense_layers}
+        common = {**self.spent(), "dense_layers": self.dense_layers}
         self.chooser = self.make_part("policy_options", cls, common)
         if isinstance(self.chooser, RetrievalMethod):
             self.require(
                 "policy_options", self.chooser.store == "resident", "store: resident, which the codec replaces"
             )
         else:
+            # packed tokens give no probabilities
+            once_only = self.chooser.ranks_by_steps or not self.part_class("codec", codes).drops_rows
+            if self.chooser.refreshes and once_only:
+                once = {"budget_rule": "prompt", "budget_of": "prompt"}
+                self.chooser = self.make_part("policy_options", cls, {**common, **once})
             self.require("policy_options", not self.chooser.is_dynamic, "an evictor that prunes once (mode: static)")
             if self.protocol == "release" and self.chooser.repeats_kv:
                 raise NotApplicable(
@@ -209,6 +221,10 @@ class Coded(ComposedMethod):
 
     def parts(self) -> tuple[Method, ...]:
         return self.chooser, self.coder
+
+    @property
+    def effective_rule(self) -> str:
+        return self.chooser.effective_rule
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         return self.chooser.plan(s, layer_idx, n_layers)

@@ -20,7 +20,7 @@ from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.eviction_layer import Evictor, kept_of
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.method import Method
+from pqcache.selective.method import TOKEN_RULES, Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.retrieval_layer import RetrievalLayer
@@ -38,6 +38,9 @@ class EvictRetrieveLayer(RetrievalLayer):
     def clear(self) -> None:
         super().clear()
         self.evictor.forget()
+        self.dropped: list[int] = []  # tokens of each row that the evictor dropped
+        # a step that attends all of a token budget needs as many tokens
+        self.evictor.least = self.method.budget.tokens or 0 if self.method.effective_rule in TOKEN_RULES else 0
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.evictor.scorer.observe(q, keys, stored, ctx)
@@ -47,17 +50,27 @@ class EvictRetrieveLayer(RetrievalLayer):
         if self.store is not None and not self.evictor.method.budget.is_everything:
             self.store = None  # a later turn moved the entries: host rows and index are stale
             self.index = self.new_index()
+        self.dropped = [seen - held for seen, held in zip(ctx.step.total, counts, strict=True)]
         kept = self.staged = kept_of(k, v, slots, counts)
         super().settle(*kept.view(), counts, ctx)
 
     def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
         """Window and k are the budget's share of all tokens seen; the rest of a plan describes the entries stored."""
+        if self.method.effective_rule in TOKEN_RULES:  # all tokens seen are held, or more than the budget
+            return super().make_plans(lengths, ctx)
         plans = []
         for held, seen in zip(lengths, ctx.step.total, strict=True):
             spent = self.method.plan(seen, self.layer_idx, self.shape.n_layers)
             stored = self.method.plan(held, self.layer_idx, self.shape.n_layers)
             plans.append(replace(stored, local=spent.local, k=spent.k))
         return plans
+
+    def replan(self, lengths: list[int]) -> list[Plan]:
+        stored = super().replan(lengths)
+        if self.method.budget.tokens is not None:
+            return stored
+        spent = super().replan([held + dropped for held, dropped in zip(lengths, self.dropped, strict=True)])
+        return [replace(a, local=b.local, k=b.k) for a, b in zip(stored, spent, strict=True)]
 
     def unpack(self) -> ResidentStore:
         assert self.store is not None
@@ -75,6 +88,7 @@ class EvictRetrieveLayer(RetrievalLayer):
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
         self.evictor.follow_rows(index)
+        self.dropped = [self.dropped[i] for i in index.tolist()] if self.dropped else []
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         tiers = super().tensors()
@@ -98,7 +112,8 @@ class EvictRetrieve(ComposedMethod):
     """An evictor prunes the prompt once; a retriever selects from the rest at every step, within `budget`.
 
     `budget` is the retriever's: a share of the whole prompt, or tokens, attended per step. If fewer tokens are left, all of them
-    are attended. keep=1.0 is the retriever alone, budget=1.0 the evictor alone.
+    are attended; of an aligned token budget the evictor leaves at least as many. keep=1.0 is the retriever alone, budget=1.0 the
+    evictor alone.
 
     Sinks, local window, pages and clusters of the retriever refer to the entries that are left, in the order of their
     positions. Keys keep their rotations. Generated tokens are added and none is dropped. A new turn attends to everything
@@ -126,9 +141,10 @@ class EvictRetrieve(ComposedMethod):
         self.require("keep", 0 < self.keep <= 1, "a number in (0, 1]")
 
     def setup(self) -> None:
-        common = {"protocol": self.protocol, "dense_layers": self.dense_layers}
+        common = {**self.spent(), "dense_layers": self.dense_layers}
         cls, share = self.part_class("evict", evicts), Budget(ratio=float(self.keep))
-        self.evictor = self.make_part("evict_options", cls, {**common, "budget": share}, **cls.static_options)
+        once = {"budget": share, "budget_rule": None, "budget_of": "prompt"}
+        self.evictor = self.make_part("evict_options", cls, {**common, **once}, **cls.static_options)
         self.require("evict_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
         if self.protocol == "release" and self.evictor.repeats_kv:
             raise NotApplicable(
@@ -136,7 +152,7 @@ class EvictRetrieve(ComposedMethod):
             )
         self.require("evict_options", not self.evictor.repeats_kv, "one choice per KV head (repeat_kv: false)")
         cls = self.part_class("retrieve", retrieves)
-        self.retriever = self.make_part("retrieve_options", cls, {**common, "budget": self.budget})
+        self.retriever = self.make_part("retrieve_options", cls, common)
 
     def parts(self) -> tuple[Method, ...]:
         return self.evictor, self.retriever
@@ -145,7 +161,13 @@ class EvictRetrieve(ComposedMethod):
         """What a step attends: the retriever's plan, as far as it is held."""
         plan: Plan = self.retriever.plan(s, layer_idx, n_layers)
         held = self.evictor.plan(s, layer_idx, n_layers).total
+        if self.replans and self.budget.tokens is not None:
+            held = max(held, min(self.budget.tokens, s))
         return replace(plan, k=max(0, min(plan.k, held - plan.sinks - plan.local)))
+
+    @property
+    def effective_rule(self) -> str:
+        return self.retriever.effective_rule
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> EvictRetrieveLayer:
         return EvictRetrieveLayer(layer_idx, shape, self.retriever, self.evictor)

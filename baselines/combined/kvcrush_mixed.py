@@ -118,6 +118,7 @@ class MixedLayer(EvictionLayer):
         self.add(k, v, ctx)
         part = attend_coded(q, self.store, ctx.scaling)
         ctx.cache.ledger.attend(self.layer_idx, fmean(self.store.lengths), selecting=True)
+        self.refresh(q, ctx)
         return part.out.transpose(1, 2).to(q.dtype)
 
 
@@ -137,6 +138,10 @@ class KVCrushMixed(KVCrush):
     bits: int = 4
     # consecutive channels of a token that share a step and a minimum (fp16); null: all channels of a KV head
     group: int | None = 32
+
+    @property
+    def keeps_rule(self) -> bool:
+        return not self.ranks_by_steps  # packed tokens are attended without their probabilities
 
     def validate(self) -> None:
         super().validate()

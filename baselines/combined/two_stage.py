@@ -10,7 +10,7 @@ Deviations from the parts alone:
 - A softmax over all past tokens (oracle, sparq) is taken over the attended and shortlisted tokens: no others are scored.
 - SparQ's mean value is refused: its share is a sum over every token.
 - Whole pages make a shortlist longer, pages cut by the window make it shorter. A step attends fewer tokens where fewer than k
-  are left.
+  are left, except under an aligned token budget: there the shortlist is always long enough.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class TwoStageIndex(Index):
         self.first.append(k, v, lengths, ctx)
         self.second.append(k, v, lengths, ctx)
 
+    def build_late(self, lengths: list[int], rows: list[int], ctx: LayerContext) -> list[bool]:
+        """The first index was built when the prompt ended: only one that ranks may need more keys."""
+        return self.second.build_late(lengths, rows, ctx)
+
     def wait(self) -> None:
         self.first.wait()
         self.second.wait()
@@ -109,8 +113,10 @@ class TwoStageIndex(Index):
         return max(self.first.max_local(plan.first), self.second.max_local(plan))
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        # a step that attends exactly its budget needs a shortlist that is long enough
+        slack = self.method.shortener.slack if self.method.replans else 0
         sizes = [
-            min(end - cand.sinks, max(k, math.ceil(self.method.shortlist * k)))
+            min(end - cand.sinks, max(k + slack, math.ceil(self.method.shortlist * k)))
             for end, k in zip(cand.ends, cand.k, strict=True)
         ]
         if all(size == end - cand.sinks for size, end in zip(sizes, cand.ends, strict=True)):
@@ -212,7 +218,7 @@ class TwoStage(ComposedMethod, RetrievalMethod):
         key = f"{stage}_options"
         shared = [name for name in getattr(self, key) if name in SHARED or name.startswith("cache_")]
         self.require(key, not shared, f"what is the part's own; method.{', method.'.join(shared)} hold for both stages")
-        common: dict[str, Any] = {name: getattr(self, name) for name in SHARED if name != "recent_ratio"}
+        common: dict[str, Any] = {name: getattr(self, name) for name in SHARED if name != "recent_ratio"} | self.spent()
         if stage == "second":
             common["recent_ratio"] = self.recent_ratio
         else:
@@ -230,6 +236,12 @@ class TwoStage(ComposedMethod, RetrievalMethod):
     def plan(self, s: int, layer_idx: int, n_layers: int) -> TwoStagePlan:
         own, first = (part.plan(s, layer_idx, n_layers) for part in (self.ranker, self.shortener))
         return TwoStagePlan(own.sinks, own.local, own.k, replace(first, local=0))
+
+    def replan(self, first: Plan, c: int, layer_idx: int, n_layers: int) -> TwoStagePlan:
+        assert isinstance(first, TwoStagePlan)
+        own = self.ranker.replan(first, c, layer_idx, n_layers)
+        short = self.shortener.replan(first.first, c, layer_idx, n_layers)
+        return TwoStagePlan(own.sinks, own.local, own.k, replace(short, local=0))
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> TwoStageIndex:
         first, second = (part.make_index(layer_idx, shape) for part in (self.shortener, self.ranker))

@@ -87,6 +87,7 @@ class InfLLMLayer(SelectiveLayer):
         if self.final != final:
             self.final = final
             self.memory.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in final]
+            self.memory.cut = [0] * len(final)
         self.memory.reserve(final)
         return self.memory
 
@@ -161,7 +162,12 @@ class InfLLMLayer(SelectiveLayer):
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         memory = self.memory
         assert memory is not None
+        if self.method.replans:
+            self._replan(memory)
         self._append(k, v, memory, ctx)
+        if self.method.effective_rule == "whole" and self.method.budget.tokens is not None:
+            for row in range(len(memory.lengths)):
+                memory.fit(row, self.method.budget.tokens)
         rows, lengths = range(len(memory.lengths)), memory.lengths
         edges = [max(x, plan.left(length)) for x, plan, length in zip(memory.left, memory.plans, lengths, strict=True)]
         far_q = ids = fetched = None
@@ -179,9 +185,16 @@ class InfLLMLayer(SelectiveLayer):
             memory.advance(row, length)
         return out.to(q.dtype).transpose(1, 2)
 
+    def _replan(self, memory: BlockMemory) -> None:
+        """Plan the step that comes. Where the window is shorter now, what has left it forms blocks at once."""
+        for row, (plan, c) in enumerate(zip(memory.plans, memory.lengths, strict=True)):
+            memory.plans[row] = self.method.replan(plan, c, self.layer_idx, self.shape.n_layers)
+            if memory.plans[row].window < plan.window:
+                memory.advance(row, c)
+
     def _report(self, memory: BlockMemory, edges: list[int], ids: torch.Tensor | None, ctx: LayerContext) -> None:
         """Report to ledger and observers what this step attended; called before the rows advance."""
-        sinks, block, starts = self.method.n_sink, self.method.block, memory.block_ends()
+        sinks, block, starts = self.method.n_sink, self.method.block, memory.starts()
         taken = [min(plan.topk, count) * block for plan, count in zip(memory.plans, memory.blocks.counts, strict=True)]
         attended = [
             min(sinks, edge) + max(0, edge - start) + k + length - edge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +72,7 @@ class BlockMemory:
         self.lengths = [0] * n  # tokens per row
         self.left = [0] * n  # tokens that have left the window, for good
         self.plans: list[BlockPlan] = []
+        self.cut = [0] * n  # tokens before this position are not attended outside of blocks, sinks apart
         self.near = Columns([k, k, k, k.new_zeros((n, shape.h, 0), dtype=accumulator_dtype(k))])
         self.sinks = [k.new_zeros((n, h_kv, method.n_sink, d)) for _ in "kv"]
         self.reps = Buffer(n, shape.h, (d,), k.dtype, k.device, step=block_step(method.block))  # (n, h, blocks, d)
@@ -87,6 +88,22 @@ class BlockMemory:
         """Per row, the position behind the last block."""
         return [self.method.n_sink + self.method.block * count for count in self.blocks.counts]
 
+    def starts(self) -> list[int]:
+        """Per row, the first position that is attended without being in a block or a sink."""
+        return [max(end, cut) for end, cut in zip(self.block_ends(), self.cut, strict=True)]
+
+    def fit(self, row: int, tokens: int) -> None:
+        """Let a decode step of a row attend at most `tokens` tokens, with whole blocks; the current token, stored last, is apart.
+
+        Sinks and window come first, then the tokens between blocks and window, the newest of them, then blocks.
+        """
+        plan, c = self.plans[row], self.lengths[row] - 1
+        edge = max(self.left[row], plan.left(self.lengths[row]))
+        start = self.block_ends()[row]
+        room = tokens - min(self.method.n_sink, edge) - max(0, edge - start) - (c - edge)
+        self.cut[row] = min(edge, start - room) if room < 0 else 0
+        self.plans[row] = replace(plan, topk=max(0, room) // self.method.block)
+
     def oldest(self) -> int:
         """The first column that `near` must still hold."""
         first = [min(end, left) for end, left in zip(self.block_ends(), self.left, strict=True)]
@@ -96,8 +113,8 @@ class BlockMemory:
         """What t queries of each of `rows` attend to, row i's at positions at[i], at[i] + 1, ...; ids: the blocks they chose."""
         span = slice(rows[0], rows[-1] + 1)
         pads = [self.near.end - self.lengths[row] for row in rows]  # column = position + pad
-        block_ends = self.block_ends()
-        starts, left = [block_ends[row] for row in rows], [self.left[row] for row in rows]
+        first = self.starts()
+        starts, left = [first[row] for row in rows], [self.left[row] for row in rows]
         windows = [self.plans[row].window for row in rows]
         # the first position inside the window, of the first and of the last query
         edges = [max(x, a - w + 1) for x, a, w in zip(left, at, windows, strict=True)]
@@ -105,11 +122,11 @@ class BlockMemory:
         lo = min(p + e for p, e in zip(pads, edges, strict=True))
         hi = max(p + a + t for p, a in zip(pads, at, strict=True))
         behind = [(p + start, p + e) for p, start, e in zip(pads, starts, last, strict=True) if e > start]
-        first, end = (min(a for a, _ in behind), max(b for _, b in behind)) if behind else (lo, lo)
+        begin, end = (min(a for a, _ in behind), max(b for _, b in behind)) if behind else (lo, lo)
         sinks = min(self.method.n_sink, max(last))
         ragged = ids is not None and len({self.blocks.counts[row] for row in rows}) > 1
         if t == 1 and not ragged and len(set(zip(pads, edges, starts, strict=True))) == 1:
-            return Reach(span, (lo, hi), (first, end), sinks)
+            return Reach(span, (lo, hi), (begin, end), sinks)
 
         device = self.reps.data.device
         pad, start, edge = (table(x, device)[:, None, None] for x in (pads, starts, left))
@@ -118,7 +135,7 @@ class BlockMemory:
         edge = torch.maximum(edge, (position + 1 - window)[..., None])  # (n', t, 1)
         column = torch.arange(lo, hi, device=device) - pad
         window_mask = ((column >= edge) & (column <= position[..., None]))[:, None]
-        column = torch.arange(first, end, device=device) - pad
+        column = torch.arange(begin, end, device=device) - pad
         parts = [
             (torch.arange(sinks, device=device) < edge)[:, None],
             ((column >= start) & (column < edge))[:, None],
@@ -127,7 +144,7 @@ class BlockMemory:
             chosen = (ids >= 0).repeat_interleave(self.method.block, -1)[:, :, None].expand(-1, -1, t, -1)
             parts = [x.expand(-1, self.units, -1, -1) for x in parts]
             parts.insert(1, chosen)
-        return Reach(span, (lo, hi), (first, end), sinks, window_mask, torch.cat(parts, -1))
+        return Reach(span, (lo, hi), (begin, end), sinks, window_mask, torch.cat(parts, -1))
 
     # -- storing ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +255,7 @@ class BlockMemory:
         self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
         rows = index.tolist()
         self.lengths, self.left = [self.lengths[i] for i in rows], [self.left[i] for i in rows]
-        self.plans = [self.plans[i] for i in rows]
+        self.plans, self.cut = [self.plans[i] for i in rows], [self.cut[i] for i in rows]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Tier -> every tensor kept between steps."""

@@ -14,7 +14,8 @@ Deviations:
 - A new turn plans anew; tokens that have left the window stay out.
 - With topk > max_cached_blocks, topk blocks are cached.
 - Chunks of a prompt that cut an execution chunk are refused: its queries choose blocks together.
-- Up to a block of tokens between window and blocks is attended on top of the budget.
+- Up to a block of tokens between window and blocks is attended on top of the budget. An aligned token budget holds at every
+  decode step: they are part of it, and as many blocks are retrieved as fit. Their oldest are left out where they do not fit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pqcache.selective.budget import Budget, partition_plan
+from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
 from pqcache.selective.method import Method
@@ -42,13 +43,15 @@ class InfLLM(Method):
     """A window and blocks of tokens. Budget 1.0 is dense attention.
 
     Aligned protocol: sinks come on top of a budget ratio; the window is recent_ratio of the rest, the blocks are what remains,
-    rounded up. Paper's and release's protocol: the sizes of the released configuration, whatever the budget.
+    rounded up (of a token budget down). Paper's and release's protocol: the sizes of the released configuration, whatever the
+    budget.
     dense_prefill and true_positions together leave only the selection of blocks to be measured.
     """
 
     name: ClassVar[str] = "infllm"
     kind: ClassVar[str] = "retrieve"
     released: ClassVar[str] = "thunlp/InfLLM: config/mistral-inf-llm.yaml"
+    own_rule: ClassVar[str] = "whole"
     retired: ClassVar[dict[str, Any]] = {"policy": "lru"}
 
     # sink tokens, attended by every query; null: 32, in the paper's protocol 128
@@ -116,6 +119,13 @@ class InfLLM(Method):
         if not self.budget.is_everything:
             check_rotated(config.get_text_config(decoder=True), "infllm")
 
+    @property
+    def keeps_rule(self) -> bool:
+        return self.n_local is None and self.topk is None  # else the window or the blocks are as many as was typed
+
+    def replan(self, first: Plan, c: int, layer_idx: int, n_layers: int) -> BlockPlan:
+        return self.plan(c, layer_idx, n_layers)
+
     def plan(self, s: int, layer_idx: int, n_layers: int) -> BlockPlan:
         shares = partition_plan(self.budget, s, self.n_sink, self.recent_ratio)
         window, total = shares.local, shares.local + shares.k
@@ -124,8 +134,10 @@ class InfLLM(Method):
         elif s <= self.n_sink:
             window = sys.maxsize
         elif self.budget.tokens is not None and self.budget.tokens >= s:
-            window = self.budget.tokens
-        blocks = self.topk if self.topk is not None else -(-max(0, total - window) // self.block)
+            window = self.budget.tokens + (self.effective_rule == "whole")  # the current token, too
+        rest = max(0, total - window)
+        blocks = rest // self.block if self.effective_rule == "whole" else -(-rest // self.block)
+        blocks = blocks if self.topk is None else self.topk
         k = min(blocks * self.block, max(0, s - shares.sinks - window))
         local = max(0, min(s - shares.sinks, window) - 1)
         return BlockPlan(shares.sinks, local, k, window=window, topk=blocks, exc=min(self.exc_block, window))

@@ -34,6 +34,7 @@ class SalientMethod(QuantizationMethod):
     """
 
     ignores_budget: ClassVar[bool] = False
+    drops_rows: ClassVar[bool] = False  # heads that share a token's step and minimum get their own, in all rows
     packs_prompt: ClassVar[bool] = True
 
     # bits of a salient token's codes

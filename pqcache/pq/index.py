@@ -22,6 +22,7 @@ from pqcache.store.lanes import NOTHING, Work
 
 if TYPE_CHECKING:
     from pqcache.pq.method import PQCache
+    from pqcache.selective.budget import Plan
 
 REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
 
@@ -34,6 +35,7 @@ class _Building:
     ledger: Ledger
     device: torch.device
     beside: bool  # built beside the model; False: built at once, within its caller's time
+    rows: dict[int, int] | None = None  # row -> keys of which it takes the codes; None: all rows, all keys
 
 
 class PQIndex(Index):
@@ -68,17 +70,50 @@ class PQIndex(Index):
             self.codes.expected = max(0, cache.expected - method.n_sink)
             self.far = FarCodes(k.device, cache.lanes.on(k.device), cache.ledger.move) if far else None
             self.fitted = [0] * n
-        # too few keys for an index, or few new ones since the last fit: nothing to cluster
-        due = [r for r, count in enumerate(counts) if count > c and count > self.fitted[r] * (1 + REFIT)]
-        for r in due:
-            self.fitted[r] = counts[r]
-            rounds = method.rounds(counts[r])
-            cache.ledger.facts["kmeans_max_iter"] = max(rounds, cache.ledger.facts.get("kmeans_max_iter", 0))
+        # nothing to cluster: nothing is left out yet, too few keys for an index, or few new ones since the last fit
+        waits = self.layer.dense
+        due = [
+            r for r, count in enumerate(counts) if not waits[r] and count > c and count > self.fitted[r] * (1 + REFIT)
+        ]
+        self._note_fit(counts, due, ctx)
         if any(self.fitted):
             self._start(k, counts, due, ctx)
             if not cache.lanes.asynchronous:
                 self.wait()
         return [fitted > 0 for fitted in self.fitted]
+
+    def build_late(self, lengths: list[int], rows: list[int], ctx: LayerContext) -> list[bool]:
+        """Cluster what these rows hold by now. The step waits for it."""
+        assert self.layer.store is not None
+        counts = [max(0, length - self.method.n_sink) for length in lengths]
+        due = [r for r in rows if counts[r] > 2**self.method.b]
+        if due:
+            self.wait()
+            self._note_fit(counts, due, ctx)
+            self._start(self.layer.store.view()[0], counts, due, ctx)
+            assert self.building is not None
+            # a store in few bits has lost the keys that the other rows' codes are of
+            self.building.rows = {r: counts[r] for r in due}
+            self.wait()
+        return [self.fitted[r] > 0 for r in rows]
+
+    def _note_fit(self, counts: list[int], due: list[int], ctx: LayerContext) -> None:
+        """Rows `due` are about to be clustered, with counts[r] keys."""
+        facts = ctx.cache.ledger.facts
+        for r in due:
+            self.fitted[r] = counts[r]
+            facts["kmeans_max_iter"] = max(self.method.rounds(counts[r]), facts.get("kmeans_max_iter", 0))
+
+    def local(self, plan: Plan, past: int) -> int:
+        """The plan's window. Where every step has its own plan and there are too few keys to cluster: all but the sinks."""
+        return plan.local + plan.k if self.method.replans and self._too_few(past) else plan.local
+
+    def max_local(self, plan: Plan) -> int:
+        return max(plan.local, min(plan.local + plan.k, 2**self.method.b)) if self.method.replans else plan.local
+
+    def _too_few(self, past: int) -> bool:
+        """Whether `past` tokens and the current one have no more keys after the sinks than there are centroids."""
+        return past + 1 - self.method.n_sink <= 2**self.method.b
 
     def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
         """Start the fit on the device where K-Means runs. A store on the host has the keys there already."""
@@ -125,7 +160,12 @@ class PQIndex(Index):
         assert self.codes is not None
         n = len(fitted.codes)
         self.centroids = fitted.centroids.pin_memory() if self.codes.pinned else fitted.centroids
-        self.codes.write(fitted.codes, [0] * n, [fitted.codes.shape[-1]] * n)
+        if building.rows is None:
+            self.codes.write(fitted.codes, [0] * n, [fitted.codes.shape[-1]] * n)
+        else:
+            self.codes.reserve(fitted.codes.shape[-1])
+            for row, count in building.rows.items():
+                self.codes.data[row, :, :count] = fitted.codes[row, :, :count]
         if self.far is not None:
             self.far.tokens = fitted.codes.shape[-1]
         facts = ledger.facts
@@ -136,6 +176,8 @@ class PQIndex(Index):
         """The new token gets its codes at once; it is ranked once it has left the local window."""
         self._take_over()
         assert self.codes is not None
+        if not any(self.fitted):
+            return
         if self.far is not None:
             self.far.end_step()
         codes = codebook.encode(k, self.near()[0]).flatten(1, 2).to(self.codes.data.dtype)

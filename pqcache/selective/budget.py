@@ -5,6 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_TOKENS = 64  # an int budget below this is almost surely a ratio typed wrongly (budget=2 for 0.2)
+REFRESHED = 64  # tokens that a refreshing evictor drops at once, at most half of its budget
+# How a budget of B tokens is kept while the answer grows: of c earlier tokens a are attended at a step, the current one apart.
+RULES = {
+    "prompt": "planned once, when the prompt ends",
+    "exact": "a = min(B, c)",
+    "whole": "whole pages or blocks, rounded down: B - size < a <= B once c > B",
+    "refreshed": "everything until B tokens are held, then ranked again, down to max(B - 64, B / 2), whenever B is reached",
+    "pooled": "as refreshed, for the mean of the layers",
+    "extra": "a = min(B + the method's stated compensation, c)",
+    "context": "a share of the earlier tokens, planned at every step",
+    "ignored": "the method ignores the budget",
+    "own": "what a recorded run attended",
+}
 _EPS = 1e-6  # 0.1 * 8160 is 815.999... in binary floating point; without this a token is lost
 
 
@@ -71,8 +84,22 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Allowance(Budget):
+    """Tokens that a method gives itself for a time. They may be fewer than a user's budget."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is None or self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens}: allowed is an int >= 1")
+
+
+def refreshed_to(tokens: int) -> int:
+    """Tokens that an evictor keeps when it ranks again because it holds more than `tokens`."""
+    return max(1, tokens - REFRESHED, tokens // 2)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How one prompt's budget is spent in one layer, in tokens per KV head; frozen when the prompt ends.
+    """How a budget is spent in one layer, in tokens per KV head: of a prompt, or of the step after so many tokens.
 
     The current token is always attended and never counted here.
     """

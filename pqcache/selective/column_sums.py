@@ -165,6 +165,29 @@ class QueryWindow:
         add_column_sums(sums, self.q, k, stored, self.counts, scaling)
         return sums
 
+    @torch.no_grad()
+    def sums_at(
+        self, k: torch.Tensor, positions: torch.Tensor, stored: Sequence[int], seen: Sequence[int], scaling: float
+    ) -> torch.Tensor:
+        """`column_sums` where entries are any tokens of their row, in any order: (n, h, max(stored)).
+
+        k (n, h_kv, >= max(stored), d). positions (n, h_kv, >= max(stored)): of each entry's token. The newest query held is that
+        of token seen[r] - 1 of row r. A query sees the entries up to its own position.
+        """
+        assert self.q is not None
+        h_kv, longest, held = k.shape[1], max(stored), self.q.shape[2]
+        sums = torch.zeros((*self.q.shape[:2], longest), dtype=accumulator_dtype(self.q), device=k.device)
+        for row, (length, last, count) in enumerate(zip(stored, seen, self.counts, strict=True)):
+            queries = self.q[row, :, held - count :].to(sums.dtype).unflatten(0, (h_kv, -1))  # (h_kv, g, count, d)
+            logits = queries @ k[row, :, None, :length].to(sums.dtype).mT * scaling
+            at = torch.arange(last - count, last, device=k.device)
+            later = positions[row, :, None, None, :length] > at[:, None]
+            probs = (
+                logits.masked_fill(later, -torch.inf).softmax(-1).nan_to_num(0)
+            )  # a query may see nothing that is held
+            sums[row, :, :length] = probs.sum(2).flatten(0, 1)
+        return sums
+
     def map_rows(self, index: torch.Tensor) -> None:
         if self.q is not None:
             self.q = self.q.index_select(0, index.to(self.q.device))

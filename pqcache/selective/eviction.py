@@ -7,12 +7,13 @@ of what is dropped, and stores the positions of what stays.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from pqcache.selective.budget import Plan
+from pqcache.selective.budget import Allowance, Plan
 from pqcache.selective.eviction_layer import EvictionLayer
 from pqcache.selective.group import top_tokens
 from pqcache.selective.method import Method
@@ -59,6 +60,24 @@ class EvictionMethod(Method):
         """Whether the scorer uses each decode step's attention probabilities."""
         return False
 
+    @property
+    def ranks_by_steps(self) -> bool:
+        """Whether ranking again in the middle of an answer takes the attention probabilities of its steps."""
+        return False
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether it ranks what it holds again during the answer, whenever that is more than the budget."""
+        return self.replans and self.aligned_rule in ("refreshed", "pooled")
+
+    def allowed(self, c: int) -> int:
+        """Tokens that a layer may hold after `c` tokens, where `refreshes`; the mean of layers that differ."""
+        return self.budget.tokens if self.budget.tokens is not None else self.plan(c, 0, 1).total
+
+    def kept(self, filled: int, plan: Plan) -> int:
+        """How many of `filled` entries `choose_entries` keeps."""
+        return min(filled, plan.total)
+
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
         """What accumulates importance in one layer."""
         return Scorer()
@@ -69,6 +88,16 @@ class EvictionMethod(Method):
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         """Tokens kept of a prompt (or prompt + turns) of `s` tokens."""
         raise NotImplementedError
+
+    def at(self, tokens: int) -> Self:
+        """This method with a budget of `tokens`, however few: for plans alone."""
+        other = copy.copy(self)
+        other.budget = Allowance(tokens=tokens)
+        return other
+
+    def level(self, tokens: int, s: int, layer_idx: int, n_layers: int) -> Plan:
+        """A plan of `tokens` tokens in this very layer, whatever the others keep."""
+        return self.at(tokens).plan(s, layer_idx, n_layers)
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
         """Prompt tokens over tokens kept (mean of the layers that drop some), as papers count eviction."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pqcache.selective.attention import attend_one, partial, row_mask
-from pqcache.selective.budget import Plan
+from pqcache.selective.budget import Plan, refreshed_to
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Prompt
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class Evictor:
     """An eviction method's choice in one layer, wherever K and V are stored: which entries stay, and their positions."""
 
+    least = 0  # entries that are kept at least, of those there are
+
     def __init__(self, method: EvictionMethod, layer_idx: int, shape: ModelShape) -> None:
         self.method, self.layer_idx, self.shape = method, layer_idx, shape
         self.forget()
@@ -43,6 +45,10 @@ class Evictor:
         self.seen: list[int] = []  # tokens seen per row
         self.kept: list[int] = []  # entries held when the current turn began
         self.plans: list[Plan] = []
+        # of a method that ranks again: entries that each layer of a row held when it last ranked, and tokens stored since. Every
+        # layer counts for all, so that all rank at the same step.
+        self.pool: list[list[int]] = []
+        self.grown: list[int] = []
         self.scorer = self.method.make_scorer(self.layer_idx, self.shape)
 
     def choose(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> tuple[torch.Tensor, list[int]]:
@@ -54,7 +60,9 @@ class Evictor:
         is_turn = self.positions is not None
         positions = self._extended_positions(n, h_kv, lengths, ctx)
         self.seen = ctx.step.total
-        self.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in self.seen]
+        self.plans = [self.plan_of(s) for s in self.seen]
+        if self.method.refreshes:
+            self._count_layers(lengths, is_turn)
         scores = self.scorer.head_scores(k, lengths, ctx)
         if is_turn and not self.method.prunes_turns:
             slots, counts = torch.arange(max(lengths), device=k.device).expand(n, h_kv, -1), list(lengths)
@@ -63,6 +71,71 @@ class Evictor:
         self._note(positions.gather(-1, slots), counts)
         self.scorer.retain(slots, counts)
         return slots, counts
+
+    def plan_of(self, s: int) -> Plan:
+        """The method's plan for `s` tokens in this layer, of `least` tokens at least."""
+        plan = self.method.plan(s, self.layer_idx, self.shape.n_layers)
+        if plan.total < min(self.least, s):
+            return self.method.level(self.least, s, self.layer_idx, self.shape.n_layers)
+        return plan
+
+    # -- ranking again in the middle of an answer ---------------------------------------------------------------------
+
+    @property
+    def choosing(self) -> range:
+        """The layers that are not dense."""
+        return range(self.method.dense_layers or 0, self.shape.n_layers)
+
+    def held_now(self, row: int) -> list[int]:
+        """Entries that each layer of `choosing` holds."""
+        return [held + self.grown[row] for held in self.pool[row]]
+
+    def is_over(self) -> list[bool]:
+        """Rows whose layers hold more than the budget, in the mean."""
+        if not self.method.refreshes:
+            return [False] * len(self.seen)
+        return [
+            sum(self.held_now(row)) > self.method.allowed(seen) * len(self.choosing)
+            for row, seen in enumerate(self.seen)
+        ]
+
+    def choose_again(
+        self, k: torch.Tensor, lengths: list[int], over: list[bool], ctx: LayerContext
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Rank what the flagged rows hold, k (n, h_kv, >= max(lengths), d), and choose what stays; see `choose`."""
+        plans = [self._lower_plan(r) if flag else Plan(0, 0, lengths[r]) for r, flag in enumerate(over)]
+        positions = self._positions(lengths)
+        scores = self.scorer.scores_now(k, positions, lengths, self.seen, ctx.scaling)
+        slots, counts = self.pick(Prompt(k, scores, positions, lengths, plans, ctx))
+        self._note(positions.gather(-1, slots), counts)
+        self.scorer.retain(slots, counts)
+        return slots, counts
+
+    def _lower_plan(self, row: int) -> Plan:
+        """This layer's plan for a row that ranks again. Notes what all layers keep."""
+        seen, held, n_layers = self.seen[row], self.held_now(row), self.shape.n_layers
+        lower = self.method.at(refreshed_to(self.method.allowed(seen)))
+        plans = [lower.plan(seen, layer, n_layers) for layer in self.choosing]
+        totals = share_out([plan.total for plan in plans], held)
+        plans = [
+            replace(plan, k=plan.k + max(0, total - plan.total)) for plan, total in zip(plans, totals, strict=True)
+        ]
+        self.pool[row] = [self.method.kept(filled, plan) for filled, plan in zip(held, plans, strict=True)]
+        self.grown[row] = 0
+        return plans[self.choosing.index(self.layer_idx)]
+
+    def _count_layers(self, lengths: list[int], is_turn: bool) -> None:
+        """Note what every layer keeps of a prompt, or of what it held and a new turn: lengths[r] entries of row r in this one."""
+        pool = []
+        for row, (seen, length) in enumerate(zip(self.seen, lengths, strict=True)):
+            held = [length] * len(self.choosing)
+            if is_turn:
+                held = [count + length - self.kept[row] for count in self.held_now(row)]
+            plans = [self.method.plan(seen, layer, self.shape.n_layers) for layer in self.choosing]
+            pool.append([self.method.kept(filled, plan) for filled, plan in zip(held, plans, strict=True)])
+        self.pool, self.grown = pool, [0] * len(pool)
+
+    # -- entries ------------------------------------------------------------------------------------------------------
 
     def pick(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
         """Slots (n, h_kv, m) that stay, in the order in which they will be stored, and how many of them per row."""
@@ -104,6 +177,9 @@ class Evictor:
             position = send(self.seen, torch.int32, like.device)[:, None, None]
             self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
         self.seen = [s + 1 for s in self.seen]
+        self.grown = [count + 1 for count in self.grown]
+        if self.method.replans and self.method.is_dynamic:
+            self.plans = [self.plan_of(s) for s in self.seen]
 
     def where(self, lengths: list[int]) -> torch.Tensor | None:
         """Positions of the entries, lengths[r] of row r: (n, h_kv, max(lengths)), -1 = padding. None before there are any."""
@@ -141,6 +217,8 @@ class Evictor:
         self.kept = [self.kept[i] for i in rows] if self.kept else []
         self.noted = [self.noted[i] for i in rows] if self.noted else []
         self.plans = [self.plans[i] for i in rows] if self.plans else []
+        self.pool = [list(self.pool[i]) for i in rows] if self.pool else []
+        self.grown = [self.grown[i] for i in rows] if self.grown else []
 
     def own_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Tier -> tensors kept between steps, K and V apart."""
@@ -221,7 +299,26 @@ class EvictionLayer(Evictor, StagedLayer):
             out = attend_one(q, keys, values, ctx.scaling, valid)
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)
         self.evict_surplus()
+        self.refresh(q, ctx)
         return out
+
+    def refresh(self, q: torch.Tensor, ctx: LayerContext) -> None:
+        """After a step with queries q (n, h, 1, d): rank again, where the method does and the rows hold too much."""
+        if not self.method.refreshes:
+            return
+        self.scorer.observe_query(q)
+        over = self.is_over()
+        if any(over):
+            entries = self.unpack()
+            keys, values = entries.view()
+            slots, counts = self.choose_again(keys, entries.lengths, over, ctx)
+            self.take_again(keys, values, entries.lengths, slots, counts)
+
+    def take_again(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        """In the middle of an answer, store of all entries those at `slots`; arguments as of `take_over`."""
+        self.take_over(k, v, lengths, slots, counts)
 
     # -- steps that are recorded --------------------------------------------------------------------------------------
 
@@ -229,6 +326,8 @@ class EvictionLayer(Evictor, StagedLayer):
         """An evictor that drops nothing after the prompt attends to all it holds; a subclass may do more."""
         method = self.method
         if type(self) is not EvictionLayer or method.is_dynamic or method.needs_probs or method.repeats_kv:
+            return None
+        if method.refreshes:  # some steps drop tokens
             return None
         return StepParts(self.store)
 
@@ -282,6 +381,20 @@ class EvictionLayer(Evictor, StagedLayer):
         for tier, tensors in self.own_tensors().items():
             tiers.setdefault(tier, []).extend(tensors)
         return tiers
+
+
+def share_out(wanted: list[int], held: list[int]) -> list[int]:
+    """Tokens that each layer keeps: what it wants, as far as it holds it; the rest of what all want goes to the next ones.
+
+    From the last layer the rest begins anew with the first. The sum is that of `wanted`, or of `held` where that is less.
+    """
+    kept, rest = [0] * len(held), 0
+    for more in (wanted, [0] * len(held)):
+        for i, count in enumerate(more):
+            goal = kept[i] + count + rest
+            kept[i] = min(held[i], goal)
+            rest = goal - kept[i]
+    return kept
 
 
 def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:

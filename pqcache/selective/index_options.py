@@ -5,6 +5,7 @@ works one layer ahead (choose, send)        on_previous_input, on_layer_input, e
 does not cover the newest tokens yet        local, max_local                                 baselines/clusterkv/
 ranks a shortlist without all scores        score_at                                         baselines/combined/two_stage.py
 is built beside the model                   wait                                             pq/index.py
+needs more keys than a short prompt has     build_late                                       pq/index.py
 has product-quantized keys on the device    pq_codes                                         pq/index.py
 """
 
@@ -69,6 +70,16 @@ class IndexOptions:
 
     def wait(self) -> None:
         """Wait for what `build` started beside the model, and take over its result."""
+
+    # -- built during the answer ------------------------------------------------------------------------------------
+
+    def build_late(self, lengths: list[int], rows: list[int], ctx: LayerContext) -> list[bool]:
+        """Index these rows, which had no index when the prompt ended, from what the store holds: row r's lengths[r] tokens.
+
+        Called where a step's plan leaves out tokens of a row that `build` said has no index. Returns which of `rows` have one
+        now. Default: none.
+        """
+        return [False] * len(rows)
 
     # -- a decode step by kernels -----------------------------------------------------------------------------------
 

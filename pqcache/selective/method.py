@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pqcache.naming import closest
-from pqcache.selective.budget import Budget, Plan
+from pqcache.selective.budget import RULES, Budget, Plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import NotApplicable
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from pqcache.selective.shape import ModelShape
 
 PROTOCOLS = ("aligned", "paper", "release")
+
+
+SOURCES = ("prompt", "context")  # what a ratio is a share of
+WITHOUT_BUDGET = ("ignored", "own")  # rules of methods that a budget does not decide
+TOKEN_RULES = tuple(rule for rule in RULES if rule not in ("prompt", "context", *WITHOUT_BUDGET))
 
 
 PAPER = object()  # a default of protocol=release that is the paper's
@@ -34,6 +39,9 @@ class Method:
     budget: what may be spent. dense_layers: how many first layers stay dense; None takes the method's default under
     `protocol`: "aligned" (one rule for all methods), "paper" (as the method's publication says) or "release" (as its released
     code runs). Raises NotApplicable under "release" if there is no such code.
+    budget_rule: how a token budget is kept while the answer grows. None takes the method's own rule under protocol="aligned",
+    else "prompt"; see `effective_rule`. budget_of: what a ratio is a share of, the "prompt" or, at each step, the whole
+    "context".
     """
 
     name: ClassVar[str]
@@ -48,6 +56,8 @@ class Method:
     retired: ClassVar[dict[str, Any]] = {}
     # The code that protocol=release follows, as <repository>: <part>; empty where none is published.
     released: ClassVar[str] = ""
+    # How it keeps an aligned token budget at every decode step, a key of budget.RULES. "prompt": it cannot.
+    own_rule: ClassVar[str] = "prompt"
     aligned_dense_layers: ClassVar[int] = 0
     paper_dense_layers: ClassVar[int] = 0
     release_dense_layers: ClassVar[int | None] = None  # None: as the paper's
@@ -55,9 +65,12 @@ class Method:
     budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
     dense_layers: int | None = None
     protocol: str = "aligned"
+    budget_rule: str | None = None
+    budget_of: str = "prompt"
 
     def __post_init__(self) -> None:
         self.require_one_of("protocol", PROTOCOLS)
+        self.require_one_of("budget_of", SOURCES)
         if self.protocol == "release" and not self.released:
             raise NotApplicable(f"protocol=release: no code of {self.name} is published; aligned and paper apply")
         if self.dense_layers is None:
@@ -65,7 +78,51 @@ class Method:
         self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
         self.validate()
         self.setup()
+        self._check_rule()
         self.check_budget()
+
+    def _check_rule(self) -> None:
+        """Refuse a rule that is not the method's own here, and a share of the context where nothing is planned again."""
+        if self.budget_of == "context":
+            why = "protocol=aligned" if self.protocol != "aligned" else "budget_rule=null"
+            self.require(
+                "budget_of", self.protocol == "aligned" and self.budget_rule != "prompt", f"prompt, except with {why}"
+            )
+        if self.budget_rule not in (None, "prompt", self.effective_rule):
+            own = self.aligned_rule
+            also = f", or {own} with protocol=aligned and a budget in tokens" if own in TOKEN_RULES else ""
+            raise ValueError(f"budget_rule={self.budget_rule}: allowed is null or prompt{also} ({self.name})")
+        if self.budget_rule != "prompt":  # its own by name: as null, also for a copy with another budget
+            self.budget_rule = None
+
+    # -- the budget while the answer grows ----------------------------------------------------------------------------
+
+    @property
+    def aligned_rule(self) -> str:
+        """`own_rule` under these hyper-parameters."""
+        return self.own_rule
+
+    @property
+    def keeps_rule(self) -> bool:
+        """Whether these hyper-parameters let the method keep its own rule. If not, it plans once, when the prompt ends."""
+        return True
+
+    @property
+    def effective_rule(self) -> str:
+        """How this budget is kept while the answer grows: a key of budget.RULES."""
+        own = self.aligned_rule
+        if own in WITHOUT_BUDGET or self.ignores_budget:
+            return own if own in WITHOUT_BUDGET else "ignored"
+        if own == "prompt" or self.protocol != "aligned" or self.budget_rule == "prompt" or not self.keeps_rule:
+            return "prompt"
+        if self.budget.tokens is not None:
+            return own
+        return "context" if self.budget_of == "context" and not self.budget.is_everything else "prompt"
+
+    @property
+    def replans(self) -> bool:
+        """Whether every decode step has a plan of its own."""
+        return self.effective_rule in (*TOKEN_RULES, "context")
 
     @property
     def traceable(self) -> bool:
@@ -110,6 +167,12 @@ class Method:
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan | None:
         """How the budget is spent on a prompt of `s` tokens in one layer; None if the method ignores the budget."""
         return None
+
+    def replan(self, first: Plan, c: int, layer_idx: int, n_layers: int) -> Plan:
+        """The plan of a decode step after `c` earlier tokens, where `replans` says so. first: the plan of the prompt."""
+        plan = self.plan(c, layer_idx, n_layers)
+        assert plan is not None
+        return plan
 
     def chunk_unit(self, s: int) -> int:
         """A prompt of `s` tokens may arrive in chunks of this many tokens, or of a multiple."""

@@ -51,6 +51,11 @@ class ComposedMethod(Method):
         for part in self.parts():
             part.know_tokenizer(tokenizer)
 
+    def spent(self) -> dict[str, Any]:
+        """The options by which a part that spends the budget does so as this method does, by a rule of its own."""
+        rule = "prompt" if self.budget_rule == "prompt" else None
+        return {"budget": self.budget, "protocol": self.protocol, "budget_rule": rule, "budget_of": self.budget_of}
+
     # -- shared -----------------------------------------------------------------------------------------------------
 
     def part_class(self, option: str, fits: Callable[[type[Any]], bool]) -> type[Any]:

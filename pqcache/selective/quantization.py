@@ -85,6 +85,10 @@ class QuantizationMethod(Method):
 
     kind: ClassVar[str] = "quantize"
     ignores_budget: ClassVar[bool] = True
+    own_rule: ClassVar[str] = "ignored"
+    drops_rows: ClassVar[bool] = (
+        True  # whether tokens of some rows can be dropped and the others' codes stay as they are
+    )
     packs_prompt: ClassVar[bool] = False  # whether the end of a prompt packs everything, whatever the schedule says
 
     def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:

@@ -45,6 +45,7 @@ class RetrievalMethod(Method):
     """
 
     kind: ClassVar[str] = "retrieve"
+    own_rule: ClassVar[str] = "exact"
     # what compositions read (baselines/combined):
     composable: ClassVar[bool] = True  # its index works in another method's layer, and over another store
     shortens: ClassVar[bool] = True  # its index can select any number of any candidates within a step
@@ -74,6 +75,11 @@ class RetrievalMethod(Method):
     def estimates_rest(self) -> bool:
         """Whether selections also estimate the tokens they leave out, which needs the weight of every token."""
         return False
+
+    @property
+    def slack(self) -> int:
+        """Tokens by which its index may select fewer than it was asked for, as the last page is not full."""
+        return 0
 
     @property
     def traceable(self) -> bool:

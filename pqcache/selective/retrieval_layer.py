@@ -42,25 +42,31 @@ class RetrievalLayer(StagedLayer):
         super().clear()
         self.store: RetrievalStore | None = None
         self.index = self.new_index()
-        self.plans: list[Plan] = []  # per row, frozen when the prompt ends
+        self.plans: list[Plan] = []  # per row: of the prompt, or of the current step where the method plans again
+        self.first: list[Plan] = []  # per row, of the prompt
+        self.room = 0  # tokens of the local window that the store has at hand
         self.dense: list[bool] = []  # rows that attend everything: no index, or nothing to choose from
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.plans = self.make_plans(lengths, ctx)
-        n_local = 1 + max(self.index.max_local(plan) for plan in self.plans)
-        known, self.store = self.store, self.new_store(n_local, ctx)
+        self.plans = self.first = self.make_plans(lengths, ctx)
+        self.room = max(self.index.max_local(plan) for plan in self._widest(lengths, ctx))
+        known, self.store = self.store, self.new_store(1 + self.room, ctx)
         self.store.use_lanes(ctx.cache.lanes.on(k.device))
         self.store.expect(ctx.cache.expected)
         if self.store.whole and self.staged is not None:
             self.store = self.staged
         else:
             self.store.load(k, v, lengths, known)
-        built = [False] * len(lengths)
+        built, replans = [False] * len(lengths), self.method.replans
+        # an index may wait until there is something to leave out
+        self.dense = [replans and plan.total >= held for plan, held in zip(self.plans, lengths, strict=True)]
         if not self.method.budget.is_everything:
             built = self.index.build(k, v, lengths, ctx)
-        self.dense = [not ok or plan.k + plan.local == 0 for ok, plan in zip(built, self.plans, strict=True)]
+        self.dense = [
+            not ok or (plan.k + plan.local == 0 and not replans) for ok, plan in zip(built, self.plans, strict=True)
+        ]
 
     def new_index(self) -> Index:
         """An empty index that serves this layer."""
@@ -71,6 +77,19 @@ class RetrievalLayer(StagedLayer):
     def make_plans(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
         """How each row's budget is spent; row r stores lengths[r] tokens."""
         return [self.method.plan(length, self.layer_idx, self.shape.n_layers) for length in lengths]
+
+    def replan(self, lengths: list[int]) -> list[Plan]:
+        """Each row's plan for a step before which it stores lengths[r] tokens."""
+        n_layers = self.shape.n_layers
+        pairs = zip(self.first, lengths, strict=True)
+        return [self.method.replan(first, c, self.layer_idx, n_layers) for first, c in pairs]
+
+    def _widest(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
+        """Plans with the longest local window that any step of the answer has, as far as its length is known."""
+        if not self.method.replans:
+            return self.plans
+        last = max(*lengths, self.method.budget.tokens or ctx.cache.expected)
+        return [*self.plans, *self.replan([last] * len(lengths))]
 
     def new_store(self, n_local: int, ctx: LayerContext) -> RetrievalStore:
         """The store to load a prompt, or everything after a new turn, into; by default the method's."""
@@ -85,8 +104,10 @@ class RetrievalLayer(StagedLayer):
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.store is not None
         self.store.append(k, v)
-        if not all(self.dense):
+        if self.method.replans or not all(self.dense):
             self.index.append(k, v, self.store.lengths, ctx)
+        if self.method.replans and any(self.dense):
+            self._index_late(ctx)
         cand, local = self.candidates()
         selection = None
         if cand.everything and self.store.whole:
@@ -98,17 +119,40 @@ class RetrievalLayer(StagedLayer):
         self._note(selection, tokens, cand, local, ctx)
         return out
 
+    def _index_late(self, ctx: LayerContext) -> None:
+        """Build the index of rows that have none, as soon as their plan leaves tokens out."""
+        assert self.store is not None
+        lengths = self.store.lengths
+        plans = self.replan([length - 1 for length in lengths])
+        rows = [r for r, plan in enumerate(plans) if self.dense[r] and plan.total < lengths[r] - 1]
+        if rows:
+            for row, ok in zip(rows, self.index.build_late(lengths, rows, ctx), strict=True):
+                self.dense[row] = not ok
+
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
         """This step's candidates and local windows; the current token is already stored, or (`ahead`) not yet."""
         assert self.store is not None
         sinks, lengths = self.method.n_sink, [length + ahead for length in self.store.lengths]
+        if self.method.replans:
+            self.plans = self.replan([length - 1 for length in lengths])
         local = [self.index.local(plan, length - 1) for plan, length in zip(self.plans, lengths, strict=True)]
+        if self.method.replans:
+            local = [min(newest, self.room) for newest in local]
         ends = [max(sinks, length - 1 - newest) for length, newest in zip(lengths, local, strict=True)]
         k = [
-            end - sinks if dense else min(plan.k, end - sinks)
-            for end, plan, dense in zip(ends, self.plans, self.dense, strict=True)
+            self._to_select(row, end - sinks, newest) for row, (end, newest) in enumerate(zip(ends, local, strict=True))
         ]
         return Candidates(sinks, ends, k, lengths), local
+
+    def _to_select(self, row: int, candidates: int, newest: int) -> int:
+        """Tokens to select of a row's candidates beside a local window of `newest` tokens."""
+        plan, dense = self.plans[row], self.dense[row]
+        if not self.method.replans:
+            return candidates if dense else min(plan.k, candidates)
+        if dense and newest <= plan.local:  # nothing is left out, or there is no index that could choose
+            return candidates
+        # what the index adds to the window is part of the budget
+        return max(0, min(plan.k + plan.local - newest, candidates))
 
     def _select(self, q: torch.Tensor, cand: Candidates, ctx: LayerContext) -> Selection | None:
         """The tokens between sinks and local window that this step attends; None if there are none."""
@@ -197,6 +241,11 @@ class RetrievalLayer(StagedLayer):
         if type(self) is not RetrievalLayer:  # a subclass changes parts of a step: no substitute knows them
             return None
         assert self.store is not None
+        if self.method.replans:
+            tokens = self.method.budget.tokens
+            if tokens is None or min(self.store.lengths) < tokens:
+                return None  # the next step has another plan
+            self.plans = self.replan(self.store.lengths)
         codes, n_sink = self.index.pq_codes(), self.method.n_sink
         if codes is None or any(self.dense) or min(plan.k for plan in self.plans) < 1:
             return None
@@ -229,6 +278,7 @@ class RetrievalLayer(StagedLayer):
         self.index.map_rows(index)
         rows = index.tolist()
         self.plans = [self.plans[i] for i in rows] if self.plans else []
+        self.first = [self.first[i] for i in rows] if self.first else []
         self.dense = [self.dense[i] for i in rows] if self.dense else []
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -39,6 +39,20 @@ class Scorer(RowState):
     def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
         """In the flagged rows the layer replaced entry slots (n, h_kv) by the last entry: do so with state per entry."""
 
+    # -- of methods that rank again during the answer -----------------------------------------------------------------
+
+    def observe_query(self, q: torch.Tensor) -> None:
+        """One decode step's queries (n, h, 1, d), of the token that was stored last."""
+
+    def scores_now(
+        self, k: torch.Tensor, positions: torch.Tensor, lengths: list[int], seen: list[int], scaling: float
+    ) -> torch.Tensor | None:
+        """Scores of what is held in the middle of an answer: (n, h, length), as those of `head_scores`.
+
+        k (n, h_kv, length, d); positions (n, h_kv, length): of each entry's token in its row; row r has seen[r] tokens so far.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -261,7 +261,7 @@ def test_the_cache_of_the_last_steps_changes_bytes_only(llama: PreTrainedModel, 
 
 def test_the_same_query_twice_moves_nothing_the_second_time() -> None:
     k, q, new = drawn(0, 1, 2, 300, 16), drawn(1, 1, 4, 1, 16), drawn(2, 1, 2, 1, 16)
-    one = OneLayer(ClusterKV(store="host", budget=Budget(tokens=64)), k, k, 4)
+    one = OneLayer(ClusterKV(store="host", budget=Budget(tokens=64), budget_rule="prompt"), k, k, 4)
     first = one.step(q, new, new)
     assert one.ledger.moved["fetch"] == 4 * 48 * 2 * 16 * 4
     selected = one.selected
@@ -285,7 +285,7 @@ def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: 
     n = len(lengths)
     method = ClusterKV(
         n_sink=6, tokens_per_cluster=7, window=5, window_clusters=2, store="host", cache_steps=memory, reduce=reduce,
-        budget=Budget(tokens=64),
+        budget=Budget(tokens=64), budget_rule="prompt",
     )  # fmt: skip
     k = drawn(seed, n, 2, max(lengths), 8)
     one = OneLayer(method, k, k, 2 * group, lengths)

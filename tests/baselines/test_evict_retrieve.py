@@ -75,7 +75,7 @@ def test_keeping_everything_is_the_retriever_alone(llama: PreTrainedModel, retri
 def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict: str, retrieve: str) -> None:
     alone = conversation(llama, method_class(evict)(budget=Budget(ratio=0.4), **EVICTORS[evict]))
     for budget in (Budget(ratio=1.0), Budget(tokens=4000)):
-        method = both(evict, retrieve, 0.4, budget=budget, options={"store": "host"})
+        method = both(evict, retrieve, 0.4, budget=budget, options={"store": "host"}, budget_rule="prompt")
         torch.testing.assert_close(conversation(llama, method), alone)
 
 

@@ -524,9 +524,11 @@ def test_plans() -> None:
     assert fifth.total == 32 + 815 + 7 * 128  # the current token, inside the window, is not counted
     tenth = InfLLM(budget=Budget(ratio=0.1)).plan(2048, 0, 1)
     assert (tenth.window, tenth.topk, tenth.exc) == (100, 1, 100)
-    some = InfLLM(budget=Budget(tokens=512)).plan(4000, 0, 1)
+    some = InfLLM(budget=Budget(tokens=512), budget_rule="prompt").plan(4000, 0, 1)
     assert (some.window, some.topk) == (240, 2)
-    assert InfLLM(budget=Budget(tokens=512)).plan(500, 0, 1).window == 512
+    assert InfLLM(budget=Budget(tokens=512), budget_rule="prompt").plan(500, 0, 1).window == 512
+    kept = InfLLM(budget=Budget(tokens=512))  # at every step: rounded down, and the current token beside the budget
+    assert (kept.plan(4000, 0, 1).topk, kept.plan(500, 0, 1).window) == (1, 513)
     paper = InfLLM(protocol="paper", budget=Budget(ratio=0.2))
     plan = paper.plan(20000, 0, 1)
     assert (plan.sinks, plan.window, plan.topk, plan.exc, paper.reps, paper.max_cached_blocks) == (

@@ -72,7 +72,7 @@ def test_beta_is_checked() -> None:
 
 
 def test_each_layer_holds_its_own_share(llama: PreTrainedModel) -> None:
-    method = PyramidKV(budget=Budget(tokens=64), w=8, n_sink=4)
+    method = PyramidKV(budget=Budget(tokens=64), budget_rule="prompt", w=8, n_sink=4)
     cache = run(llama, method, 300, steps=3)
     want = [4 + 8 + k for k in pyramid(52, 288, 20, 3)]
     assert want[0] > want[1] > want[2]

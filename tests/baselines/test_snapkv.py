@@ -86,7 +86,7 @@ def test_repeated_query_heads_change_nothing() -> None:
 
 def test_kept_entries_are_the_prompts_own(llama: PreTrainedModel) -> None:
     """Window and sinks are there, exactly the budget is held, and keys and values are those positions' bits; then it grows."""
-    method = SnapKV(budget=Budget(tokens=64), w=8, n_sink=4)
+    method = SnapKV(budget=Budget(tokens=64), budget_rule="prompt", w=8, n_sink=4)
     cache, whole = run(llama, method, 150), full_keys(llama, 150)
     for layer in cache.layers:
         for head in held(layer):
@@ -116,7 +116,8 @@ def test_scores_are_the_last_queries_attention(llama: PreTrainedModel) -> None:
 
 
 def test_a_new_turn_prunes_again_with_its_own_queries(llama: PreTrainedModel) -> None:
-    cache = run(llama, SnapKV(budget=Budget(tokens=64), w=8, n_sink=4), 120, steps=10, turn=30)
+    method = SnapKV(budget=Budget(tokens=64), budget_rule="prompt", w=8, n_sink=4)
+    cache = run(llama, method, 120, steps=10, turn=30)
     for layer in cache.layers:
         for head in held(layer):
             assert len(head) == 64 and set(head) >= {0, 1, 2, 3, *range(152, 160)}

@@ -110,6 +110,23 @@ def test_another_revision_of_an_algorithm_never_shares_a_folder(monkeypatch: pyt
     assert after[0].identity["method"]["revision"] == {"quest": 1}
 
 
+def test_a_token_budget_is_known_by_the_rule_that_keeps_it() -> None:
+    """Samples of two rules never share a folder; a share of the prompt, and the plan of the prompt, keep their names."""
+    lines = ["method=oracle budget=512", "method=oracle budget=512 budget_rule=prompt", "method=oracle budget=0.2"]
+    own, once, share = map(cell, lines)
+    assert [one.identity["budget_rule"] for one in (own, once, share)] == ["exact", "prompt", "prompt"]
+    assert len({one.about.digest for one in (own, once, share)}) == 3
+    assert own.changed == {"budget_rule": "exact"} and not once.changed
+    assert cell("method=oracle budget=512 budget_rule=exact").name == own.name
+    assert cell("method=oracle budget=512 protocol=paper").identity["budget_rule"] == "prompt"
+    assert cell("method=oracle budget=0.2 budget_of=prompt").name == share.name
+    context = cell("method=oracle budget=0.2 budget_of=context")
+    assert context.name != share.name and context.changed == {"budget_of": "context"}
+    assert cell("method=int8 budget=512 budget_of=context").name == cell("method=int8").name
+    streaming = cell("method=streaming budget=512")
+    assert streaming.identity["method"]["mode"] == "dynamic" and streaming.changed == {"budget_rule": "exact"}
+
+
 def test_a_folder_of_an_older_version_is_resumed(command: Command, tmp_path: Path, generated: list[int]) -> None:
     assert command("method=oracle", "limit=1") == 0
     (folder,) = (tmp_path / "out").glob("*__oracle__*")

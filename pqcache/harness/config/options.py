@@ -84,6 +84,13 @@ class RunOptions:
 
     # a share of the prompt in (0, 1], or a number of tokens >= 64
     budget: float | int = 0.2
+    # how a budget in tokens is kept while the answer grows; null: at every step by the method's own rule, which the row names,
+    # under protocol=aligned, else prompt | prompt: planned once, when the prompt ends
+    budget_rule: Literal["prompt", "exact", "whole", "refreshed", "pooled", "extra"] | None = added(
+        None, absent="prompt"
+    )
+    # what a ratio is a share of: prompt | context (of all earlier tokens, at every step)
+    budget_of: Literal["prompt", "context"] = added("prompt", absent="prompt")
     # seeds the task's documents, and torch for each sample; a method's own seeds are its hyper-parameters
     seed: int = 0
     # documents of each sub-task: pocket has 8 of them; null: all there are

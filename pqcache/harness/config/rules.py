@@ -211,7 +211,7 @@ def make_method(
     hyper = {k: v for k, v in options.items() if not any(line.startswith(f"method.{k}=") for line in errors)}
     # Wrong values of these are reported already.
     common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}
-    for key in ("dense_layers", "protocol"):
+    for key in ("dense_layers", "protocol", "budget_rule", "budget_of"):
         if not any(line.startswith(f"{key}=") for line in errors):
             common[key] = getattr(run, key)
     try:

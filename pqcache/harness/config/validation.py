@@ -6,6 +6,7 @@ method, whose module imports torch and transformers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pqcache.selective import Method
 
 LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
+SPENT = ("budget", "budget_rule", "budget_of")  # of a Method: defaults of others may follow from them
 NO_OPTIONS = ("cells", "cell", "best_of", "report", "paper_scale", "summary")  # top-level keys that compose.py reads
 
 Options = dict[str, Any]
@@ -100,6 +102,8 @@ def check(values: Values) -> Checked:
     errors = list(values.errors)
     names, base, run, options = values.names, values.base, values.run, values.options
     method_type, task_type = method_class(names["method"]), task_class(names["task"]).Options
+    if method_type.ignores_budget:
+        run = replace(run, budget_rule=None, budget_of="prompt")
     budget = None if any(line.startswith("budget=") for line in errors) else Budget.parse(values.budget)
     rules.check_geometry(options["model"], names["model"], errors)
     if of_lm_eval(names["task"]):
@@ -238,7 +242,8 @@ def _group(cls: type, options: Options, base: Options) -> Group:
 def _method_group(cls: type[Method], options: Options, base: Options, method: Method | None, run: RunOptions) -> Group:
     """The hyper-parameters of a method. Some have a default that depends on the protocol."""
     absent = method_defaults(cls, {}, run.protocol) | added_options(cls)
-    defaults = method_defaults(cls, base, run.protocol)
+    spent = {key: getattr(method, key) for key in SPENT} if method is not None and method.replans else {}
+    defaults = method_defaults(cls, base, run.protocol, **spent)
     if method is None:
         return Group(cls, retired(cls) | options, defaults, absent)
     revisions = method.revisions()
@@ -246,8 +251,11 @@ def _method_group(cls: type[Method], options: Options, base: Options, method: Me
     return Group(cls, method.hyper_parameters() | mark, defaults | mark, absent, tuple(method.unused()))
 
 
-def method_defaults(cls: type[Method], base: Options, protocol: str) -> Options:
-    """The hyper-parameters of a method if the command sets none. base: the values in its file."""
+def method_defaults(cls: type[Method], base: Options, protocol: str, **spent: Any) -> Options:
+    """The hyper-parameters of a method if the command sets none. base: the values in its file. spent: the values of SPENT."""
+    if spent:
+        with contextlib.suppress(ValueError):  # a budget may be too small for the defaults
+            return cls(**without_retired(cls, base), protocol=protocol, **spent).hyper_parameters()
     try:
         return cls(**without_retired(cls, base), protocol=protocol).hyper_parameters()
     except ValueError:  # an option without a default of its own (a trace to replay)
@@ -267,6 +275,8 @@ def _method_base() -> type[Any]:
 
 def _top_group(run: RunOptions, budget: float | int, method: Method | None) -> Group:
     """The top-level keys that decide what is computed."""
+    from pqcache.selective.method import TOKEN_RULES
+
     hashed = [f.name for f in fields(RunOptions) if f.name not in NOT_HASHED]
     options = {name: getattr(run, name) for name in hashed} | {"budget": budget}
     defaults = {name: default for name, (_, default) in option_fields(RunOptions).items() if name in hashed}
@@ -274,5 +284,10 @@ def _top_group(run: RunOptions, budget: float | int, method: Method | None) -> G
     if method is not None:
         options["dense_layers"] = method.dense_layers
         defaults["dense_layers"] = absent["dense_layers"] = method.default_dense_layers(run.protocol)
+    # what the budget is kept by, not what was typed: samples of two rules never share a folder
+    rule = "prompt" if method is None else method.effective_rule
+    options["budget_of"] = "context" if rule == "context" else "prompt"
+    options["budget_rule"] = rule if rule in TOKEN_RULES else "prompt"
+    defaults["budget_rule"] = "prompt"
     own = {"budget": budget, "seed": run.seed}  # always in the folder's name, so never shown as changed
     return Group(RunOptions, options, defaults | own, absent)

@@ -158,7 +158,8 @@ def _cache(
         return {DEVICE: whole * shape.n_layers}, method is not None
     if isinstance(method, EvictionMethod):
         plans = [method.plan(prompt_tokens, layer, shape.n_layers).total for layer in rest]
-        entries = sum(round_up(min(prompt_tokens, plan) + new_tokens) for plan in plans)
+        most = max(*plans, method.budget.tokens or 0) + 1 if method.replans and method.budget.tokens else tokens
+        entries = sum(round_up(min(min(prompt_tokens, plan) + new_tokens, most)) for plan in plans)
         copies = shape.group if method.repeats_kv else 1
         return {DEVICE: whole * dense + entries * copies * (kept + ENTRY * shape.h_kv)}, True
     if method.budget.tokens is not None and not isinstance(method, RetrievalMethod):

@@ -142,7 +142,9 @@ def _protocols(cells: Iterable[Cell]) -> list[str]:
         if options["method"]["name"] == "full":
             continue  # every token under any protocol
         dense = f", {options['dense_layers']} dense layers" if options["dense_layers"] else ""
-        pairs.append((f"{options['protocol']}{dense}", line_name(cell)))
+        rule = f", budget_rule={options['budget_rule']}" if options["budget_rule"] != "prompt" else ""
+        rule += ", budget_of=context" if options["budget_of"] != "prompt" else ""
+        pairs.append((f"{options['protocol']}{rule}{dense}", line_name(cell)))
     return _grouped(pairs) if pairs else []
 
 

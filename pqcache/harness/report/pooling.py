@@ -12,7 +12,7 @@ from typing import Any
 
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.configurations import pooled
+from pqcache.harness.report.configurations import changed_keys, pooled
 from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.rows import Row, find_full, rows_or_refused
 from pqcache.harness.report.tables import number, signed, spread
@@ -29,7 +29,9 @@ def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         tokens = row["budget_tokens"] if row["budget_ratio"] is None else None
-        key = repr([row[k] for k in _IDENTITY] + [tokens, row["dense_layers"]])  # type: ignore[literal-required]
+        changed = changed_keys(row)
+        spent = [tokens, changed.get("budget_rule"), changed.get("budget_of")]
+        key = repr([row[k] for k in _IDENTITY] + [*spent, row["dense_layers"]])  # type: ignore[literal-required]
         groups.setdefault(key, []).append(row)
     return [_entry(group, rows) for group in groups.values() if len({row["seed"] for row in group}) > 1]
 

@@ -101,6 +101,7 @@ class Row(TypedDict):
     # budget and tokens
     budget_ratio: float | None  # requested share of the prompt; 1.0 where it is ignored; null for a budget in tokens
     budget_tokens: float | None  # requested tokens; for a ratio, planned per layer and KV head (mean over samples)
+    budget_rule: str | None  # how it is kept: a key of pqcache.selective.budget.RULES; null in older rows (prompt)
     budget_applied: float | None  # planned tokens / prompt tokens, rounding and sinks included; 1.0 where it is ignored
     prompt_tokens: float  # mean per sample
     generated_tokens: float  # mean per sample
@@ -202,6 +203,7 @@ def read_row(path: Path) -> Row | None:
         value.setdefault("n_skipped", 0)
         value.setdefault("smoke", False)
         value.setdefault("source", None)
+        value.setdefault("budget_rule", None)
         value.setdefault("library", None)
     why = damage(value)
     if why is not None:

@@ -274,10 +274,21 @@ def varying_keys(plan: RunPlan) -> list[str]:
             keys.append(group)
     changed = dict.fromkeys(key for cell in plan.cells for key in cell.changed)
     for key in changed:
+        if key == "budget_rule" and _follows(plan):
+            continue
         values = {cell_label(cell, key) for cell in plan.cells if _has(cell, key)}
         if len(values) > 1 or _mixed(plan, key):
             keys.append(key)
     return keys
+
+
+def _follows(plan: RunPlan) -> bool:
+    """Whether method and budget say which budget rule a cell has."""
+    rules: dict[tuple[str, float | int], set[str]] = {}
+    for cell in plan.cells:
+        key = cell.identity["method"]["name"], cell.identity["budget"]
+        rules.setdefault(key, set()).add(cell.identity["budget_rule"])
+    return all(len(known) == 1 for known in rules.values())
 
 
 def _has(cell: Cell, key: str) -> bool:

@@ -125,6 +125,7 @@ def _budget_and_tokens(cell: Cell, samples: Sequence[Sample]) -> dict[str, Any]:
     return {
         "budget_ratio": 1.0 if ignored else budget if isinstance(budget, float) else None,
         "budget_tokens": float(budget) if isinstance(budget, int) else planned,
+        "budget_rule": cell.method.effective_rule,
         "budget_applied": 1.0 if ignored else planned / prompt if planned is not None and prompt else None,
         "prompt_tokens": prompt,
         "generated_tokens": known_mean(s["new_tokens"] for s in samples) or 0.0,

@@ -163,6 +163,9 @@ def words_of(config: Mapping[str, Any]) -> list[str]:
     top = [f"{key}={yaml_text(config[key])}" for key in ("budget", "protocol") if key in config]
     defaults = _defaults((*words, *own, *top[1:]))
     words += own + top
+    in_tokens = isinstance(config.get("budget"), int) and config["budget"] != 1
+    if in_tokens and config.get("protocol") == "aligned" and config.get("budget_rule", "prompt") == "prompt":
+        words.append("budget_rule=prompt")  # also of older folders, which do not name it
     for key, value in config.items():
         if key in GROUPS:
             known = defaults.get(key, {})

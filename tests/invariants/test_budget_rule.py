@@ -1,0 +1,232 @@
+"""An aligned budget in tokens holds at every decode step of a long answer, by the rule that its method declares.
+
+Of c earlier tokens a are attended at a step, the current one apart. The rules are those of pqcache.selective.budget.RULES.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.combined import TwoStage
+from baselines.h2o_c import H2OC
+from pqcache.pq import PQCache, codebook
+from pqcache.pq.fit import fit
+from pqcache.registry import METHODS
+from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach
+from pqcache.selective.budget import RULES, refreshed_to
+from pqcache.selective.column_sums import QueryWindow
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.eviction_layer import share_out
+from tests.invariants.cases import CASES, Case
+from tests.invariants.drive import Session, logits, tokens
+
+B = 64
+SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
+DECLARED = {
+    **dict.fromkeys(("full", "int8", "kivi", "gear", "zipcache", "mikv"), "ignored"),
+    **dict.fromkeys(("oracle", "pqcache", "sparq", "double_sparsity", "clusterkv", "infinigen", "two_stage"), "exact"),
+    **dict.fromkeys(("h2o", "streaming", "evict_retrieve", "coded"), "exact"),
+    **dict.fromkeys(("quest", "infllm"), "whole"),
+    **dict.fromkeys(("snapkv", "kvcrush", "kvcrush_mixed"), "refreshed"),
+    "pyramidkv": "pooled",
+    "h2o_c": "extra",
+    "replay": "own",
+}
+USUAL = [pytest.param(case, id=case.id) for case in CASES if not case.number]
+# settings under which a method cannot keep its rule, or whose parts have another one
+OTHER = {"infinigen-1": "prompt", "streaming-1": "prompt", "h2o-1": "prompt", "snapkv-1": "prompt"}
+OTHER |= {"kvcrush-3": "pooled", "coded-1": "prompt", "coded-3": "refreshed"}
+
+
+@torch.no_grad()
+def attended(model: PreTrainedModel, method: Method, prompt: int, steps: int) -> list[list[float]]:
+    """Earlier tokens attended: one list per step, with a number for each layer that is not dense."""
+    cache = SelectiveCache(model, method)
+    seen: list[list[float]] = []
+    cache.ledger.attend = lambda layer, count, **_: seen[-1].append(float(count) - 1)  # type: ignore[method-assign]
+    with attach(model):
+        session = Session(model, cache, [tokens(prompt, 1)])
+        for token in tokens(steps, 2):
+            seen.append([])
+            session.step([token])
+    chosen = [i for i, layer in enumerate(cache.layers) if not isinstance(layer, DenseLayer)]
+    return [[step[i] for i in chosen] for step in seen]
+
+
+def holds(method: Method, rule: str, c: int, now: list[float], before: list[float] | None) -> bool:
+    """Whether the layers of one step attend what the rule says; before: the step before."""
+    if rule == "ignored":
+        return set(now) <= {c}
+    if rule == "exact":
+        return set(now) == {min(B, c)}
+    if rule == "extra":
+        assert isinstance(method, H2OC)
+        return set(now) == {min(c, B + int(method.compensation(c) + 1e-6))}
+    if c <= B:
+        return set(now) == {c}
+    if rule == "whole":
+        size: Any = getattr(method, "page", None) or getattr(method, "block", None)
+        return all(B - size < a <= B for a in now)
+    mean, page = sum(now) / len(now), getattr(method, "page", 1) or 1
+    if rule == "refreshed" and len(set(now)) > 1:
+        return False
+    if before is not None and sum(before) / len(before) < B:
+        return now == [a + 1 for a in before] or page > 1
+    top = B if before is None else refreshed_to(B)
+    return top - page < mean <= top
+
+
+def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
+    try:
+        method = case.make(budget=Budget(tokens=B))
+    except NotApplicable:
+        pytest.skip("takes a share of the codes' bits only")
+    if method.effective_rule == "prompt":
+        pytest.skip("these options keep no rule: the plan is the prompt's")
+    before = None
+    for step, now in enumerate(attended(model, method, prompt, steps)):
+        assert holds(method, method.effective_rule, prompt + step, now, before), (
+            method.effective_rule,
+            prompt + step,
+            now,
+            before,
+        )
+        before = now
+
+
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+@pytest.mark.parametrize("usual", USUAL)
+def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
+    check(llama, usual, prompt, 120)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+def test_the_rule_holds_through_600_tokens(llama: PreTrainedModel, case: Case, prompt: int) -> None:
+    check(llama, case, prompt, 600)
+
+
+def test_every_method_declares_its_rule() -> None:
+    assert set(DECLARED) <= set(METHODS)
+    for case in CASES:
+        try:
+            rule = case.make(budget=Budget(tokens=B)).effective_rule
+        except NotApplicable:
+            rule = case.cls.own_rule
+        assert rule in RULES
+        assert rule == OTHER.get(case.id, DECLARED.get(case.name, rule)), case.id
+
+
+def compare_rows(model: PreTrainedModel, case: Case) -> None:
+    """Rows that reach the budget at different steps, reordered on the way, answer as they would alone."""
+    try:
+        method = case.make(budget=Budget(tokens=B))
+    except NotApplicable:
+        pytest.skip("takes a share of the codes' bits only")
+    rows, fed = [tokens(70, 3), tokens(50, 4)], tokens(24, 5)
+    with torch.no_grad(), attach(model):
+        session = Session(model, SelectiveCache(model, method), rows)
+        got = []
+        for step, token in enumerate(fed):
+            if step == 8:
+                session.reorder([1, 0])
+            got.append(session.step([token] * 2))
+    for slot, row in ((0, rows[1]), (1, rows[0])):
+        alone = logits(model, method, [row], [[token] for token in fed])[:, 1:]
+        case.close(torch.stack(got, 1)[slot : slot + 1, 8:], alone[:, 8:])
+
+
+@pytest.mark.parametrize("usual", USUAL)
+def test_rows_of_a_batch_keep_their_own_budgets(llama: PreTrainedModel, usual: Case) -> None:
+    compare_rows(llama, usual)
+
+
+@pytest.mark.rest
+def test_rows_of_a_batch_keep_their_own_budgets_in_every_setting(llama: PreTrainedModel, case: Case) -> None:
+    compare_rows(llama, case)
+
+
+def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel) -> None:
+    """PQCache: as if the prompt had ended there. Before that there is no index, and nothing is clustered."""
+    prompt, fed = tokens(B - 10, 6), tokens(30, 7)
+    method = PQCache(budget=Budget(tokens=B), n_sink=8, b=4)
+    with torch.no_grad(), attach(llama):
+        cache = SelectiveCache(llama, method)
+        session = Session(llama, cache, [prompt])
+        for step, token in enumerate(fed):
+            session.step([token])
+            assert [bool(any(layer.index.fitted)) for layer in cache.layers] == [len(prompt) + step > B] * 3
+    index = cache.layers[0].index
+    assert index.fitted == [B + 2 - 8]  # every key after the sinks, the current token's too
+    keys = cache.layers[0].store.view()[0][:, :, 8:]
+    fresh = fit(
+        keys[:, :, : B + 2 - 8], torch.zeros_like(index.centroids), [B + 2 - 8], [0], rounds=method.rounds, tol=method.tol,
+        seed=method.kmeans_seed, code_dtype=torch.uint8,
+    )  # fmt: skip
+    assert torch.equal(index.centroids, fresh.centroids)
+    assert torch.equal(index.codes.view(keys.shape[2]).long(), codebook.encode(keys, index.centroids).flatten(1, 2))
+
+
+@pytest.mark.parametrize("name", ["oracle", "snapkv", "h2o", "streaming", "quest", "pyramidkv"])
+def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str) -> None:
+    """budget_of=context: every step has the plan of a prompt of as many tokens; what was dropped stays dropped."""
+    case = next(case for case in CASES if case.name == name)
+    hyper = {key: value for key, value in case.hyper.items() if key != "mode"}
+    method = case.cls(budget=Budget(ratio=0.25), budget_of="context", **hyper)
+    assert method.effective_rule == "context"
+    for step, now in enumerate(attended(llama, method, 80, 60)):
+        plans = [method.plan(80 + step, layer, 3).total for layer in range(3)]
+        if name in ("snapkv", "pyramidkv"):
+            assert refreshed_to(sum(plans) // 3) <= sum(now) / 3 <= sum(plans) / 3
+        elif name == "quest":
+            assert all(plan - method.page < a <= plan for a, plan in zip(now, plans, strict=True))  # the newest page
+        else:
+            assert now == plans
+    assert case.cls(budget=Budget(ratio=0.25), **hyper).effective_rule == "prompt"
+
+
+def test_what_the_layers_together_keep() -> None:
+    assert share_out([30, 20, 10], [100, 100, 100]) == [30, 20, 10]
+    assert share_out([30, 20, 10], [25, 100, 100]) == [25, 25, 10]  # what the first lacks goes to the next
+    assert share_out([10, 20, 30], [100, 100, 5]) == [35, 20, 5]  # from the last to the first
+    assert share_out([10, 10], [3, 4]) == [3, 4]
+
+
+def test_queries_see_entries_up_to_their_own_position() -> None:
+    """Entries in any order, some tokens dropped: as attention over all tokens with the dropped ones masked."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 20, 8, generator=generator, dtype=torch.float64) for heads in (4, 2))
+    held = torch.tensor([19, 0, 3, 17, 4, 18, 9])
+    window = QueryWindow(5)
+    window.push(q, [20])
+    got = window.sums_at(k[:, :, held], held.expand(1, 2, -1), [7], [20], 0.3)
+    logits_ = q[:, :, 15:] @ k.repeat_interleave(2, 1).mT * 0.3
+    at, column = torch.arange(15, 20)[:, None], torch.arange(20)
+    hidden = (column > at) | ~torch.isin(column, held)
+    want = logits_.masked_fill(hidden, -torch.inf).softmax(-1).sum(2)[..., held]
+    torch.testing.assert_close(got, want)
+
+
+def test_rules_that_do_not_apply_are_refused() -> None:
+    with pytest.raises(ValueError, match="budget_rule=whole: allowed is null or prompt, or exact with"):
+        PQCache(budget=Budget(tokens=B), budget_rule="whole")
+    assert (
+        TwoStage(budget=Budget(tokens=B), budget_rule="exact").effective_rule == "exact"
+    )  # its parts have other rules
+    with pytest.raises(ValueError, match="budget_rule=exact: allowed is null or prompt"):
+        PQCache(budget=Budget(ratio=0.2), budget_rule="exact")
+    with pytest.raises(ValueError, match="budget_of=context: allowed is prompt, except with protocol=aligned"):
+        PQCache(budget=Budget(ratio=0.2), budget_of="context", protocol="paper")
+    with pytest.raises(ValueError, match="budget_of=contxt: allowed is prompt, context; did you mean context"):
+        PQCache(budget=Budget(ratio=0.2), budget_of="contxt")
+    assert [
+        PQCache(budget=Budget(tokens=B), **kw).effective_rule
+        for kw in ({"protocol": "paper"}, {"budget_rule": "prompt"})
+    ] == [
+        "prompt",
+        "prompt",
+    ]
