@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import comments, option_fields  # noqa: E402
 from pqcache.harness.config.launch import LAUNCHES  # noqa: E402
-from pqcache.harness.config.options import LM_EVAL, ModelOptions, RunOptions  # noqa: E402
+from pqcache.harness.config.options import DECODE, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report import trade_off  # noqa: E402
 from pqcache.harness.report.groups import group_rows  # noqa: E402
@@ -201,6 +201,9 @@ def options_page() -> str:
         " cells of an experiment that names them. `report=<folder>` and `tables=<folder>` are commands of their own"
         " ([results.md](results.md)).",
         options_table(RunOptions),
+        f"## {DECODE}",
+        "How the next token is chosen ([sampling.md](sampling.md)): `decode.temperature=0.6 decode.samples=8`",
+        options_table(DecodeOptions),
         "## model",
         "`model=hf model.path=...`",
         options_table(ModelOptions),

@@ -9,6 +9,7 @@ from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.method import Method
+from pqcache.selective.sampling import Sampling
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.shared_prefill import OwnPrefill, Prefill, record
 from pqcache.selective.staged import StagedLayer
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Prefill",
     "Request",
+    "Sampling",
     "SelectiveCache",
     "SelectiveLayer",
     "StagedLayer",

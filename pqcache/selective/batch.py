@@ -1,4 +1,4 @@
-"""Greedy generation of several prompts at once under a method: every row's answer is that of `generate` for it alone.
+"""Generation of several prompts at once under a method: every row's answer is that of `generate` for it alone.
 
 Rows are left-padded, so that their prompts end together. Padding is neither attended nor stored, and has no position. Rows that
 ended go on unread until half of the rows have; then the cache drops them.
@@ -19,6 +19,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import Clock, GenerationResult, NonFinite, chunk_of, planned_tokens, report
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
+from pqcache.selective.sampling import Sampling
 from pqcache.selective.shared_prefill import Prefill, feed, record
 from pqcache.store.lanes import Lanes
 
@@ -33,6 +34,7 @@ class Request:
     stop: Callable[[list[int]], bool] | None = None
     question_tokens: int = 0
     not_first: Collection[int] = ()
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         s = len(self.ids)
@@ -63,6 +65,11 @@ class _Row:
     def begins(self) -> bool:
         """Whether the next choice is the answer's first token."""
         return not self.waiting and not self.tokens
+
+    def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The token that is drawn from logits (vocabulary,); None where the likeliest is taken, or none is needed."""
+        sampling = self.request.sampling
+        return None if sampling is None or self.waiting or self.ended else sampling.draw(logits, len(self.tokens))
 
     def next(self, choice: int, finite: bool) -> int:
         """The token to feed: the question's next one, or the model's choice, which is noted."""
@@ -117,7 +124,11 @@ def batch_loop(
         for slot, row in enumerate(running):
             if row.begins and row.request.not_first:
                 logits[slot, sorted(row.request.not_first)] = -torch.inf
-        choices = logits.argmax(-1).tolist()
+        likeliest = logits.argmax(-1)
+        for slot, row in enumerate(running):
+            if (drawn := row.choice(logits[slot])) is not None:
+                likeliest[slot] = drawn
+        choices = likeliest.tolist()
         finite = (logits.amax(-1) < torch.inf).tolist()  # false for NaN too
         clock.mark()
         fed = [row.next(choice, good) for row, choice, good in zip(running, choices, finite, strict=True)]
@@ -148,7 +159,7 @@ def generate_batch(
     lanes: Lanes | None = None,
     prefill: Prefill | None = None,
 ) -> list[GenerationResult | NonFinite]:
-    """Greedy generation of several prompts at once under `method`, without times and bytes; in the order of the requests.
+    """Generation of several prompts at once under `method`, without times and bytes; in the order of the requests.
 
     NonFinite stands where a row's logits held NaN or infinity. prefill: what `record_batch` made of the same requests. Arguments
     and errors as of `generate`.

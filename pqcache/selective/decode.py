@@ -1,4 +1,4 @@
-"""Greedy generation and scoring of one request under a method, timed by a synchronised clock."""
+"""Generation and scoring of one request under a method, timed by a synchronised clock. Greedy, or drawn (sampling.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.recording import StepRecorder, check
+from pqcache.selective.sampling import Sampling
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.shared_prefill import Prefill
 from pqcache.selective.shared_prefill import feed as feed_recorded
@@ -89,13 +90,15 @@ def decode_loop(
     feed: Callable[[Any], torch.Tensor] | None = None,
     not_first: Collection[int] = (),
     graph: str = "off",
+    sampling: Sampling | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Greedy tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
+    """The new tokens and the time of each since submission, for input_ids (1, s) on any transformers cache.
 
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
     feed: fills the cache with the prompt before the question, in place of a forward pass; returns its logits (1, vocabulary).
-    not_first: tokens that cannot be the answer's first one.
-    graph: auto records the decode steps of a SelectiveCache on a CUDA device and replays them; off runs each from Python.
+    not_first: tokens that cannot be the answer's first one. sampling: how tokens are drawn; None: the likeliest is taken.
+    graph: auto records the decode steps of a SelectiveCache on a CUDA device and replays them; off runs each from Python, as
+    do drawn tokens.
     Raises NonFinite at the end if any step's logits held NaN or +infinity; nothing waits for the device to know.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
@@ -113,10 +116,11 @@ def decode_loop(
     if not_first:  # a copy: a recorded prompt's logits serve other methods too
         logits = logits.index_fill(-1, torch.tensor(sorted(not_first), device=ids.device), -torch.inf)
     finite = torch.ones((), dtype=torch.bool, device=ids.device)
-    recorder = StepRecorder(model, cache, graph)
+    # recorded steps feed the likeliest token
+    recorder = StepRecorder(model, cache, graph if sampling is None else "off")
     while True:
         finite &= logits[0, -1].amax() < torch.inf  # false for NaN too
-        token = int(logits[0, -1].argmax())
+        token = int(logits[0, -1].argmax() if sampling is None else sampling.draw(logits[0, -1], len(tokens)))
         tokens.append(token)
         clock.mark()
         if len(tokens) >= max_new_tokens or token in eos_token_ids or (stop is not None and stop(tokens)):
@@ -142,6 +146,7 @@ def generate(
     question_tokens: int = 0,
     prefill_chunk: int | None = None,
     not_first: Collection[int] = (),
+    sampling: Sampling | None = None,
     attn: str = "auto",
     observers: Collection[Callable] = (),
     watchers: Collection[Watcher] = (),
@@ -149,7 +154,7 @@ def generate(
     lanes: Lanes | None = None,
     graph: str = "auto",
 ) -> GenerationResult:
-    """Greedy generation of one prompt, input_ids (1, s), under `method`.
+    """Generation of one prompt, input_ids (1, s), under `method`: greedy, or drawn by `sampling`.
 
     prefill_chunk: about how many tokens of the prompt are computed at a time; the method may need a multiple of its own number.
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
@@ -177,7 +182,7 @@ def generate(
         with attach(model):
             tokens, marks = decode_loop(
                 model, cache, input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, stop=stop,
-                question_tokens=question_tokens, prefill_chunk=chunk, not_first=not_first, graph=graph,
+                question_tokens=question_tokens, prefill_chunk=chunk, not_first=not_first, sampling=sampling, graph=graph,
                 feed=None if prefill is None else partial(feed_recorded, prefill=prefill),
             )  # fmt: skip
         result = report(cache, tokens, marks, s, s - question_tokens)

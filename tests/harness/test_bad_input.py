@@ -15,7 +15,7 @@ from pqcache import fields, registry
 from pqcache.fields import option_fields
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.options import RunOptions
+from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.run import models
 
 REPO = Path(__file__).resolve().parents[2]
@@ -213,6 +213,7 @@ def test_help_and_cfg(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_config_yaml_shows_the_defaults_of_the_schema() -> None:
     shown = yaml.safe_load((REPO / "configs" / "config.yaml").read_text())
     shown.pop("defaults")
+    assert shown.pop("decode") == {name: default for name, (_, default) in option_fields(DecodeOptions).items()}
     assert shown == {name: default for name, (_, default) in option_fields(RunOptions).items()}
 
 

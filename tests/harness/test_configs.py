@@ -11,7 +11,7 @@ import yaml
 from pqcache.fields import comments
 from pqcache.harness.config import files
 from pqcache.harness.config.launch import LAUNCHES
-from pqcache.harness.config.options import ModelOptions, RunOptions
+from pqcache.harness.config.options import DecodeOptions, ModelOptions, RunOptions
 from pqcache.harness.tasks import TASKS, task_class
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Method
@@ -48,6 +48,7 @@ def test_comments_are_read_from_the_source() -> None:
     "cls",
     [
         RunOptions,
+        DecodeOptions,
         ModelOptions,
         *map(method_class, METHODS),
         *(task_class(t).Options for t in TASKS),

@@ -12,7 +12,7 @@ import run
 from pqcache.fields import option_fields
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import _choose, _chosen, compose_all
-from pqcache.harness.config.options import ModelOptions, Refused, RunOptions
+from pqcache.harness.config.options import DecodeOptions, ModelOptions, Refused, RunOptions
 from pqcache.harness.config.overrides import EXPERIMENT, options_of
 from pqcache.harness.tasks import task_class
 from pqcache.registry import METHODS, method_class
@@ -34,7 +34,7 @@ NASTY = [
 
 
 def keys() -> list[str]:
-    top = list(option_fields(RunOptions))
+    top = [*option_fields(RunOptions), "decode", *(f"decode.{key}" for key in option_fields(DecodeOptions))]
     methods = {f"method.{key}" for name in METHODS for key in option_fields(method_class(name))}
     tasks = {f"task.{key}" for name in TASKS for key in option_fields(task_class(name).Options)}
     odd = [

@@ -53,6 +53,8 @@ def test_an_option_of_several_methods(capsys: Capture) -> None:
         ("task.length", ["needle_pocket", "default: 2048"]),
         ("model.dtype", ["auto or float32 or bfloat16 or float16"]),
         ("launch.workers", ["ray", "slurm"]),
+        ("decode.top_p", ["smallest set of likeliest tokens", "default: 1.0"]),
+        ("temperature", ["decode.temperature", "default: 0.0"]),
         ("method", ["KV-cache method", "pqcache", "list=methods"]),
         ("quest", ["method=quest", "arXiv 2406.10774", "method.page="]),
         ("method=quest", ["method=quest", "method.page="]),

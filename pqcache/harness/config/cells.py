@@ -14,7 +14,7 @@ from pqcache.harness.config import folders
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options
 from pqcache.harness.config.launch import Launch, LocalLaunch
-from pqcache.harness.config.options import NOT_HASHED, Refused, RunOptions, without_secrets
+from pqcache.harness.config.options import NOT_HASHED, DecodeOptions, Refused, RunOptions, without_secrets
 from pqcache.harness.config.smoke import reduced
 from pqcache.harness.config.validation import Checked, Values, check, read
 
@@ -33,6 +33,7 @@ class Cell:
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
     launch: Launch = field(default_factory=LocalLaunch)  # where it runs
     device: str = "auto"  # model.device as it was typed, with its index
+    decode: DecodeOptions = field(default_factory=DecodeOptions)
     unhashed: dict[str, Options] = field(default_factory=dict)  # group -> its options that are no part of the identity
     older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
@@ -206,6 +207,7 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
         typed=composed.typed,
         launch=checked.launch,
         device=checked.device,
+        decode=checked.decode,
         unhashed=checked.unhashed,
     )
     cell = cells.setdefault(new.name, new)

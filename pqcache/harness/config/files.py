@@ -23,7 +23,7 @@ from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.fields import comments, option_fields
 from pqcache.harness.config.launch import LAUNCHES
-from pqcache.harness.config.options import LM_EVAL, PLACES, ModelOptions, RunOptions
+from pqcache.harness.config.options import DECODE, LM_EVAL, PLACES, DecodeOptions, ModelOptions, RunOptions
 from pqcache.harness.config.values import plain
 from pqcache.registry import METHODS, method_class
 
@@ -81,11 +81,13 @@ def _model(path: Path) -> str:
 
 
 def _top_level(path: Path) -> str:
-    """config.yaml: the part written by hand, which ends at the first empty line, then the top-level keys."""
+    """config.yaml: the part written by hand, which ends at the first empty line, the top-level keys, and `decode`."""
     head, _, _ = path.read_text(encoding="utf-8").partition("\n\n")
     comment_of = comments(RunOptions)
     options = [_entry(name, default, comment_of.get(name)) for name, (_, default) in option_fields(RunOptions).items()]
-    return "".join([head, "\n\n", *options])
+    below = comments(DecodeOptions)
+    decode = "".join(_entry(name, default, below[name]) for name, (_, default) in option_fields(DecodeOptions).items())
+    return "".join([head, "\n\n", *options, f"{DECODE}:\n", textwrap.indent(decode, "  ")])
 
 
 def _head(path: Path) -> str:

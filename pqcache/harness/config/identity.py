@@ -54,7 +54,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Identity:
-    """One configuration: top-level keys, and a dictionary for each of model, method and task, its name included."""
+    """One configuration: top-level keys, a dictionary for each of model, method and task, its name included, and `decode`."""
 
     options: Options  # everything that decides what is computed; rows repeat it
     absent: Options  # the value of each key where a folder's config.yaml does not name it
@@ -101,6 +101,8 @@ class Identity:
             options, absent = (result[group], self.absent[group]) if group else (result, self.absent)
             if options[name] == absent[name]:
                 del options[name]
+                if group and not options:  # all of them are at the value that no older folder names
+                    del result[group]
         return result
 
 
@@ -111,7 +113,8 @@ def without_index(device: str) -> str:
 
 def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Identity:
     """The identity of a checked configuration. names: of the model, the method and the task."""
-    options: Options = {group: {"name": names[group], **plain(one.options)} for group, one in groups.items()}
+    named = {group: {"name": names[group]} if group in names else {} for group in groups}
+    options: Options = {group: {**named[group], **plain(one.options)} for group, one in groups.items()}
     absent: Options = {}
     changed: Options = {}
     newer: list[str] = []

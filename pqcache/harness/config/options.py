@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pqcache.fields import added
 
 GROUPS = ("model", "method", "task", "experiment", "launch")
+DECODE = "decode"  # a node of config.yaml: DecodeOptions
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.
 # scale: the values that it sets are hashed themselves.
@@ -142,6 +143,23 @@ class RunOptions:
     plan: bool = False
     # prepared method data, machine profiles
     cache_dir: str = "~/.cache/pqcache"
+
+
+@dataclass(kw_only=True)
+class DecodeOptions:
+    """`decode.*`: how the next token is chosen."""
+
+    # 0: the likeliest token | above 0: tokens are drawn, logits divided by it
+    temperature: float = added(0.0, absent=0.0)
+    # draw from the smallest set of likeliest tokens that has this probability
+    top_p: float = added(1.0, absent=1.0)
+    # answers drawn per prompt; a document's score is their mean, and the row has pass@k
+    samples: int = added(1, absent=1)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.temperature > 0
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.fields import option_fields
-from pqcache.harness.config.options import RunOptions
+from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.config.values import show
 from pqcache.registry import method_class
 from pqcache.sources import load_alone
@@ -182,6 +182,27 @@ def check_latency(task: str, run: RunOptions, errors: list[str]) -> None:
         errors.append(f"batch={run.batch}: task=latency has task.batch")
     if run.question_as_decode:
         errors.append("question_as_decode=true: the prompts of task=latency ask nothing")
+
+
+def check_decode(decode: DecodeOptions, task: str, run: RunOptions, errors: list[str]) -> None:
+    """`decode.*`, also together with the task and the top-level keys."""
+    from pqcache.harness import tasks
+
+    if decode.temperature < 0:
+        errors.append(f"decode.temperature={decode.temperature:g}: must be 0 (greedy) or more")
+    if not 0 < decode.top_p <= 1:
+        errors.append(f"decode.top_p={decode.top_p:g}: must be above 0 and at most 1")
+    if decode.samples < 1:
+        errors.append(f"decode.samples={decode.samples}: must be at least 1")
+    if decode.temperature == 0:
+        why = "has no effect with decode.temperature=0, which takes the likeliest token; set a temperature above 0"
+        errors += [f"decode.top_p={decode.top_p:g}: {why}"] if 0 < decode.top_p < 1 else []
+        errors += [f"decode.samples={decode.samples}: {why}"] if decode.samples > 1 else []
+    if decode.samples > 1 and run.diagnostics:
+        errors.append(f"diagnostics={show(run.diagnostics)}: measures one answer per prompt, so with decode.samples=1 only")
+    if decode.drawn and not tasks.task_class(task).generates:
+        does = "measures times" if task == "latency" else "scores given texts"
+        errors.append(f"decode.temperature={decode.temperature:g}: task={task} {does}, so no token is drawn")
 
 
 def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors: list[str]) -> None:

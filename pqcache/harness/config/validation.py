@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,17 @@ from pqcache.fields import added_options, coerce, literals, option_fields, retir
 from pqcache.harness.config import rules, smoke
 from pqcache.harness.config.identity import Group, Identity, identify, without_index
 from pqcache.harness.config.launch import LAUNCHES, Launch, check_launch
-from pqcache.harness.config.options import GROUPS, LM_EVAL, NOT_HASHED, ModelOptions, Refused, RunOptions, is_hashed
+from pqcache.harness.config.options import (
+    DECODE,
+    GROUPS,
+    LM_EVAL,
+    NOT_HASHED,
+    DecodeOptions,
+    ModelOptions,
+    Refused,
+    RunOptions,
+    is_hashed,
+)
 from pqcache.harness.config.values import plain, show
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class
@@ -41,6 +51,7 @@ class Values:
     run: RunOptions
     options: dict[str, Options]  # group -> all options, defaults filled in
     launch: Launch
+    decode: DecodeOptions
     budget: Any  # what was typed
     errors: list[str]
 
@@ -50,6 +61,7 @@ class Checked:
     """One valid configuration."""
 
     run: RunOptions
+    decode: DecodeOptions
     identity: Identity
     method: Any  # a pqcache.selective.Method; None where it cannot be made
     skip: str | None  # why the method does not apply
@@ -78,7 +90,9 @@ def read(config: Options, group_defaults: dict[str, Options]) -> Values:
     classes: dict[str, type] = {"model": ModelOptions, "method": fields_of(names["method"]), "task": task_options}
     run, options = _typed(config, classes, errors)
     launch = check_launch(config.get("launch"), errors)
+    decode = _decode(config.get(DECODE), errors)
     rules.check_run(run, errors)
+    rules.check_decode(decode, names["task"], run, errors)
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under any protocol
         run = replace(run, dense_layers=None, protocol="aligned")
     if run.smoke is True and not errors:
@@ -91,7 +105,7 @@ def read(config: Options, group_defaults: dict[str, Options]) -> Values:
     rules.check_latency(names["task"], run, errors)
     if not of_lm_eval(names["task"]):  # lm-eval's index of names takes seconds to read
         rules.check_task(names["task"], options["task"], base["task"], errors)
-    return Values(names, base, run, options, launch, budget, errors)
+    return Values(names, base, run, options, launch, decode, budget, errors)
 
 
 def check(values: Values) -> Checked:
@@ -122,10 +136,11 @@ def check(values: Values) -> Checked:
         "model": _group(ModelOptions, options["model"], base["model"]),
         "method": _method_group(method_type, options["method"], base["method"], method, run),
         "task": _group(task_type, options["task"], base["task"]),
+        DECODE: _group(DecodeOptions, asdict(values.decode), {}),
     }
     amount = 1.0 if method_type.ignores_budget else budget.tokens or budget.ratio or 0.0
     identity = identify(_top_group(run, amount, method), groups, names)
-    return Checked(run, identity, method, skip or None, values.launch, device, unhashed)
+    return Checked(run, values.decode, identity, method, skip or None, values.launch, device, unhashed)
 
 
 def _take_unhashed(options: Options) -> Options:
@@ -186,8 +201,9 @@ def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tupl
     elsewhere |= {
         key: f"launch.{key}" for cls in LAUNCHES.values() for key in option_fields(cls) if key not in elsewhere
     }
+    elsewhere |= {key: f"{DECODE}.{key}" for key in option_fields(DecodeOptions) if key not in elsewhere}
     elsewhere |= {key: key for key in top_fields}
-    rest = {key: value for key, value in config.items() if key not in (*classes, "launch", *NO_OPTIONS)}
+    rest = {key: value for key, value in config.items() if key not in (*classes, "launch", DECODE, *NO_OPTIONS)}
     run = RunOptions(**check_options("", rest, top_fields, errors, elsewhere))
     options = {}
     for group, cls in classes.items():
@@ -197,6 +213,16 @@ def _typed(config: Options, classes: dict[str, type], errors: list[str]) -> tupl
             if (value := options[group].pop(key)) != only:
                 errors.append(f"{group}.{key}={show(value)}: allowed is {show(only)}")
     return run, options
+
+
+def _decode(named: Any, errors: list[str]) -> DecodeOptions:
+    """`decode.*`, with defaults filled in."""
+    allowed = option_fields(DecodeOptions)
+    if named is not None and not isinstance(named, dict):
+        errors.append(f"{DECODE}={show(named)}: holds options; {', '.join(f'{DECODE}.{key}' for key in allowed)}")
+        named = None
+    typed = {str(key): value for key, value in (named or {}).items()}
+    return DecodeOptions(**check_options(f"{DECODE}.", typed, allowed, errors, {}))
 
 
 def check_options(

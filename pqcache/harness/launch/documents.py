@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,12 @@ class Document:
     fed: int = 0  # prompt tokens that go through the decode path
     old_mark: str | None = None  # the same as older samples have it
     longest: int | None = None  # an upper bound of `prompt`, where that is a mean
+    draw: int = 0  # the answer's number, where several are drawn
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells the samples of a cell apart."""
+        return self.task, self.doc_id, self.draw
 
 
 @dataclass
@@ -98,6 +104,7 @@ def count(cell: Cell, session: Session, until: float = math.inf) -> Counted:
         facts=nothing,
         tokens=spec.tokens,
         smoke=cell.run.smoke,
+        decode=cell.decode,
         known=session.known_prompts(cell),
     )
     requests = requests_of(tasks, cell.run.limit, cell.identity["seed"])
@@ -131,7 +138,7 @@ def _document(lm: Any, task: Any, request: Any, tokens: Any) -> Document:
     if request.request_type == "generate_until":
         prepared = lm.read(request, tokens=False)
         answer = _answer(lm.loaded, task, request.doc)
-        size, marks = prepared.known.tokens, (prepared.mark, prepared.question, prepared.old_mark)
+        size, marks = prepared.known.tokens, (prepared.known.mark, prepared.question, prepared.known.old_mark)
         return Document(name, doc_id, size, prepared.new_tokens, answer, *marks)
     lm.check_request(request)
     if tokens is not None:
@@ -157,24 +164,42 @@ def _answer(loaded: LoadedModel, task: Any, doc: Any) -> int | None:
     return len(loaded.tokenizer(target, add_special_tokens=False)["input_ids"]) + 1
 
 
-def done(cell: Cell, documents: Iterable[Document]) -> set[tuple[str, int]]:
-    """The documents whose sample is on disk: (task, number). Takes no lock."""
-    known: set[tuple[str, int, str | None]] = set()
+def drawn(cell: Cell, counted: Counted) -> Counted:
+    """The documents once for each answer that the cell draws."""
+    from pqcache.harness.run.adapter import drawn_marks
+
+    decode, seed = cell.decode, cell.identity["seed"]
+    if not decode.drawn:
+        return counted
+
+    def answer(document: Document, draw: int) -> Document:
+        if document.mark is None:
+            return replace(document, draw=draw)
+        mark, old_mark = drawn_marks(document.mark, document.old_mark or document.mark, decode, seed, draw)
+        return replace(document, draw=draw, mark=mark, old_mark=old_mark)
+
+    every = [answer(document, draw) for document in counted.documents for draw in range(decode.samples)]
+    return replace(counted, documents=every)
+
+
+def done(cell: Cell, documents: Iterable[Document]) -> set[tuple[str, int, int]]:
+    """The keys of the documents whose sample is on disk. Takes no lock."""
+    known: set[tuple] = set()
     for path in sorted(cell.folder.glob("samples*.jsonl")):
         known |= keys(path)
     marks = [(d, mark) for d in documents for mark in (d.mark, d.old_mark or d.mark)]
-    return {(d.task, d.doc_id) for d, mark in marks if (d.task, d.doc_id, mark) in known}
+    return {d.key for d, mark in marks if ((*d.key, None) if mark is None else (d.task, d.doc_id, mark)) in known}
 
 
-def keys(path: Path) -> set[tuple[str, int, str | None]]:
-    """(task, document, fingerprint) of every line, and the same with None for documents that were not tokenized."""
-    found: set[tuple[str, int, str | None]] = set()
+def keys(path: Path) -> set[tuple]:
+    """(task, document, fingerprint) of every line, and (task, document, answer, None) for documents that were not tokenized."""
+    found: set[tuple] = set()
     with path.open("rb") as file:
         for line in file:
             try:
                 sample = json.loads(line)
                 key = str(sample["task"]), int(sample["doc_id"])
-                found |= {(*key, str(sample["fingerprint"])), (*key, None)}
+                found |= {(*key, str(sample["fingerprint"])), (*key, int(sample.get("draw", 0)), None)}
             except (ValueError, KeyError, TypeError):  # a damaged line: its sample is computed again
                 continue
     return found

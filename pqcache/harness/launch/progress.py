@@ -37,7 +37,7 @@ class Total:
         self.stream, self.clock = stream or sys.stderr, clock
         self._weight: dict[str, float] = {}
         self._left: dict[str, int] = {}  # cell -> samples that are missing
-        self._seen: set[tuple[str, str, int]] = set()
+        self._seen: set[tuple[str, str, int, int]] = set()  # cell, task, document, number of the answer
         self._sum = 0.0  # of the scores
         self._scored = 0
         self._bar: Any = None
@@ -73,11 +73,11 @@ class Total:
         if self._missing and self.stream.isatty():
             self._open_bar(below=isinstance(plan.launch, LocalLaunch))
 
-    def sample(self, cell: str, task: str, doc_id: int, score: float | None) -> None:
+    def sample(self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0) -> None:
         """A new sample is on disk."""
-        if self._left.get(cell, 0) <= 0 or (cell, task, doc_id) in self._seen:
+        if self._left.get(cell, 0) <= 0 or (cell, task, doc_id, draw) in self._seen:
             return  # computed again, for its diagnostics
-        self._seen.add((cell, task, doc_id))
+        self._seen.add((cell, task, doc_id, draw))
         self._left[cell] -= 1
         if score is not None:
             self._sum += score

@@ -26,29 +26,29 @@ class CellSurvey:
 
     cell: Cell
     counted: Counted
-    done: set[tuple[str, int]]
+    done: set[tuple[str, int, int]]  # their keys
     memory: estimate.Memory | None
     device: str
     profile: Profile | None
-    # documents whose prefill another cell of the command computes
-    served: set[tuple[str, int]] = field(default_factory=set)
-    records: set[tuple[str, int]] = field(default_factory=set)  # documents whose prefill it records for others
+    # documents whose prefill another cell of the command, or another answer, computes
+    served: set[tuple[str, int, int]] = field(default_factory=set)
+    records: set[tuple[str, int, int]] = field(default_factory=set)  # documents whose prefill it records for others
 
     @property
     def missing(self) -> list[Document]:
-        return [d for d in self.counted.documents if (d.task, d.doc_id) not in self.done]
+        return [d for d in self.counted.documents if d.key not in self.done]
 
     @property
     def prefills(self) -> int:
         """Forward passes over a prompt, warming up apart."""
-        return sum((d.task, d.doc_id) not in self.served for d in self.missing)
+        return sum(d.key not in self.served for d in self.missing)
 
     def sample_s(self, document: Document, *, most: bool = False) -> float | None:
         """Seconds of one sample; None without a profile. most: the answer uses all its tokens, else as the reference."""
         if self.profile is None:
             return None
         method = self.cell.identity["method"]["name"]
-        prompt, key = document.prompt - document.fed, (document.task, document.doc_id)
+        prompt, key = document.prompt - document.fed, document.key
         answer = document.new if most or document.answer is None else min(document.answer, document.new)
         seconds = (answer - 1 + document.fed) * self.profile.step_s(method, document.prompt)
         seconds += self.profile.document_s * document.prompt / 1000
@@ -102,7 +102,7 @@ class Survey:
     @property
     def prefill_tokens(self) -> int:
         """Of the distinct prefills."""
-        return sum(d.prompt for one in self.cells for d in one.missing if (d.task, d.doc_id) not in one.served)
+        return sum(d.prompt for one in self.cells for d in one.missing if d.key not in one.served)
 
     @property
     def new_tokens(self) -> int:
@@ -143,7 +143,7 @@ def _survey(plan: RunPlan, session: Session, measured: bool, until: float) -> Su
         if key not in counts:
             counts[key] = _count(cell, session, until)
             notes += [*([counts[key].why] if counts[key].why else []), *counts[key].notes]
-        counted = counts[key]
+        counted = documents.drawn(cell, counts[key])
         if model_key(cell) not in profiles:
             profiles[model_key(cell)] = profile_of(cell)
         found.append(
@@ -209,7 +209,7 @@ def _share(plan: RunPlan, found: Sequence[CellSurvey], measured: bool) -> bool:
         members = [one for one in members if _shares(one, measured)]
         tasks = {document.task for document in members[0].counted.documents} if members else set()
         own = units.own_documents(max(1, len(tasks)), members[0].cell.run.batch if members else 1)
-        if len(members) > 1:
+        if sum(one.cell.decode.samples for one in members) > 1:
             any_shared = True
             _serve(members, own)
     return any_shared
@@ -219,18 +219,18 @@ def _serve(members: Sequence[CellSurvey], own: int) -> None:
     recorder: dict[tuple[str, int], CellSurvey] = {}
     for one in members:
         for document in one.missing:
-            key = document.task, document.doc_id
-            if document.doc_id < own:
+            prompt = document.task, document.doc_id
+            if document.doc_id < own and document.draw == 0:
                 continue
-            if key in recorder:
-                one.served.add(key)
+            if prompt in recorder:
+                one.served.add(document.key)
             else:
-                recorder[key] = one
-                one.records.add(key)
+                recorder[prompt] = one
+                one.records.add(document.key)
 
 
 def _wanted(plan: RunPlan, members: Sequence[CellSurvey]) -> bool:
-    """shared_prefill, with auto resolved: in sweeps, where the recording fits."""
+    """shared_prefill, with auto resolved: in sweeps and for several answers to a prompt, where the recording fits."""
     value = members[0].cell.run.shared_prefill
     if value != "auto":
         return bool(value)
@@ -238,7 +238,7 @@ def _wanted(plan: RunPlan, members: Sequence[CellSurvey]) -> bool:
         estimate.recording_place(one.memory, one.device) if one.memory is not None else estimate.DEVICE
         for one in members
     ]
-    return plan.sweep and None not in places
+    return (plan.sweep or members[0].cell.decode.samples > 1) and None not in places
 
 
 def _shares(one: CellSurvey, measured: bool) -> bool:

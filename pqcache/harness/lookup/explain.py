@@ -10,7 +10,16 @@ from typing import Any
 from pqcache import places
 from pqcache.fields import comments, describe, option_fields
 from pqcache.harness.config.launch import LAUNCHES
-from pqcache.harness.config.options import GROUPS, LM_EVAL, ModelOptions, Refused, RunOptions, one_line
+from pqcache.harness.config.options import (
+    DECODE,
+    GROUPS,
+    LM_EVAL,
+    DecodeOptions,
+    ModelOptions,
+    Refused,
+    RunOptions,
+    one_line,
+)
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.config.values import show
 from pqcache.harness.lookup import listing
@@ -20,6 +29,7 @@ from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class
 from pqcache.sources import docstring, stand_in
 
+NODES = (*GROUPS, DECODE)  # whose options have a dot
 PAPER = re.compile(r"\(([^()]*arXiv [\d.]+[^()]*)\)")
 
 
@@ -44,13 +54,13 @@ def text(asked: str) -> str:
         return "\n".join([f"{key}", *_facts(top[key])])
     if key in GROUP_MEANINGS or key in OTHER_KEYS:
         return "\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])
-    if dot and group in GROUPS:
+    if dot and group in NODES:
         owners = having(group)
         return _option(key, {owner: found[name] for owner, found in owners.items() if name in found}) or _unknown(asked)
     if not dot:
         if any(key in options_of(g, places.CONFIGS) for g in GROUPS):
             return _name(key, GROUPS)
-        bare = [(g, {o: found[key] for o, found in having(g).items() if key in found}) for g in GROUPS]
+        bare = [(g, {o: found[key] for o, found in having(g).items() if key in found}) for g in NODES]
         if texts := [_option(f"{g}.{key}", owners) for g, owners in bare if owners]:
             return "\n\n".join(texts)
     return _unknown(asked)
@@ -66,7 +76,9 @@ def options(cls: type, skip: Iterable[str] = ()) -> dict[str, Option]:
 
 
 def having(group: str) -> dict[str, dict[str, Option]]:
-    """Method, task or launch -> its options. The model's are all models'."""
+    """Method, task or launch -> its options. The model's are all models', those of decode everyone's."""
+    if group == DECODE:
+        return {"": options(DecodeOptions)}
     if group == "method":
         return {name: options(_method(name), _common()) for name in METHODS}
     if group == "task":
@@ -174,7 +186,7 @@ def _unknown(asked: str) -> str:
     """Raises Refused with what may be meant."""
     bare = asked.rpartition(".")[2]
     every = {name: name for name in (*option_fields(RunOptions), *GROUP_MEANINGS, *OTHER_KEYS)}
-    for group in GROUPS:
+    for group in NODES:
         every |= {f"{group}.{key}": f"{group}.{key}" for found in having(group).values() for key in found}
         every |= {name: name for name in options_of(group, places.CONFIGS)}
     if (close := closest(asked, every)) is None:

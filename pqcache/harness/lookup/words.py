@@ -13,6 +13,7 @@ GROUP_MEANINGS = {
 }
 
 OTHER_KEYS = {
+    "decode": "how the next token is chosen, decode.temperature=0.6 decode.samples=8; its options are decode.<key>",
     "cell": "one cell of an experiment that lists them by name",
     "report": "of a folder of rows: write one HTML file; runs nothing",
     "tables": "of a folder of rows: write its tables; rows=, columns= and values= choose what is in them; runs nothing",

@@ -13,6 +13,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from pqcache.harness.config.options import DECODE
 from pqcache.harness.config.values import show
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, find_full
@@ -175,9 +176,9 @@ def configurations(rows: Iterable[Row]) -> tuple[list[Configuration], int]:
 
 
 def changed_keys(row: Row) -> dict[str, str]:
-    """The top-level keys that are not at their default, from the folder's name: attn, diagnostics, question_as_decode, ..."""
+    """The keys outside the groups that are not at their default, from the folder's name: attn, decode.temperature, ..."""
     pairs = (part.partition("=") for part in row["folder"].split("__"))
-    return {key: value for key, equals, value in pairs if equals and "." not in key}
+    return {key: value for key, equals, value in pairs if equals and ("." not in key or key.startswith(f"{DECODE}."))}
 
 
 def natural(text: str) -> list[tuple[bool, float, str]]:

@@ -30,8 +30,8 @@ def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for row in rows:
         tokens = row["budget_tokens"] if row["budget_ratio"] is None else None
         changed = changed_keys(row)
-        spent = [tokens, changed.get("budget_rule"), changed.get("budget_of")]
-        key = repr([row[k] for k in _IDENTITY] + [*spent, row["dense_layers"]])  # type: ignore[literal-required]
+        spent = [tokens, changed.get("budget_rule"), changed.get("budget_of"), row["dense_layers"], row.get("decode")]
+        key = repr([row[k] for k in _IDENTITY] + spent)  # type: ignore[literal-required]
         groups.setdefault(key, []).append(row)
     return [_entry(group, rows) for group in groups.values() if len({row["seed"] for row in group}) > 1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness.report import budget_marks
-from pqcache.harness.report.rows import Row, samples_text, skipped_text
+from pqcache.harness.report.rows import Row, decode_text, samples_text, skipped_text
 from pqcache.harness.report.tables import (
     MISSING,
     budget_text,
@@ -34,6 +34,8 @@ def row_text(row: Row, path: Path | None) -> str:
     lines = {"score": f"{number(row['score'])} {spread(row['score'], row['score_interval'])}{to_full}"}
     if meaning := score_meaning(row):
         lines["score is"] = meaning
+    if drawn := _drawn(row):
+        lines["drawn"] = drawn
     lines |= {
         "tokens": tokens_text(row),
         "resident": _resident(row),
@@ -62,6 +64,15 @@ def row_text(row: Row, path: Path | None) -> str:
     )
     body = [f"  {name:<9} {text}" for name, text in lines.items()]
     return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
+
+
+def _drawn(row: Row) -> str:
+    """How tokens were drawn, and pass@k; empty for greedy rows."""
+    if not (how := decode_text(row)):
+        return ""
+    spans = row["pass_at_interval"] or {}
+    found = [f"pass@{k} {number(value)} {spread(value, spans.get(k))}" for k, value in (row["pass_at"] or {}).items()]
+    return "; ".join([how, *found])
 
 
 def _own_prefills(row: Row) -> str:

@@ -6,12 +6,13 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import Refused, one_line
+from pqcache.harness.config.options import DecodeOptions, Refused, one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.config.values import fits
 from pqcache.harness.report import score_statistics
@@ -81,6 +82,7 @@ class Row(TypedDict):
     n_skipped: int  # documents that were too long for the model and left out (run/too_long.py)
     protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
+    decode: dict[str, float]  # temperature (0: greedy), top_p, and samples: answers drawn per prompt
     attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
     kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
     kmeans_iterations: float | None  # T really used (mean over samples); null for methods without K-Means
@@ -90,13 +92,20 @@ class Row(TypedDict):
     # quality
     score: float | None  # 0..100, unweighted mean over sub-tasks
     score_interval: list[float] | None  # [lo, hi], 95 % bootstrap over samples; null with one sample of a sub-task
-    full_score: float | None  # Full on the same samples; null if `out` has no Full cell of this model, task and seed
+    # null if `out` has no Full cell of this model, task, seed and choice of tokens
+    full_score: float | None  # Full on the same samples
     paired_difference: float | None  # mean of (score - Full's score) per sample
     paired_interval: list[float] | None  # [lo, hi], 95 % bootstrap over the per-sample differences
     paired_samples: int | None  # samples that both cells have
     published: float | None  # the paper's number for this cell; null if there is none
     tasks: dict[str, dict[str, Any]]  # sub-task -> score, score_interval, n_samples, metrics (each of lm-eval's means)
     sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
+    # where tokens were drawn; else null. A sample's score above is the mean over its answers, and n_samples counts documents
+    answer_scores: dict[str, dict[str, list[float]]] | None  # sub-task -> sample -> score of each answer drawn
+    # k -> chance, in %, that one of k answers is right; null too where answers have scores between 0 and 100
+    pass_at: dict[str, float] | None  # see above
+    # null too with one sample of a sub-task
+    pass_at_interval: dict[str, list[float]] | None  # k -> [lo, hi], 95 % bootstrap over samples
 
     # budget and tokens
     budget_ratio: float | None  # requested share of the prompt; 1.0 where it is ignored; null for a budget in tokens
@@ -148,6 +157,21 @@ def batch_text(rows: Iterable[Row]) -> str:
     return f"batch {' / '.join(map(str, sizes or [1]))}"
 
 
+def decode_of(row: Row) -> dict[str, Any]:
+    """How a row's tokens were chosen. Rows that do not say it are greedy."""
+    return {**asdict(DecodeOptions()), **(row.get("decode") or {})}
+
+
+def decode_text(row: Row) -> str:
+    """Temperature, top-p and the number of answers; empty for greedy rows."""
+    decode = decode_of(row)
+    if not decode["temperature"]:
+        return ""
+    top_p = f", top-p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
+    count = f", {decode['samples']:g} answers each" if decode["samples"] > 1 else ""
+    return f"temperature {decode['temperature']:g}{top_p}{count}"
+
+
 # -- the Full cell -----------------------------------------------------------------------------------------------------
 
 
@@ -165,9 +189,10 @@ def pair_with_full(row: Row, full: Row | None) -> Row:
 
 
 def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The Full row of the same model, task and seed; of several the one with the most similar run."""
+    """The Full row of the same model, task, seed and choice of tokens; of several the one with the most similar run."""
     keys = ("model", "model_options", "task", "task_options", "seed")
     full = [r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
+    full = [r for r in full if decode_of(r) == decode_of(row)]
 
     def likeness(candidate: Row) -> tuple[int, int, str]:
         alike = sum(candidate[k] == row[k] for k in ("attn", "protocol", "dense_layers"))
@@ -205,6 +230,9 @@ def read_row(path: Path) -> Row | None:
         value.setdefault("source", None)
         value.setdefault("budget_rule", None)
         value.setdefault("library", None)
+        value.setdefault("decode", asdict(DecodeOptions()))
+        for key in ("answer_scores", "pass_at", "pass_at_interval"):
+            value.setdefault(key, None)
     why = damage(value)
     if why is not None:
         _skipped(path, why)

@@ -8,7 +8,8 @@ keyed task -> sample -> score (0..100).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
 
 import numpy as np
 
@@ -17,6 +18,7 @@ SEED = 0
 CONFIDENCE = 0.95
 
 Scores = Mapping[str, Mapping[str, float]]  # task -> sample id -> score
+Answers = Mapping[str, Mapping[str, Sequence[float]]]  # task -> sample id -> score of each answer drawn
 
 
 def mean(scores: Scores) -> float | None:
@@ -56,6 +58,27 @@ def interval(scores: Scores) -> list[float] | None:
     edge = (1 - CONFIDENCE) / 2
     low, high = np.quantile(total / len(tasks), [edge, 1 - edge])
     return [float(low), float(high)]
+
+
+def pass_at(answers: Answers, k: int) -> Scores:
+    """Each sample's chance, in %, that one of k answers is right: 100 (1 - C(n - c, k) / C(n, k)) where c of its n answers are.
+
+    Unbiased for k <= n (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1). A score of 100 is
+    right. Raises ValueError for another k.
+    """
+
+    def chance(scores: Sequence[float]) -> float:
+        n, wrong = len(scores), sum(score < 100 for score in scores)
+        if not 1 <= k <= n:
+            raise ValueError(f"k={k}: allowed is 1..{n} (answers per sample)")
+        return 100.0 * (1 - comb(wrong, k) / comb(n, k))
+
+    return {task: {key: chance(scores) for key, scores in samples.items()} for task, samples in answers.items()}
+
+
+def is_pass_or_fail(answers: Answers) -> bool:
+    """Whether every answer is right or wrong, its score 100 or 0."""
+    return all(score in (0, 100) for samples in answers.values() for scores in samples.values() for score in scores)
 
 
 def significance(differences: Scores) -> float | None:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report import budget_marks
-from pqcache.harness.report.rows import Row, batch_text, find_full, read_row, row_files, samples_text, skipped_text
+from pqcache.harness.report.rows import (
+    Row,
+    batch_text,
+    decode_text,
+    find_full,
+    read_row,
+    row_files,
+    samples_text,
+    skipped_text,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,6 +167,8 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     names = ", ".join(dict.fromkeys(row["model"] for row in every))
     smoke = "SMOKE RUN, no results: small random models, cut prompts and answers.\n" if every[0]["smoke"] else ""
     batch = batch_text(every)
+    drawn = " / ".join(dict.fromkeys(text for row in every if (text := decode_text(row))))
+    batch += f", drawn at {drawn}" if drawn else ""
     lines = [
         f"{names}, {tasks}: {samples_text(every, ' a cell')}{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
         f" on {devices}.",

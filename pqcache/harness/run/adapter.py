@@ -1,10 +1,13 @@
-"""The lm-eval adapter: every request runs through our own greedy decode loop, under any method.
+"""The lm-eval adapter: every request runs through our own decode loop, greedy or drawn, under any method.
 
     lm = HarnessLM(loaded, method, log, seed=0)
     lm_eval.evaluator.evaluate(lm, task_dict, limit=20)
 
 The adapter wraps prompts itself (chat template, opening tokens once), so lm-eval's apply_chat_template stays off.
 A sample found in the log is not computed again.
+
+With decode.samples=n each document has n answers, which are n samples of the log. lm-eval sees one answer per document: it
+evaluates n times, with `lm.draw` = 0 .. n - 1. The first evaluation computes all answers, document by document.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from pqcache.harness.config import environment
+from pqcache.harness.config.options import DecodeOptions
 from pqcache.harness.run import batches
 from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask, bar_options
@@ -32,6 +36,7 @@ from pqcache.harness.run.samples import (
     Sample,
     SampleLog,
     SampleMarks,
+    drawn_mark,
     fingerprint,
     make_sample,
     prompt_marks,
@@ -39,7 +44,7 @@ from pqcache.harness.run.samples import (
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
 from pqcache.harness.run.too_long import TooLong
-from pqcache.selective import GenerationResult, NonFinite, generate
+from pqcache.selective import GenerationResult, NonFinite, Sampling, generate
 from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
@@ -68,6 +73,8 @@ class Prepared:
     cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
     question: int  # tokens at the prompt's end that go through the decode path
     known: PromptFacts
+    draw: int = 0  # the answer's number
+    sampling: Sampling | None = None  # how its tokens are drawn; None: greedy
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class HarnessLM(LikelihoodLM):
         batch_check: int = 0,
         tasks: Mapping[str, Any] | None = None,
         whole_prompts: bool = False,
+        decode: DecodeOptions | None = None,
     ) -> None:
         super().__init__()
         self.loaded = loaded
@@ -127,9 +135,12 @@ class HarnessLM(LikelihoodLM):
         self.tokens = tokens
         self.used: dict[tuple, Sample] = {}  # (task, document[, request]) -> the samples of this evaluation
         self.resumed = 0
+        self.decode = decode or DecodeOptions()
+        self.draws = range(self.decode.samples)  # the numbers of a document's answers
+        self.draw = 0  # of the answers that lm-eval gets
         self.batch, self.batch_check = batch, batch_check
         self.said: set[str] = set()  # notes on batches that were printed
-        self.computed: set[tuple[str, int]] = set()  # (task, document) of samples of this evaluation's batches
+        self.computed: set[tuple] = set()  # keys, as of `used`, of samples of this evaluation's batches
         self.smoke = smoke
         self.tasks = tasks or {}
         self.whole_prompts = whole_prompts
@@ -145,25 +156,29 @@ class HarnessLM(LikelihoodLM):
         return self.loaded.name
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, in the order of the requests."""
+        """Answer number `draw` to each request, in their order."""
         answers = []
+        draws = self.draws if self.draw == 0 else (self.draw,)
+        silent = disable_tqdm or self.draw > 0  # all of them were computed with the first
         with (
             contextlib.redirect_stderr(self.stderr),
             self.attached(),
-            tqdm(total=len(requests), desc=self.label, unit="sample", **bar_options(silent=disable_tqdm)) as bar,
+            tqdm(
+                total=len(requests) * len(draws), desc=self.label, unit="sample", **bar_options(silent=silent)
+            ) as bar,
         ):
-            if self.batch > 1:
+            if self.batch > 1 and self.draw == 0:
                 batches.fill(self, requests, bar.update)
                 if self.computes:
                     batches.check(self, requests)
             for request in requests:
-                sample = self.answer(request)
-                answers.append(sample["response"])
+                own = [self._known(request, draw) or self.answer(request, draw=draw) for draw in draws]
+                answers.append(own[0]["response"])
                 scores = [s["score"] for s in self.used.values() if s["score"] is not None]
                 if scores:
                     bar.set_postfix_str(f"score {sum(scores) / len(scores):.1f}", refresh=False)
                 if self.batch == 1:
-                    bar.update()
+                    bar.update(len(draws))
         return answers
 
     # -- one sample ----------------------------------------------------------------------------------------------------
@@ -174,27 +189,41 @@ class HarnessLM(LikelihoodLM):
         return prepared.ids, prepared.question
 
     def has(self, request: Instance) -> bool:
-        """Whether the log holds the sample."""
-        return self.find(self.read(request, tokens=False)) is not None
+        """Whether the log holds every answer to a request."""
+        return not self.lacking(request)
+
+    def lacking(self, request: Instance) -> list[int]:
+        """The numbers of the answers that the log does not hold. Raises TooLong."""
+        prepared = self.read(request, tokens=False)
+        return [draw for draw in self.draws if self.find(self._numbered(prepared, draw)) is None]
+
+    def key(self, task: str, doc_id: int, draw: int) -> tuple:
+        """Of a sample in `used`."""
+        return (task, doc_id, draw) if len(self.draws) > 1 else (task, doc_id)
+
+    def _known(self, request: Instance, draw: int) -> Sample | None:
+        """The sample that an earlier evaluation of this adapter used. Diagnostics have one evaluation."""
+        return self.used.get(self.key(str(request.task_name), int(request.doc_id or 0), draw)) if self.draw else None
 
     def find(self, prepared: Prepared) -> Sample | None:
         """The request's sample in the log."""
         return self.log.find(prepared.task, prepared.doc_id, prepared.mark, prepared.old_mark)
 
-    def answer(self, request: Instance, prefill: Prefill | None = None) -> Sample:
-        """The request's sample, from the log or computed now; prefill: a recording of its prompt."""
-        prepared = self.read(request, tokens=False)
+    def answer(self, request: Instance, prefill: Prefill | None = None, draw: int = 0) -> Sample:
+        """The sample of a request's answer, from the log or computed now; prefill: a recording of its prompt."""
+        prepared = self.read(request, tokens=False, draw=draw)
         task, doc_id, mark = prepared.task, prepared.doc_id, prepared.mark
+        key = self.key(task, doc_id, draw)
         sample = self.find(prepared)
         if sample is None or self.unrecorded(sample):
             try:
-                sample = self.generate_alone(self.read(request), request.doc, prefill)
+                sample = self.generate_alone(self.read(request, draw=draw), request.doc, prefill)
             except NonFinite as error:
                 sample = self.fail(error, task, doc_id, mark, "", prepared.known.tokens)
             sample = self.log_sample(request, prepared, sample)
-        elif (task, doc_id) not in self.computed:
+        elif key not in self.computed:
             self.resumed += 1
-        self.used[task, doc_id] = sample
+        self.used[key] = sample
         known = prepared.known
         self.prompts[task, doc_id] = _Prompt(known.wrapper, known.cut, known.tokens, known.bos_count, known.sha256)
         return sample
@@ -207,11 +236,16 @@ class HarnessLM(LikelihoodLM):
             # before the log: its line promises that the files exist
             self.recorder.save(prepared.task, prepared.doc_id, prepared.mark)
         sample = {**sample, **self._about(request, prepared.known)}
+        if prepared.sampling is not None:
+            sample["draw"] = prepared.draw
         self.log.append(sample)
         return sample
 
-    def read(self, request: Instance, *, tokens: bool = True) -> Prepared:
-        """A request in the model's terms. Raises TooLong. tokens: with its token ids; facts alone are read once a session."""
+    def read(self, request: Instance, *, tokens: bool = True, draw: int = 0) -> Prepared:
+        """A request in the model's terms. Raises TooLong.
+
+        tokens: with its token ids; facts alone are read once a session. draw: the number of the answer.
+        """
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = self._settings(settings)
@@ -231,9 +265,20 @@ class HarnessLM(LikelihoodLM):
         self.check_length(task, doc_id, known.tokens, new_tokens)
         ids = self.known.ids(key, made) if tokens else []
         marks = known.mark, known.old_mark
-        return Prepared(
+        prepared = Prepared(
             task, doc_id, ids, until, new_tokens, *marks, stop_token, known.wrapper, known.cut, known.question, known
         )
+        return self._numbered(prepared, draw)
+
+    def _numbered(self, prepared: Prepared, draw: int) -> Prepared:
+        """A request's answer of this number."""
+        decode, known = self.decode, prepared.known
+        if not decode.drawn:
+            return prepared
+        mark, old_mark = drawn_marks(known.mark, known.old_mark, decode, self.seed, draw)
+        key = f"{self.seed}/{prepared.task}/{prepared.doc_id}/{draw}"
+        sampling = Sampling(decode.temperature, decode.top_p, key)
+        return replace(prepared, mark=mark, old_mark=old_mark, draw=draw, sampling=sampling)
 
     def _tokenize(
         self, task: str, prompt: str, begin: str, settings: dict[str, Any], rules: dict[str, Any]
@@ -363,11 +408,14 @@ class HarnessLM(LikelihoodLM):
         }
 
     def _settings(self, settings: dict[str, Any]) -> tuple[list[str], int]:
-        """(stop strings, new tokens) of a request; anything but greedy decoding is refused."""
+        """(stop strings, new tokens) of a request. How tokens are chosen is said by decode.*, and not by the task."""
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
-        if settings.get("do_sample") or int(settings.get("num_beams") or 1) != 1:
-            raise ValueError("only greedy decoding is supported: do_sample=false, num_beams=1")
+        if int(settings.get("num_beams") or 1) != 1:
+            raise ValueError(f"num_beams={settings['num_beams']}: beam search is not supported")
+        if settings.get("do_sample") and not self.decode.drawn:
+            asks = f"the task's definition samples at temperature {settings.get('temperature', 1.0)}"
+            raise ValueError(f"decode.temperature=0: only greedy decoding, but {asks}; set decode.temperature")
         new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
         return [s for s in until if s], min(int(new_tokens), NEW_TOKENS) if self.smoke else int(new_tokens)
 
@@ -405,6 +453,7 @@ class HarnessLM(LikelihoodLM):
             stop=self.stopper(prepared),
             question_tokens=prepared.question,
             not_first=not_first,
+            sampling=prepared.sampling,
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             prefill=prefill,
@@ -422,6 +471,12 @@ class HarnessLM(LikelihoodLM):
         response = cut(str(self.loaded.tokenizer.decode(answer, skip_special_tokens=True)), prepared.until)
         score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
         return self.finish(prepared.task, prepared.doc_id, prepared.mark, response, score, prepared.question, result)
+
+
+def drawn_marks(mark: str, old_mark: str, decode: DecodeOptions, seed: int, draw: int) -> tuple[str, str]:
+    """The fingerprints of a drawn answer, from those of the greedy one. draw: its number."""
+    settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": seed, "draw": draw}
+    return drawn_mark(mark, settings), drawn_mark(old_mark, settings)
 
 
 def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:

@@ -26,6 +26,7 @@ APART = "batch > 1: {} takes prompts of one length in chunks; prompts of other l
 DIFFERS = "differs_alone"  # in a sample's `extra`: 1 if the answer alone is another one
 
 Todo = tuple["Prepared", "Instance"]  # a request in the model's terms, and as lm-eval made it
+Ask = tuple["Instance", int]  # a request, and the number of its answer
 
 
 def check_task(tasks: dict[str, Any], batch: int) -> None:
@@ -37,7 +38,8 @@ def check_task(tasks: dict[str, Any], batch: int) -> None:
 
 def fill(lm: HarnessLM, requests: Sequence[Instance], done: Callable[[int], object] = lambda count: None) -> None:
     """Compute the missing samples of generation requests into the log. done: is called with the size of each batch."""
-    for group in _batches(lm, requests, lambda request: not lm.has(request)):
+    asks = [(request, draw) for request in requests for draw in lm.draws]
+    for group in _batches(lm, asks, lambda ask: ask[1] in lm.lacking(ask[0])):
         for part in _parts(lm, _read(lm, group)):
             try:
                 _answer(lm, part)
@@ -55,12 +57,20 @@ def share(
 ) -> None:
     """Compute the batches that several cells lack, each from one prefill. `fill` computes what is left."""
     alone: set[int] = set()  # members that need their own prefill
-    for group in _batches(members[0], requests, lambda request: any(not lm.has(request) for lm in members)):
-        lacking = [i for i, lm in enumerate(members) if i not in alone and not any(map(lm.has, group))]
+    asks = [(request, 0) for request in requests]
+    for group in _batches(members[0], asks, lambda ask: any(not lm.has(ask[0]) for lm in members)):
+        lacking = [
+            (index, draw)
+            for index, lm in enumerate(members)
+            for draw in lm.draws
+            if index not in alone and all(draw in lm.lacking(request) for request, _ in group)
+        ]
         prefill: Prefill | None = None
-        for index in lacking if len(lacking) > 1 else ():
+        for index, draw in lacking if len(lacking) > 1 else ():
+            if index in alone:
+                continue
             lm = members[index]
-            todo = _read(lm, group)
+            todo = _read(lm, [(request, draw) for request, _ in group])
             try:
                 if prefill is None and (prefill := recorder.record_batch(lm, _rows(lm, todo))) is None:
                     break
@@ -73,36 +83,33 @@ def share(
         done(len(group))
 
 
-def _batches(
-    lm: HarnessLM, requests: Sequence[Instance], lacks: Callable[[Instance], bool]
-) -> Iterator[Sequence[Instance]]:
-    """The lacking requests in batches, those with the longest answers and prompts first: little padding and waiting."""
+def _batches(lm: HarnessLM, asks: Sequence[Ask], lacks: Callable[[Ask], bool]) -> Iterator[Sequence[Ask]]:
+    """The lacking answers in batches, those with the longest answers and prompts first: little padding and waiting."""
     sizes: list[tuple[int, int]] = []
-    todo: list[Instance] = []
-    for request in requests:
+    todo: list[Ask] = []
+    for ask in asks:
         try:
-            prepared = lm.read(request, tokens=False)
+            prepared = lm.read(ask[0], tokens=False)
         except TooLong:
             continue
-        if lacks(request):
-            todo.append(request)
+        if lacks(ask):
+            todo.append(ask)
             sizes.append((prepared.new_tokens, prepared.known.tokens - prepared.question))
     order = sorted(range(len(todo)), key=lambda i: sizes[i], reverse=True)
     for start in range(0, len(order), lm.batch):
         yield [todo[i] for i in order[start : start + lm.batch]]
 
 
-def _read(lm: HarnessLM, group: Sequence[Instance]) -> list[Todo]:
-    return [(lm.read(request), request) for request in group]
+def _read(lm: HarnessLM, group: Sequence[Ask]) -> list[Todo]:
+    return [(lm.read(request, draw=draw), request) for request, draw in group]
 
 
 def _rows(lm: HarnessLM, group: Sequence[Todo]) -> list[Request]:
     rows = []
     for prepared, _ in group:
         ends, not_first = lm.ends(prepared)
-        rows.append(
-            Request(prepared.ids, prepared.new_tokens, ends, lm.stopper(prepared), prepared.question, not_first)
-        )
+        how = ends, lm.stopper(prepared), prepared.question, not_first, prepared.sampling
+        rows.append(Request(prepared.ids, prepared.new_tokens, *how))
     return rows
 
 
@@ -136,11 +143,14 @@ def _answer(lm: HarnessLM, group: Sequence[Todo], prefill: Prefill | None = None
             result.extra.update(lm.chunks.fact(chunk))
             sample = lm.sample_of(prepared, request.doc, result, row.eos_token_ids)
         lm.log_sample(request, prepared, sample)
-        lm.computed.add(key)
+        lm.computed.add(lm.key(*key, prepared.draw))
 
 
 def check(lm: HarnessLM, requests: Sequence[Instance]) -> None:
-    """Answer the first `batch_check` documents of each lm-eval task again alone, and note in the log whether that differs."""
+    """Answer the first `batch_check` documents of each lm-eval task again alone, and note in the log whether that differs.
+
+    Of several answers to a document the first is checked.
+    """
     for request in requests:
         if int(request.doc_id or 0) >= lm.batch_check:
             continue
@@ -155,7 +165,7 @@ def check(lm: HarnessLM, requests: Sequence[Instance]) -> None:
             alone = lm.generate_alone(prepared, request.doc)["response"]
         except NonFinite:
             alone = None
-        key = prepared.task, prepared.doc_id
+        key = lm.key(prepared.task, prepared.doc_id, prepared.draw)
         lm.log.append({**sample, "extra": {**sample["extra"], DIFFERS: int(alone != sample["response"])}})
         lm.computed.add(key)
 

@@ -42,7 +42,7 @@ class _Ended:
                 if self.watch is not None:
                     self.watch.ended(cell)
         elif self.watch is not None:
-            self.watch.sample(event.cell, event.task, event.doc_id, event.score)
+            self.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
 
 
 def run_on(

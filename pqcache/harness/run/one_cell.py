@@ -6,9 +6,10 @@ import contextlib
 import io
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -126,26 +127,31 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     recorder = recorder_of(cell)
     lm, spec, tasks = make_adapter(session, cell, log, recorder)
     skipped = _left_out(lm, tasks, cell)
+    evaluations = []
     with too_long.without(tasks, skipped):
-        evaluated = run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"])
+        for draw in lm.draws:
+            lm.draw = draw
+            evaluations.append(run_evaluation(lm, tasks, cell.run.limit, cell.identity["seed"]))
     session.prefills["own"] = session.prefills.get("own", 0) + len(lm.used) - lm.resumed
     session.show_prompt(lm.first_prompt)
     failed = {(s["task"], s["doc_id"]): s["failed"] for s in lm.used.values() if "failed" in s}
-    answers = _scored_answers(evaluated["samples"], spec)
+    answers = [answer for evaluated in evaluations for answer in _scored_answers(evaluated["samples"], spec)]
     answers = [answer for answer in answers if (answer["task"], answer["doc_id"]) not in failed]
-    scores: dict[str, dict[str, float]] = {task: {} for task in evaluated["samples"]}
+    each: dict[str, dict[str, list[float]]] = {task: {} for task in evaluations[0]["samples"]}
     for answer in answers:
-        scores[answer["task"]][answer["key"]] = answer["score"]
+        each[answer["task"]].setdefault(answer["key"], []).append(answer["score"])
+    scores = {task: {key: fmean(values) for key, values in own.items()} for task, own in each.items()}
     row = build_row(
         cell,
         scores,
         lm.used.values(),
         prompt_protocol=lm.protocol,
         kv_dtype=lm.loaded.dtype,
-        metrics={task: _metrics(values) for task, values in evaluated["results"].items()},
+        metrics=_mean_metrics(evaluations),
         diagnostics=recorder.row([s for s in lm.used.values() if "failed" not in s]) if recorder is not None else None,
         data=spec.data,
         n_skipped=sum(map(len, skipped.values())),
+        answer_scores=each if cell.decode.drawn else None,
     )
     row = _paired(cell, row)
     now = library_source()
@@ -225,6 +231,7 @@ def make_adapter(
         batch_check=cell.run.batch_check,
         tasks=tasks["tasks"],
         whole_prompts=cell.run.samples == "full",
+        decode=cell.decode,
     )
     check_first_prompt(lm, tasks, cell)
     if session.weights:
@@ -284,6 +291,15 @@ def _paired(cell: Cell, row: Row) -> Row:
     rows = [r for path in cell.folder.parent.glob("*/row.json") if (r := read_row(path)) is not None]
     others = [r for r in rows if r["folder"] != cell.name]
     return pair_with_full(row, find_full(row, [*others, row]))
+
+
+def _mean_metrics(evaluations: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """lm-eval task -> its metrics, as means over the evaluations: one for each of the answers to a document."""
+    each: dict[str, list[dict[str, float]]] = {}
+    for evaluated in evaluations:
+        for task, values in evaluated["results"].items():
+            each.setdefault(task, []).append(_metrics(values))
+    return {task: {name: fmean(one[name] for one in found) for name in found[0]} for task, found in each.items()}
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:

@@ -31,11 +31,14 @@ def check_data(plan: RunPlan) -> None:
     """Refuse tasks whose published data is not available."""
     errors: dict[str, list[str]] = {}
     for cell in plan.cells:
-        key = json.dumps([cell.identity["task"], cell.run.limit], sort_keys=True)
+        key = json.dumps([cell.identity["task"], cell.run.limit, cell.decode.temperature], sort_keys=True)
         if key not in errors and cell.skip is None:
             errors[key] = []
+            task = task_of_cell(cell)
             try:
-                task_of_cell(cell).prepare(limit=cell.run.limit)
+                task.prepare(limit=cell.run.limit)
+                if cell.decode.drawn:
+                    task.check_drawn(cell.decode.temperature)
             except ValueError as error:
                 errors[key] = [_one_line(error)]
     if lines := [line for group in errors.values() for line in group]:

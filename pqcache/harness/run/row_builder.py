@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -11,7 +12,7 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
-from pqcache.harness.report.score_statistics import Scores, known_mean
+from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
 from pqcache.harness.run import batches
 from pqcache.harness.run.claims import Busy, claim
 from pqcache.harness.run.samples import Sample
@@ -31,8 +32,12 @@ def build_row(
     diagnostics: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     n_skipped: int = 0,
+    answer_scores: Answers | None = None,
 ) -> Row:
-    """The row of a finished cell, not yet compared to Full. `Row` says what each field is."""
+    """The row of a finished cell, not yet compared to Full. `Row` says what each field is.
+
+    answer_scores: of the answers that were drawn; `scores` are their means.
+    """
     every = list(samples)
     samples = [s for s in every if "failed" not in s]
     failed = {task: sum(s["task"] == task and "failed" in s for s in every) for task in scores}
@@ -58,12 +63,14 @@ def build_row(
         "n_skipped": n_skipped,
         "protocol": cell.identity["protocol"],
         "prompt_protocol": without_secrets({**prompt_protocol, **question}),
+        "decode": asdict(cell.decode),
         "attn": _joined(s["attn"] for s in samples) or "",
         "kv_dtype": kv_dtype,
         "kmeans_iterations": extra.get("kmeans_iterations"),
         "dense_layers": cell.identity["dense_layers"] or 0,
         "smoke": cell.identity["smoke"],
         **_quality(scores, metrics or {}, published.cell_score(cell), failed),
+        **_drawn(answer_scores, whole=not any(failed.values())),
         **_budget_and_tokens(cell, samples),
         **_bytes(samples),
         "diagnostics": diagnostics,
@@ -114,6 +121,26 @@ def _quality(
         "published": published,
         "tasks": tasks,
         "sample_scores": {task: dict(values) for task, values in scores.items()},
+    }
+
+
+def _drawn(answers: Answers | None, *, whole: bool) -> dict[str, Any]:
+    """pass@k for k = 1, 2, 4, ... and all answers. whole: no sample failed; else there is no mean, as there is no score."""
+    if answers is None:
+        return {"answer_scores": None, "pass_at": None, "pass_at_interval": None}
+    stored = {task: {key: list(scores) for key, scores in samples.items()} for task, samples in answers.items()}
+    most = min((len(scores) for samples in stored.values() for scores in samples.values()), default=0)
+    if not whole or not most or not score_statistics.is_pass_or_fail(stored):
+        return {"answer_scores": stored, "pass_at": None, "pass_at_interval": None}
+    ks = sorted({most, *(2**i for i in range(most.bit_length()))})
+    chances = {str(k): score_statistics.pass_at(stored, k) for k in ks}
+    intervals = {
+        k: interval for k, each in chances.items() if (interval := score_statistics.interval(each)) is not None
+    }
+    return {
+        "answer_scores": stored,
+        "pass_at": {k: score_statistics.mean(each) for k, each in chances.items()},
+        "pass_at_interval": intervals or None,
     }
 
 

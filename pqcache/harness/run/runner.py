@@ -110,7 +110,7 @@ def _share_prefills(cells: list[Cell], session: Session) -> None:
     from pqcache.harness.run import sharing
 
     for group in groups(cells):
-        if len(group) < 2 or group[0].run.shared_prefill is False:
+        if sum(cell.decode.samples for cell in group) < 2 or group[0].run.shared_prefill is False:
             continue
         try:
             sharing.run_group(group, session)

@@ -47,6 +47,7 @@ class SampleMarks(TypedDict, total=False):
     prompt: str  # all of it, with samples=full
     target: str | list[str]  # the right answer, or the right answers, where the task has one
     cell: str  # the configuration's 16 hex digits (config.identity)
+    draw: int  # of tokens that were drawn: the number of the answer, 0 .. decode.samples - 1
     failed: str  # why it is no answer: it has no score and no times
     settles: bool  # computed again because earlier lines of the same sample contradict each other
 
@@ -105,6 +106,12 @@ def target_marks(task: Any, doc: dict) -> SampleMarks:
 def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
     """16 hex digits that identify a model input and the settings of its generation, not the method."""
     text = json.dumps([list(ids), settings], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def drawn_mark(mark: str, settings: dict[str, Any]) -> str:
+    """The fingerprint of a drawn answer. mark: of the greedy one. settings: how it is drawn, its number included."""
+    text = json.dumps([mark, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

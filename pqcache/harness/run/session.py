@@ -44,8 +44,8 @@ class Watch(Protocol):
     def begin(self, plan: RunPlan, session: Session) -> None:
         """The command is checked, and its first cell is about to run. Must not raise."""
 
-    def sample(self, cell: str, task: str, doc_id: int, score: float | None) -> None:
-        """A new sample of the cell of this name is on disk."""
+    def sample(self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0) -> None:
+        """A new sample of the cell of this name is on disk. draw: the answer's number."""
 
     def ended(self, cell: str) -> None:
         """No more samples of this cell will come."""
@@ -152,7 +152,9 @@ class Session:
         watch = self.watch
         if watch is None:
             return None
-        return lambda sample: watch.sample(cell.name, sample["task"], sample["doc_id"], sample["score"])
+        return lambda sample: watch.sample(
+            cell.name, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
+        )
 
     def facts(self, loaded: LoadedModel) -> environment.Facts:
         """Versions, git commit and the machine that runs a model, read once per device."""

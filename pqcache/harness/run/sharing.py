@@ -1,4 +1,4 @@
-"""One dense prefill per prompt for all cells of a command that differ in method and budget only.
+"""One dense prefill per prompt for all cells of a command that differ in method and budget only, and for all answers drawn.
 
 Each prompt is computed once; every cell generates from it, and the sample goes to the cell's log. Two kinds of samples are
 left to the cell itself: its first ones, so that TT2T is measured with its own prefill, and all samples of methods that do not
@@ -140,18 +140,21 @@ def run_group(group: list[Cell], session: Session) -> None:
             except (Busy, OSError, ValueError):
                 continue
             members.append(lm)
-        if tasks is None or len(members) < 2:
+        if tasks is None or sum(len(lm.draws) for lm in members) < 2:
             return
         own = own_documents(len(tasks["tasks"]), group[0].run.batch)
         requests = requests_of(tasks, group[0].run.limit, group[0].identity["seed"])
-        requests = [r for r in requests if r.request_type == "generate_until" and int(r.doc_id or 0) >= own]
-        prompts = _fill(members, requests, Recorder(group[0].run.shared_prefill))
+        requests = [r for r in requests if r.request_type == "generate_until"]
+        prompts = _fill(members, requests, Recorder(group[0].run.shared_prefill), own)
         if prompts:
             session.prefills["shared"] = session.prefills.get("shared", 0) + prompts
 
 
-def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder) -> int:
-    """Compute what can be shared of the requests. Returns the number of prompts that were recorded."""
+def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder, own: int) -> int:
+    """Compute what can be shared of the requests. Returns the number of prompts that were recorded.
+
+    own: the first answers to so many documents of each task are left to the cell itself, for its times.
+    """
     first = members[0]
     alone: set[int] = set()  # members that need their own prefill
     with (
@@ -162,23 +165,26 @@ def _fill(members: list[HarnessLM], requests: list[Instance], recorder: Recorder
             batches.share(members, requests, recorder, bar.update)
             return recorder.prompts
         for request in requests:
-            _serve(members, request, recorder, alone)
+            _serve(members, request, recorder, alone, first=int(int(request.doc_id or 0) < own))
             bar.update()
     return recorder.prompts
 
 
-def _serve(members: list[HarnessLM], request: Instance, recorder: Recorder, alone: set[int]) -> None:
+def _serve(members: list[HarnessLM], request: Instance, recorder: Recorder, alone: set[int], first: int) -> None:
+    """Compute the answers to one request that are not on disk. first: the number of the first one that is not left out."""
     prefill: Prefill | None = None
     try:
-        waiting = [i for i, lm in enumerate(members) if i not in alone and not lm.has(request)]
+        waiting = [(i, draw) for i, lm in enumerate(members) for draw in lm.lacking(request) if draw >= first]
     except TooLong:
         return
-    for index in waiting:
+    for index, draw in waiting:
         lm = members[index]
+        if index in alone:
+            continue
         try:
             if prefill is None and (prefill := recorder.record(lm, request)) is None:
                 return
-            lm.answer(request, prefill)
+            lm.answer(request, prefill, draw)
         except OwnPrefill:
             alone.add(index)
         except Exception:  # the cell's own run will meet the same error and report it

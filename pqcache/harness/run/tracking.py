@@ -26,7 +26,7 @@ from pqcache.harness.run.samples import SampleLog
 MARK = "logged.json"
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another one
 PATIENCE_S = 3.0  # for the server's first answer
-NOT_LOGGED = ("sample_scores", "versions", "model_options", "task_options", "hyper_parameters")
+NOT_LOGGED = ("sample_scores", "answer_scores", "versions", "model_options", "task_options", "hyper_parameters")
 
 
 SAMPLE_COLUMNS = ("task", "doc_id", "score", "prompt_end", "target", "response", "new_tokens", "tt2t_s")

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pqcache.harness.config.cells import Cell
 
@@ -72,6 +72,12 @@ class Progress:
     task: str
     doc_id: int
     score: float | None
+    draw: int = 0  # the answer's number, where several are drawn
+
+
+def progress_of(unit: str, cell: str, sample: Mapping[str, Any]) -> Progress:
+    """What is told of a line of a sample log. Raises KeyError if it is none."""
+    return Progress(unit, cell, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.run.job import digest_of, source_digest
 from pqcache.harness.run.session import Session
-from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
+from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, progress_of
 from pqcache.places import CONFIGS
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class _Run:
             stop = float("inf") if self.unit.stop is None else self.unit.stop
             requests = [r for r in requests if self.unit.first <= int(r.doc_id or 0) < stop]
             share = cells[0].run.shared_prefill
-            recorder = Recorder(share if len(members) > 1 and not self.unit.timed else False)
+            several = sum(len(lm.draws) for _, lm in members.values()) > 1
+            recorder = Recorder(share if several and not self.unit.timed else False)
             if cells[0].run.batch > 1:  # all of them are generated: check_task
                 self._batches(list(members.values()), requests, recorder)
                 return
@@ -174,9 +175,10 @@ class _Run:
         text = request.request_type == "generate_until"
         try:
             todo = [
-                (cell, lm)
+                (cell, lm, draw)
                 for name, (cell, lm) in members.items()
-                if name not in self.failures and not (text and lm.has(request))
+                if name not in self.failures
+                for draw in (lm.lacking(request) if text else (0,))
             ]
         except TooLong:
             return
@@ -186,15 +188,17 @@ class _Run:
                 prefill = recorder.record(todo[0][1], request)
             except Exception:  # out of memory, perhaps: each cell meets it by itself, and says so
                 prefill = None
-        for cell, lm in todo:
+        for cell, lm, draw in todo:
+            if cell.name in self.failures:
+                continue
             before = len(lm.log)
-            self._guard(cell, partial(self._answer, lm, request, prefill))
+            self._guard(cell, partial(self._answer, lm, request, prefill, draw))
             if len(lm.log) > before:
                 self.samples += 1
             if cell.name in self.failures:
                 prefill = None  # it may have been left half used
 
-    def _answer(self, lm: HarnessLM, request: Instance, prefill: Prefill | None) -> None:
+    def _answer(self, lm: HarnessLM, request: Instance, prefill: Prefill | None, draw: int) -> None:
         from pqcache.harness.run.too_long import TooLong
         from pqcache.selective import OwnPrefill
 
@@ -212,17 +216,17 @@ class _Run:
             return
         if prefill is not None:
             try:
-                lm.answer(request, prefill)
+                lm.answer(request, prefill, draw)
                 return
             except OwnPrefill:
                 pass
-        lm.answer(request)
+        lm.answer(request, draw=draw)
         self.prefills += 1
 
     def _report(self, cell: Cell, sample: Sample) -> None:
         """A sample is on disk."""
         if self.on_sample is not None:
-            self.on_sample(Progress(self.unit.name, cell.name, sample["task"], sample["doc_id"], sample["score"]))
+            self.on_sample(progress_of(self.unit.name, cell.name, sample))
 
     def _whole(self, cell: Cell) -> None:
         """A cell that writes its row itself."""

@@ -101,6 +101,12 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
             if self.options.metric is not None and self.options.metric not in metrics:
                 raise ValueError(f"task.metric={self.options.metric}: {self.target} has {', '.join(metrics)}")
 
+    def check_drawn(self, temperature: float) -> None:
+        """Refuse decode.temperature where a sub-task scores given texts."""
+        for name, task in self._load_tasks()["tasks"].items():
+            if task.OUTPUT_TYPE != "generate_until":
+                raise ValueError(f"decode.temperature={temperature:g}: {name} scores given texts, so no token is drawn")
+
     def load(self, request: TaskRequest) -> tuple[TaskSpec, TaskDict]:
         loaded = self._load_tasks()
         tasks = loaded["tasks"]

@@ -97,6 +97,8 @@ class Task(Generic[OptionsT]):
     Options: type[OptionsT]
     # Tokens of an answer.
     max_new_tokens: int = 0
+    # Whether the model writes answers; false: given texts are scored, or times measured.
+    generates: ClassVar[bool] = True
     figures: ClassVar[tuple[Figure, ...]] = ()
 
     def __init__(self, name: str, options: OptionsT) -> None:
@@ -116,6 +118,9 @@ class Task(Generic[OptionsT]):
 
     def prepare(self, *, limit: int | None) -> None:
         """Get and check the data before any model is loaded. Raises a one-line ValueError that says what to do."""
+
+    def check_drawn(self, temperature: float) -> None:
+        """Refuse decode.temperature where only the data shows that no token would be drawn. Raises a one-line ValueError."""
 
     def build(self, request: TaskRequest) -> TaskSpec:
         """Make the documents."""

@@ -40,6 +40,7 @@ class LatencyOptions:
 
 class Latency(Task[LatencyOptions]):
     Options = LatencyOptions
+    generates = False
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         length = self.options.length

@@ -66,6 +66,7 @@ class PG19Options:
 class PG19(Task[PG19Options]):
     Options = PG19Options
     max_new_tokens = 1
+    generates = False
     figures = (Figure("perplexity", "perplexity"),)
 
     @classmethod

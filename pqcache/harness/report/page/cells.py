@@ -15,7 +15,7 @@ import yaml
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.folders import CONFIG, read_config
-from pqcache.harness.config.options import LM_EVAL, Refused, masked
+from pqcache.harness.config.options import DECODE, LM_EVAL, Refused, masked
 from pqcache.harness.config.overrides import yaml_text
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report.configurations import changed_keys
@@ -88,9 +88,9 @@ def _status(folder: Path, row: Row | None) -> tuple[str, str]:
 
 
 def _samples(folder: Path, row: Row | None) -> list[dict[str, Any]]:
-    """What is shown of each line of samples*.jsonl; of several lines of one document the last counts."""
+    """What is shown of each line of samples*.jsonl; of several lines of one answer the last counts."""
     scores = _scores(row)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
     for path in [*sorted(folder.glob("samples-*.jsonl")), folder / "samples.jsonl"]:
         try:
             lines = path.read_bytes().split(b"\n")
@@ -99,21 +99,23 @@ def _samples(folder: Path, row: Row | None) -> list[dict[str, Any]]:
         for line in lines:
             try:
                 sample = json.loads(line)
-                key = str(sample["task"]), int(sample["doc_id"])
+                key = str(sample["task"]), int(sample["doc_id"]), int(sample.get("draw", 0))
                 found[key] = _shown(sample, scores.get(key, sample.get("score")))
             except (ValueError, RecursionError, KeyError, TypeError):
                 continue  # half a line, or no sample
     return [found[key] for key in sorted(found)]
 
 
-def _scores(row: Row | None) -> dict[tuple[str, int], float]:
-    """(sub-task, document) -> score, from the row: some scores are known only when all answers are."""
-    scores: dict[tuple[str, int], float] = {}
+def _scores(row: Row | None) -> dict[tuple[str, int, int], float]:
+    """(sub-task, document, answer) -> score, from the row: some scores are known only when all answers are."""
+    scores: dict[tuple[str, int, int], float] = {}
+    answers = (row.get("answer_scores") if row is not None else None) or {}
     for task, of in (row["sample_scores"] if row is not None else {}).items():
         for key, score in of.items():
             number = key.partition(":")[0]
             if number.isdigit():
-                scores[task, int(number)] = score
+                own = answers.get(task, {}).get(key, [score])
+                scores |= {(task, int(number), draw): one for draw, one in enumerate(own)}
     return scores
 
 
@@ -167,7 +169,7 @@ def words_of(config: Mapping[str, Any]) -> list[str]:
     if in_tokens and config.get("protocol") == "aligned" and config.get("budget_rule", "prompt") == "prompt":
         words.append("budget_rule=prompt")  # also of older folders, which do not name it
     for key, value in config.items():
-        if key in GROUPS:
+        if key in (*GROUPS, DECODE):
             known = defaults.get(key, {})
             for name, option in value.items():
                 if name not in ("name", "revision" if key == "method" else "") and known.get(name, value) != option:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from pqcache.harness.run.units import Progress, Unit
+from pqcache.harness.run.units import Progress, Unit, progress_of
 
 
 class Follower:
@@ -47,4 +47,4 @@ class Follower:
         for line in new[:whole].splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 sample = json.loads(line)
-                self._report(Progress(unit.name, cell, sample["task"], sample["doc_id"], sample["score"]))
+                self._report(progress_of(unit.name, cell, sample))

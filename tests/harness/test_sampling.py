@@ -1,0 +1,170 @@
+"""decode.temperature, decode.top_p, decode.samples: the same answers however they are run, the row, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqcache import selective
+from pqcache.harness.report import score_statistics
+from pqcache.harness.report.page.cells import cell_views, words_of
+from pqcache.harness.report.row_text import row_text
+from pqcache.harness.report.rows import decode_of, find_full, read_row
+from pqcache.harness.run import batches, engines, sharing, worker
+from pqcache.harness.run.engines.processes import InProcess
+from tests.harness.cells import Command
+
+DRAWN = ("decode.temperature=1.5", "decode.top_p=0.9", "decode.samples=3")
+WORDS = ("method=snapkv", "budget=0.3", *DRAWN)
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of batches too, as in `command`: 8 tokens."""
+    monkeypatch.setattr(batches, "Request", lambda ids, new, *more: selective.Request(ids, min(8, new), *more))
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(out.glob("*/samples*.jsonl")) for line in path.open()]
+
+
+def answers(out: Path) -> dict[tuple[int, int], str]:
+    return {(line["doc_id"], line.get("draw", 0)): line["response"] for line in lines(out)}
+
+
+def row_of(out: Path) -> Any:
+    (path,) = out.glob("*/row.json")
+    return read_row(path)
+
+
+def test_the_same_answers_in_any_order(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, from one prefill, in batches, by a worker, and after an interruption."""
+    recorded: list[int] = []
+    original = sharing.record
+    monkeypatch.setattr(sharing, "record", lambda *a, **o: (recorded.append(1), original(*a, **o))[1])
+    assert command(*WORDS, "shared_prefill=false", out=tmp_path / "alone") == 0
+    assert not recorded
+    assert command(*WORDS, out=tmp_path / "shared") == 0
+    assert len(recorded) == 3  # one prefill of each prompt for all answers but the first, which is timed
+    assert command(*WORDS, "batch=2", out=tmp_path / "batch") == 0
+    assert command(*WORDS, "limit=1", out=tmp_path / "resumed") == 0
+    path = next((tmp_path / "resumed").glob("*/samples.jsonl"))
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if '"draw": 1' not in line))
+    assert command(*WORDS, out=tmp_path / "resumed") == 0
+    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
+    monkeypatch.setattr(engines, "engine_for", lambda _: InProcess(2))
+    monkeypatch.setattr("pqcache.harness.run.units.OWN_PREFILLS", 1)
+    assert command(*WORDS, "launch=ray", out=tmp_path / "worker") == 0
+
+    alone = answers(tmp_path / "alone")
+    assert alone.keys() == {(doc, draw) for doc in range(3) for draw in range(3)}
+    assert len(set(alone.values())) == 9  # each has numbers of its own
+    for how in ("shared", "batch", "resumed", "worker"):
+        assert answers(tmp_path / how) == alone, how
+        assert len(lines(tmp_path / how)) == 9, how  # none twice
+        assert row_of(tmp_path / how)["answer_scores"] == row_of(tmp_path / "alone")["answer_scores"], how
+    row = row_of(tmp_path / "alone")
+    assert list(row["pass_at"]) == ["1", "2", "3"] and row["pass_at"]["1"] == row["score"]
+    timed = [line["draw"] for line in lines(tmp_path / "shared") if line["tt2t_s"] is not None]
+    assert timed == [0, 0, 0]
+
+
+def test_a_tiny_temperature_answers_as_greedy(command: Command, tmp_path: Path) -> None:
+    assert command("method=snapkv", "budget=0.3", out=tmp_path / "greedy") == 0
+    assert command("method=snapkv", "budget=0.3", "decode.temperature=1e-7", out=tmp_path / "drawn") == 0
+    assert answers(tmp_path / "drawn") == answers(tmp_path / "greedy")
+    greedy, drawn = row_of(tmp_path / "greedy"), row_of(tmp_path / "drawn")
+    assert greedy["sample_scores"] == drawn["sample_scores"]
+    assert greedy["answer_scores"] is greedy["pass_at"] is greedy["pass_at_interval"] is None
+    assert "decode" not in greedy["folder"] and "decode.temperature=1e-07" in drawn["folder"]
+    assert all("draw" not in line for line in lines(tmp_path / "greedy"))
+
+
+def test_what_the_row_says(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = ("budget=0.3", "task=pocket_qa", "task.length=512")
+    assert command("-m", "method=full,snapkv", *task, "limit=2", "decode.temperature=0,1.5") == 0
+    assert command("method=snapkv", *task, *DRAWN, "limit=2") == 0
+    rows: dict[Path, Any] = {path.parent: read_row(path) for path in (tmp_path / "out").glob("*/row.json")}
+    ((folder, row),) = ((path, one) for path, one in rows.items() if one["decode"]["samples"] == 3)
+    assert row["decode"] == {"temperature": 1.5, "top_p": 0.9, "samples": 3}
+    assert row["n_samples"] == 2
+    (of,) = row["answer_scores"].values()
+    (means,) = row["sample_scores"].values()
+    assert means == {key: pytest.approx(sum(scores) / 3) for key, scores in of.items()}
+    assert row["score"] == pytest.approx(sum(means.values()) / 2)
+    assert "temperature 1.5, top-p 0.9, 3 answers each" in row_text(row, None)
+    # Full is compared where its tokens were chosen alike, and only there
+    pairs = {repr(decode_of(r)): find_full(r, rows.values()) for r in rows.values() if r["method"] == "snapkv"}
+    assert [full and decode_of(full)["temperature"] for _, full in sorted(pairs.items())] == [0.0, None, 1.5]
+    assert row["full_score"] is None
+    # the page: all answers, and the command that repeats the cell
+    (view,) = (one for one in cell_views(tmp_path / "out") if one.folder == folder)
+    assert view.n_samples == 6
+    assert set(DRAWN) <= set(words_of(view.config))
+    capsys.readouterr()
+    assert command("method=snapkv", *task, *DRAWN, "limit=2") == 0  # nothing is computed
+    assert "loaded" in capsys.readouterr().out
+    assert command("method=snapkv", *task, *DRAWN, "limit=3", "plan=true") == 0
+    assert "samples: 9, 6 done, 3 to run" in capsys.readouterr().out
+
+
+def test_pass_at_k_by_counting() -> None:
+    """The share of all choices of k answers that hold a right one."""
+    scores = {"t": {"a": [100.0, 0.0, 0.0, 100.0, 0.0], "b": [0.0] * 5, "c": [100.0] * 5}}
+    for k in range(1, 6):
+        found = score_statistics.pass_at(scores, k)["t"]
+        for key, own in scores["t"].items():
+            choices = list(combinations(own, k))
+            assert found[key] == pytest.approx(100 * sum(100.0 in choice for choice in choices) / len(choices))
+    assert score_statistics.pass_at(scores, 1)["t"] == pytest.approx({"a": 40.0, "b": 0.0, "c": 100.0})
+    assert score_statistics.is_pass_or_fail(scores)
+    assert not score_statistics.is_pass_or_fail({"t": {"a": [33.3, 100.0]}})
+    for k in (0, 6):
+        with pytest.raises(ValueError, match=f"k={k}: allowed is 1..5"):
+            score_statistics.pass_at(scores, k)
+    low, high = score_statistics.interval(score_statistics.pass_at(scores, 2)) or (math.nan, math.nan)
+    assert 0 <= low < score_statistics.mean(score_statistics.pass_at(scores, 2)) < high <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["decode.temperature=-1"], "decode.temperature=-1: must be 0 (greedy) or more"),
+        (["decode.temperature=hot"], "decode.temperature=hot: expected a number"),
+        (["decode.temperature=1", "decode.top_p=0"], "decode.top_p=0: must be above 0 and at most 1"),
+        (["decode.temperature=1", "decode.samples=0"], "decode.samples=0: must be at least 1"),
+        (["decode.samples=4"], "decode.samples=4: has no effect with decode.temperature=0"),
+        (["decode.top_p=0.9"], "decode.top_p=0.9: has no effect with decode.temperature=0"),
+        (["decode.temprature=1"], "decode.temprature: unknown key; did you mean decode.temperature?"),
+        (["decode=greedy"], "decode=greedy: holds options; decode.temperature, decode.top_p, decode.samples"),
+        (["temperature=1"], "temperature: unknown key; did you mean decode.temperature?"),
+        (["decode.temperature=1", "decode.samples=2", "diagnostics=true"], "diagnostics=true: measures one answer"),
+    ],
+)
+def test_bad_values_are_refused(
+    command: Command, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("method=full", *words) == 2
+    err = capsys.readouterr().err
+    assert line in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "does"),
+    [
+        (["task=pg19"], "task=pg19 scores given texts"),
+        (["task=latency", "model=random"], "task=latency measures times"),
+    ],
+)
+def test_where_no_token_is_drawn(
+    task: list[str], does: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import run
+
+    assert run.main([*task, "method=full", "decode.temperature=0.5", f"out={tmp_path}"]) == 2
+    assert capsys.readouterr().err == f"error: decode.temperature=0.5: {does}, so no token is drawn\n"

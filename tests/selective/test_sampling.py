@@ -1,0 +1,134 @@
+"""Drawn tokens: the nucleus by its definition, the distribution of what is drawn, and rows that do not see each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pqcache.methods import method_class
+from pqcache.selective import Budget, NonFinite, Request, Sampling, generate, generate_batch, record, record_batch
+from pqcache.selective.sampling import probabilities
+
+LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -30.0, 1.0])
+DRAWS = 5_000
+
+
+def nucleus(weights: list[float], top_p: float) -> set[int]:
+    """The smallest set of likeliest tokens whose probability is at least top_p, by trying all sizes."""
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    sizes = (n for n in range(1, len(order) + 1) if math.fsum(weights[i] for i in order[:n]) >= top_p)
+    return set(order[: next(sizes, len(order))])
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.5, 0.75, 0.9, 0.999])
+def test_the_nucleus_is_the_smallest_set_with_this_probability(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.3, 1.0, 2.5):
+        logits = 3 * torch.randn(40, generator=generator)
+        whole = (logits.double() / temperature).softmax(-1).tolist()
+        kept = probabilities(logits, temperature, top_p).tolist()
+        inside = nucleus(whole, top_p)
+        assert {i for i, weight in enumerate(kept) if weight > 0} == inside
+        assert all(kept[i] == pytest.approx(whole[i], rel=1e-12) for i in inside)
+
+
+def test_a_set_that_has_exactly_this_probability_is_enough() -> None:
+    """Four equal logits have 1/4 each, without rounding. Of equally likely tokens the first ones are taken."""
+    assert probabilities(torch.zeros(4), 0.7, 0.5).tolist() == [0.25, 0.25, 0.0, 0.0]
+    assert probabilities(torch.zeros(4), 0.7, 0.5 + 1e-9).tolist() == [0.25, 0.25, 0.25, 0.0]
+    assert probabilities(torch.zeros(4), 0.7, 1.0).tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.8), (2.0, 0.6)])
+def test_tokens_are_drawn_as_often_as_likely(temperature: float, top_p: float) -> None:
+    weights = (LOGITS.double() / temperature).softmax(-1).tolist()
+    inside = nucleus(weights, top_p)
+    total = math.fsum(weights[i] for i in inside)
+    sampling = Sampling(temperature, top_p, "a key")
+    counts = [0] * len(LOGITS)
+    for step in range(DRAWS):
+        counts[int(sampling.draw(LOGITS, step))] += 1
+    assert all(counts[i] == 0 for i in range(len(LOGITS)) if i not in inside)
+    expected = {i: DRAWS * weights[i] / total for i in inside if DRAWS * weights[i] / total > 5}
+    distance = sum((counts[i] - n) ** 2 / n for i, n in expected.items())  # chi-squared, at most 5 degrees of freedom
+    assert distance < 20.5  # exceeded once in a thousand keys
+
+
+def test_numbers_are_even_and_depend_on_key_and_step() -> None:
+    numbers = [Sampling(1.0, key="k").number(step) for step in range(4000)]
+    assert all(0 <= number < 1 for number in numbers) and len(set(numbers)) == 4000
+    tenths = [sum(int(10 * number) == tenth for number in numbers) for tenth in range(10)]
+    assert sum((n - 400) ** 2 / 400 for n in tenths) < 27.9  # chi-squared with 9 degrees of freedom, one in a thousand
+    assert Sampling(0.5, 0.3, "k").number(7) == numbers[7] != Sampling(1.0, key="l").number(7)
+
+
+def test_a_low_temperature_takes_the_likeliest() -> None:
+    logits = torch.tensor([80.0, -math.inf, 80.5, 3.0], dtype=torch.bfloat16)
+    for temperature in (1e-3, 1e-9, 1e-300):
+        assert {int(Sampling(temperature, key=str(i)).draw(logits, i)) for i in range(50)} == {2}
+    assert {int(Sampling(5.0, 1e-12, str(i)).draw(logits, i)) for i in range(50)} == {2}
+
+
+def test_nothing_impossible_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([-math.inf, 1.0, 0.0, -math.inf])
+    for number, token in ((0.0, 1), (1 - 2**-53, 2)):
+        monkeypatch.setattr(Sampling, "number", lambda self, step, number=number: number)
+        assert int(Sampling(1.0).draw(logits, 0)) == token
+    for bad in (math.nan, math.inf):  # an answer that ends as NonFinite; the token must be one
+        assert 0 <= int(Sampling(1.0, 0.9).draw(torch.tensor([0.0, bad, 1.0]), 0)) < 3
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, 1.1)])
+def test_wrong_values_are_refused(temperature: float, top_p: float) -> None:
+    with pytest.raises(ValueError, match="allowed is"):
+        Sampling(temperature, top_p)
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double().eval()  # rounding must not blur what is equal
+
+
+def prompt(s: int) -> list[int]:
+    return torch.randint(3, 128, (s,), generator=torch.Generator().manual_seed(s)).tolist()
+
+
+ROWS = (
+    Request(prompt(40), 9, sampling=Sampling(0.8, 0.9, "a")),
+    Request(prompt(25), 4),  # greedy
+    Request(prompt(40), 9, sampling=Sampling(0.8, 0.9, "b")),
+    Request(prompt(31), 12, {5}, None, 3, {5}, Sampling(1.5, 1.0, "c")),
+)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "pqcache"])
+def test_an_answer_does_not_depend_on_its_batch_or_prefill(llama: LlamaForCausalLM, name: str) -> None:
+    def method() -> object:
+        return method_class(name)(budget=Budget(ratio=0.6))
+
+    def alone(one: Request, **more: object) -> list[int]:
+        return generate(
+            llama, method(), torch.tensor([one.ids]), max_new_tokens=one.max_new_tokens, eos_token_ids=one.eos_token_ids,
+            question_tokens=one.question_tokens, not_first=one.not_first, sampling=one.sampling, **more,
+        ).token_ids  # fmt: skip
+
+    answers = [alone(one) for one in ROWS]
+    assert answers[0] != answers[2]  # the same prompt with other numbers
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        batch = [ROWS[i] for i in order]
+        for prefill in (None, record_batch(llama, batch)):
+            results = generate_batch(llama, method(), batch, prefill=prefill)
+            assert [None if isinstance(r, NonFinite) else r.token_ids for r in results] == [answers[i] for i in order]
+    recorded = record(llama, torch.tensor([ROWS[0].ids]))
+    assert [alone(ROWS[i], prefill=recorded) for i in (2, 0)] == [answers[2], answers[0]]
