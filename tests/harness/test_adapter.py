@@ -15,10 +15,11 @@ from lm_eval.api.instance import Instance
 
 from pqcache.harness.config.values import fits
 from pqcache.harness.run import models
-from pqcache.harness.run.adapter import HarnessLM, cut, stopper
+from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks, fingerprint
+from pqcache.harness.run.thinking import cut, stopper
 from pqcache.registry import method_class
 from pqcache.selective import Budget
 

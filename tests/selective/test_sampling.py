@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pqcache.methods import method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, NonFinite, Request, Sampling, generate, generate_batch, record, record_batch
 from pqcache.selective.sampling import probabilities
 

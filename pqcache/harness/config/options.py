@@ -183,6 +183,9 @@ class ModelOptions:
     chat: bool | None = None
     # a system turn before the prompt
     system: str | None = None
+    # true: let the model think; what stands up to the last </think> is not scored | false: tell it not to; null: the chat
+    # template decides, and all is scored
+    thinking: bool | None = added(None, absent=None)
     # refuse prompts + answers beyond so many tokens; null: what the model's config says
     max_length: int | None = None
     # also read pickled weights (.bin), with torch's weights_only; false: safetensors alone

@@ -155,6 +155,8 @@ def check_random(options: dict[str, Any], name: str, task: str, errors: list[str
         errors.append(f"task={task}: model=random knows no words; it runs task=latency")
     if options.get("path") is not None:
         errors.append(f"model.path={options['path']}: model=random takes model.geometry")
+    if options.get("thinking") is not None:
+        errors.append(f"model.thinking={show(options['thinking'])}: model=random knows no words")
     if isinstance(options.get("layers"), int) and options["layers"] < 1:
         errors.append(f"model.layers={options['layers']}: must be at least 1, or null for all")
 
@@ -199,7 +201,9 @@ def check_decode(decode: DecodeOptions, task: str, run: RunOptions, errors: list
         errors += [f"decode.top_p={decode.top_p:g}: {why}"] if 0 < decode.top_p < 1 else []
         errors += [f"decode.samples={decode.samples}: {why}"] if decode.samples > 1 else []
     if decode.samples > 1 and run.diagnostics:
-        errors.append(f"diagnostics={show(run.diagnostics)}: measures one answer per prompt, so with decode.samples=1 only")
+        errors.append(
+            f"diagnostics={show(run.diagnostics)}: measures one answer per prompt, so with decode.samples=1 only"
+        )
     if decode.drawn and not tasks.task_class(task).generates:
         does = "measures times" if task == "latency" else "scores given texts"
         errors.append(f"decode.temperature={decode.temperature:g}: task={task} {does}, so no token is drawn")

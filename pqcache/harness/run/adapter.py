@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import DecodeOptions
-from pqcache.harness.run import batches
+from pqcache.harness.run import batches, thinking
 from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask, bar_options
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
@@ -44,6 +44,7 @@ from pqcache.harness.run.samples import (
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.harness.run.timing import warm_up
 from pqcache.harness.run.too_long import TooLong
+from pqcache.harness.run.within import Within
 from pqcache.selective import GenerationResult, NonFinite, Sampling, generate
 from pqcache.selective.support import attention_kernel
 
@@ -138,6 +139,8 @@ class HarnessLM(LikelihoodLM):
         self.decode = decode or DecodeOptions()
         self.draws = range(self.decode.samples)  # the numbers of a document's answers
         self.draw = 0  # of the answers that lm-eval gets
+        self.thinks = bool(loaded.thinking)  # answers begin with thoughts, which are not scored
+        self.within = Within(label)
         self.batch, self.batch_check = batch, batch_check
         self.said: set[str] = set()  # notes on batches that were printed
         self.computed: set[tuple] = set()  # keys, as of `used`, of samples of this evaluation's batches
@@ -163,17 +166,16 @@ class HarnessLM(LikelihoodLM):
         with (
             contextlib.redirect_stderr(self.stderr),
             self.attached(),
-            tqdm(
-                total=len(requests) * len(draws), desc=self.label, unit="sample", **bar_options(silent=silent)
-            ) as bar,
+            tqdm(total=len(requests) * len(draws), desc=self.label, unit="sample", **bar_options(silent=silent)) as bar,
         ):
             if self.batch > 1 and self.draw == 0:
                 batches.fill(self, requests, bar.update)
                 if self.computes:
                     batches.check(self, requests)
+            self.within.bar = bar
             for request in requests:
                 own = [self._known(request, draw) or self.answer(request, draw=draw) for draw in draws]
-                answers.append(own[0]["response"])
+                answers.append(self.scored(own[0]["response"]))
                 scores = [s["score"] for s in self.used.values() if s["score"] is not None]
                 if scores:
                     bar.set_postfix_str(f"score {sum(scores) / len(scores):.1f}", refresh=False)
@@ -434,15 +436,16 @@ class HarnessLM(LikelihoodLM):
             not_first = stop_ids
         return tuple(sorted(stop_ids)), tuple(sorted(not_first))
 
-    def stopper(self, prepared: Prepared) -> Callable[[list[int]], bool] | None:
-        """Whether a stop string of the request has just been completed."""
-        return stopper(self.loaded.tokenizer, prepared.until)
+    def stopper(self, prepared: Prepared) -> Callable[[list[int]], bool]:
+        """Whether a stop string of the request has just been completed. Is called with every token: see Within."""
+        return self.within.watched(thinking.stopper(self.loaded.tokenizer, prepared.until, thinking=self.thinks))
 
     def generate_alone(self, prepared: Prepared, doc: dict, prefill: Prefill | None = None) -> Sample:
         """The sample of one request, computed now by itself. Raises NonFinite."""
         task, doc_id, ids = prepared.task, prepared.doc_id, prepared.ids
         stop_ids, not_first = self.ends(prepared)
         self.begin(task, doc_id, ids)
+        self.within.begin(f"{task} sample {doc_id}", prepared.new_tokens)
         chunk = self.chunks.of(self.loaded.model, len(ids) - prepared.question)
         result = generate(
             self.loaded.model,
@@ -468,32 +471,19 @@ class HarnessLM(LikelihoodLM):
         answer = result.token_ids
         while answer and answer[-1] in stop_ids:
             answer = answer[:-1]
-        response = cut(str(self.loaded.tokenizer.decode(answer, skip_special_tokens=True)), prepared.until)
-        score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
+        text = thinking.decode(self.loaded.tokenizer, answer, thinking=self.thinks)
+        response = thinking.cut(text, prepared.until, thinking=self.thinks)
+        score = self.scorer(prepared.task, doc, self.scored(response)) if self.scorer is not None else None
+        if self.thinks:
+            result.extra["thinking_ended"] = int(thinking.END in text)
         return self.finish(prepared.task, prepared.doc_id, prepared.mark, response, score, prepared.question, result)
+
+    def scored(self, response: str) -> str:
+        """What of an answer is scored: without its thoughts."""
+        return thinking.scored(response) if self.thinks else response
 
 
 def drawn_marks(mark: str, old_mark: str, decode: DecodeOptions, seed: int, draw: int) -> tuple[str, str]:
     """The fingerprints of a drawn answer, from those of the greedy one. draw: its number."""
     settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": seed, "draw": draw}
     return drawn_mark(mark, settings), drawn_mark(old_mark, settings)
-
-
-def stopper(tokenizer: Any, until: list[str]) -> Callable[[list[int]], bool] | None:
-    """Whether a stop string has just been completed. Looks at the last tokens only, so a step stays cheap."""
-    if not until:
-        return None
-    # A token has at least one byte; a character that the tail cuts has at most four.
-    tail = max(len(s.encode()) for s in until) + 4
-
-    def stop(token_ids: list[int]) -> bool:
-        text = tokenizer.decode(token_ids[-tail:], skip_special_tokens=True)
-        return any(s in text for s in until)
-
-    return stop
-
-
-def cut(text: str, until: list[str]) -> str:
-    """The text before the first stop string."""
-    ends = [at for s in until if (at := text.find(s)) >= 0]
-    return text[: min(ends)] if ends else text

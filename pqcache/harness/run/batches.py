@@ -130,6 +130,9 @@ def _parts(lm: HarnessLM, group: Sequence[Todo]) -> list[list[Todo]]:
 def _answer(lm: HarnessLM, group: Sequence[Todo], prefill: Prefill | None = None) -> None:
     first = group[0][0]
     lm.begin(first.task, first.doc_id, first.ids)
+    lm.within.begin(
+        f"{len(group)} samples from {first.task} sample {first.doc_id} on", max(p.new_tokens for p, _ in group)
+    )
     rows = _rows(lm, group)
     chunk = lm.chunks.of(lm.loaded.model, max(row.body for row in rows))
     results = generate_batch(

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.run import device_map, marks, model_files
+from pqcache.harness.run import device_map, marks, model_files, thinking
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ class LoadedModel:
     max_length: int | None  # tokens of prompt + answer the model was made for
     weights: str = ""  # identifies the weights and configuration behind the name: see marks.weights_mark
     old_weights: str = ""  # the same as older samples have it; empty: no other
+    thinking: bool | None = None  # model.thinking
 
     def __post_init__(self) -> None:
         self.old_weights = self.old_weights or self.weights
@@ -75,7 +76,8 @@ class LoadedModel:
             return INST.replace("{prompt}", prompt)
         turns = [{"role": "system", "content": self.system}] if self.system is not None else []
         turns.append({"role": "user", "content": prompt})
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        told = thinking.template_options(self.thinking, self.tokenizer)
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         assert isinstance(text, str)
         return text
 
@@ -265,8 +267,10 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         model = (model if options.get("device_map") else model.to(device)).eval()
     chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
-    limit = longest(config, options)
-    return LoadedModel(name, model, tokenizer, chat, options["system"], limit, *_marks(name, options, model.config))
+    limit, thinks = longest(config, options), options.get("thinking")
+    return LoadedModel(
+        name, model, tokenizer, chat, options["system"], limit, *_marks(name, options, model.config), thinks
+    )
 
 
 def check_weights(path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
@@ -281,11 +285,19 @@ def check_weights(path: str, model: PreTrainedModel, missing: Collection[str]) -
 
 
 def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
-    """model.chat, with null resolved. Raises ValueError if it asks for a template that the tokenizer lacks."""
+    """model.chat, with null resolved.
+
+    Raises ValueError if it asks for a template that the tokenizer lacks, or model.thinking for what the template does not know.
+    """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if options["chat"] and not has_template:
         raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
-    return has_template if options["chat"] is None else options["chat"]
+    chat = has_template if options["chat"] is None else options["chat"]
+    try:
+        thinking.check(name, options.get("thinking"), tokenizer, chat=chat)
+    except ValueError as error:
+        raise model_files.Unusable(str(error)) from error
+    return chat
 
 
 def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
@@ -306,7 +318,8 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
             local_or_hub(options), revision=options["revision"], trust_remote_code=False
         )
     chat = wraps_chat(name, options, tokenizer)
-    return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, *_marks(name, options, config))
+    marks_of, thinks = _marks(name, options, config), options.get("thinking")
+    return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, *marks_of, thinks)
 
 
 def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tuple[str, str]:

@@ -86,6 +86,8 @@ def _config(cell: Cell) -> Any:
     if options["path"] and not cell.run.smoke:
         permitted = bool(cell.unhashed.get("model", {}).get("allow_pickle"))
         model_files.check_format(models.local_or_hub(options), allow_pickle=permitted)
+    if options.get("thinking") is not None:
+        models.text_side(name, options)  # whether the chat template knows it
     return config
 
 

@@ -58,7 +58,7 @@ class Sample(SampleMarks):
     task: str  # the lm-eval task
     doc_id: int  # its document's number in that task
     fingerprint: str  # of the weights, the token ids fed to the model and the generation settings
-    response: str  # the answer, cut at the stop strings
+    response: str  # the answer, cut at the stop strings; with model.thinking=true also the thoughts before it
     score: float | None  # 0..100; None where the task needs more than this answer to score it
     new_tokens: int  # tokens generated, eos included
     prompt_tokens: int

@@ -3,28 +3,38 @@
     python run.py task=lm_eval task.name=arc_easy method=pqcache
     python run.py task=lm_eval task.name=mine task.include=<folder of YAML definitions> method=pqcache
 
+    python run.py task=lm_eval task.name=aime24 task.source=<folder with its rows> task.answer_tokens=16384 method=pqcache
+
 Prompts, filters, metrics and data are lm-eval's. Answers and log-likelihoods come from this harness's decode path (see
 run/adapter.py and run/likelihood.py). The task's name in rows and folders is `lm_eval:<name>`. The score is the task's
-first metric (`task.metric` chooses another); all metrics are in the row's `tasks`.
+first metric. `task.metric` chooses another, and `task.metric="'<metric>,<filter>'"` another filter; all metrics are in the row's
+`tasks`.
 
 Deviations from lm-eval's own runs:
 - A chat model gets the whole prompt, few-shot examples included, as one user turn (model.chat=false: as lm-eval's default).
 - Examples that lm-eval draws at random are its own at seed=0, others at another seed.
 - A prompt that is too long is not cut: its document is left out and counted (run/too_long.py).
 - A group's score is the unweighted mean of its tasks.
+- Choices that a definition shuffles (gpqa) have the same order whenever the task is read.
 - A perplexity p becomes the score 100 / p, the geometric mean probability of a word or byte.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.fields import added
 from pqcache.harness.tasks import definitions
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
+from pqcache.harness.tasks.local_splits import LocalSplits
+from pqcache.harness.tasks.sources import HUB, check_source
 from pqcache.naming import suggestion
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
 
 PREFIX = "lm_eval:"
+SHUFFLE = 0  # seeds what a definition shuffles
 
 
 @dataclass(kw_only=True)
@@ -44,6 +55,10 @@ class AnyLmEvalOptions:
     metric: str | None = None
     # tokens of an answer, where the task itself sets no limit
     max_new_tokens: int = 256
+    # tokens of an answer, whatever the task itself says; null: as it says
+    answer_tokens: int | None = added(None, absent=None)
+    # hub (where lm-eval gets it), or a folder or file with the data set's rows: <split>.jsonl, .jsonl.gz or .parquet
+    source: str = added(HUB, absent=HUB)
     # let definitions in the folder `include` run Python code: !function, metrics that are downloaded
     allow_code: bool = False
 
@@ -52,6 +67,9 @@ class AnyLmEvalOptions:
         require(folder is None or folder.is_dir(), "include", self.include, "is no folder of task definitions")
         require(self.num_fewshot is None or self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "must be 0 or more")
         require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be at least 1")
+        longest = self.answer_tokens
+        require(longest is None or longest >= 1, "answer_tokens", longest, "must be at least 1, or null")
+        check_source(self.source, file=True)
 
 
 @cache
@@ -98,39 +116,66 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         """Load the task once before any model, so that missing data or packages are reported early."""
         for task in self._load_tasks()["tasks"].values():
             metrics = list(task.aggregation())
-            if self.options.metric is not None and self.options.metric not in metrics:
+            name, comma, chosen = (self.options.metric or metrics[0]).partition(",")
+            if name not in metrics:
                 raise ValueError(f"task.metric={self.options.metric}: {self.target} has {', '.join(metrics)}")
+            filters = [one.name for one in getattr(task, "_filters", [])]
+            if comma and chosen not in filters:
+                raise ValueError(
+                    f"task.metric={self.options.metric}: {self.target} has the filters {', '.join(filters)}"
+                )
 
     def check_drawn(self, temperature: float) -> None:
         """Refuse decode.temperature where a sub-task scores given texts."""
         for name, task in self._load_tasks()["tasks"].items():
             if task.OUTPUT_TYPE != "generate_until":
                 raise ValueError(f"decode.temperature={temperature:g}: {name} scores given texts, so no token is drawn")
+            if (repeats := task.get_config("repeats") or 1) > 1:
+                why = f"reads {repeats} answers to a prompt together, which is supported for greedy answers only"
+                raise ValueError(f"decode.temperature={temperature:g}: {name} {why}")
 
     def load(self, request: TaskRequest) -> tuple[TaskSpec, TaskDict]:
-        loaded = self._load_tasks()
+        rows = None if self.options.source == HUB else LocalSplits(self.options.source)
+        loaded = self._load_tasks(rows)
         tasks = loaded["tasks"]
         spec = TaskSpec(
             lm_eval_tasks=[],
             metric={name: self.options.metric or next(iter(task.aggregation())) for name, task in tasks.items()},
             value=percent,
             data={
-                "source": f"lm-eval task {self.target}",
+                **(rows.facts if rows is not None else {"source": f"lm-eval task {self.target}"}),
                 "versions": {name: str(task.VERSION) for name, task in tasks.items()},
             },
         )
         return spec, loaded
 
-    def _load_tasks(self) -> TaskDict:
+    def _load_tasks(self, rows: LocalSplits | None = None) -> TaskDict:
+        """lm-eval's tasks. rows: of their data set, with task.source."""
+        if rows is None and self.options.source != HUB:
+            rows = LocalSplits(self.options.source)
+        if rows is not None and self.target not in self._manager().all_subtasks:
+            raise ValueError(
+                f"task.source={self.options.source}: {self.target} is several tasks, with data of their own each"
+            )
         try:
-            loaded = self._manager().load([self.target])
+            with _same_order():
+                loaded = self._manager().load([self.target if rows is None else _over(self.target, rows)])
         except Exception as error:  # data sets, their hub and optional packages fail in many ways
+            if rows is not None and str(error).startswith("task.source"):
+                raise ValueError(str(error)) from error
             reason = (str(error).strip().splitlines() or [""])[0][:240]
             raise ValueError(
                 f"task.name={self.target}: cannot be loaded ({type(error).__name__}: {reason}); if its data or this machine"
                 " is offline, set task.include to a folder with a definition that reads local files"
             ) from error
+        loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
+            if (process := task.get_config("process_docs")) is not None:
+                task.set_config(key="process_docs", value=_once(process))
+            if self.options.answer_tokens is not None and task.OUTPUT_TYPE == "generate_until":
+                limits = {"max_gen_toks": self.options.answer_tokens}
+                kept = {k: v for k, v in (task.get_config("generation_kwargs") or {}).items() if k != "max_new_tokens"}
+                task.set_config(key="generation_kwargs", value={**kept, **limits})
             if getattr(task, "UNSAFE_CODE", False):
                 raise ValueError(f"task.name={name}: runs code that a model wrote; task=humaneval does so in a sandbox")
             if getattr(task, "MULTIMODAL", False):
@@ -142,6 +187,35 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
                 require(not fixed, "num_fewshot", self.options.num_fewshot, allowed)
                 task.set_config(key="num_fewshot", value=self.options.num_fewshot)
         return loaded
+
+
+def _over(target: str, rows: LocalSplits) -> dict[str, Any]:
+    """A task over other rows: lm-eval merges what a group says of a task into the task's own definition."""
+    return {"group": f"{target} over local rows", "task": [{"task": target, "custom_dataset": lambda **_: rows}]}
+
+
+@contextlib.contextmanager
+def _same_order() -> Iterator[None]:
+    """Inside it a definition that shuffles by Python's `random` shuffles as at any other time."""
+    state = random.getstate()
+    random.seed(SHUFFLE)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A definition's `process_docs`, run once for each split. lm-eval calls it whenever it asks for the documents."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def processed(split: Any) -> Any:
+        if id(split) not in known:
+            with _same_order():
+                known[id(split)] = split, process(split)  # the split is kept, or its number might be another's
+        return known[id(split)][1]
+
+    return processed
 
 
 def percent(value: Any) -> float:

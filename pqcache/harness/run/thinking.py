@@ -1,0 +1,76 @@
+"""Answers with thoughts before them: what of a text is scored, and where stop strings count. `model.thinking=true` asks for it.
+
+The rule, which is lm-eval's: what stands up to the last `</think>` is not scored, and stop strings are looked for behind it. An
+answer without `</think>` is scored as a whole. While it is generated, it is not stopped by stop strings before it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+END = "</think>"
+SWITCH = "enable_thinking"  # a variable of chat templates that can have the model think or not
+
+
+def check(name: str, thinking: bool | None, tokenizer: Any, *, chat: bool) -> None:
+    """Refuse `model.thinking` where the chat template does not know it. Raises a one-line ValueError."""
+    if thinking is None:
+        return
+    typed = f"model.thinking={str(thinking).lower()}"
+    if not chat:
+        raise ValueError(f"{typed}: goes with a chat template, and {name} gets its prompts without one")
+    template = str(tokenizer.chat_template)
+    if SWITCH in template or (thinking and END in template):
+        return
+    knows = f"neither {SWITCH} nor {END}" if thinking else f"no {SWITCH}"
+    raise ValueError(f"{typed}: the chat template of {name} knows {knows}")
+
+
+def template_options(thinking: bool | None, tokenizer: Any) -> dict[str, bool]:
+    """What `apply_chat_template` is told."""
+    return {} if thinking is None or SWITCH not in str(tokenizer.chat_template) else {SWITCH: thinking}
+
+
+def decode(tokenizer: Any, ids: list[int], *, thinking: bool) -> str:
+    """The text of an answer without special tokens; the end of its thoughts is kept where it is one."""
+    if thinking and END in tokenizer.all_special_tokens:
+        end = tokenizer.convert_tokens_to_ids(END)
+        if end in ids:
+            at = len(ids) - 1 - ids[::-1].index(end)
+            thoughts, answer = (decode(tokenizer, part, thinking=False) for part in (ids[:at], ids[at + 1 :]))
+            return thoughts + END + answer
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def scored(text: str) -> str:
+    """What of an answer is scored."""
+    return text.rpartition(END)[2].lstrip() if END in text else text
+
+
+def cut(text: str, until: list[str], *, thinking: bool = False) -> str:
+    """The text before the first stop string. thinking: its thoughts stay."""
+    thoughts, end, answer = text.rpartition(END) if thinking else ("", "", text)
+    ends = [at for s in until if (at := answer.find(s)) >= 0]
+    return thoughts + end + (answer[: min(ends)] if ends else answer)
+
+
+def stopper(tokenizer: Any, until: list[str], *, thinking: bool = False) -> Callable[[list[int]], bool] | None:
+    """Whether a stop string has just been completed; called with all tokens of one answer as it grows.
+
+    Looks at the last tokens only, so a step stays cheap.
+    """
+    if not until:
+        return None
+    # A token has at least one byte; a character that the tail cuts has at most four.
+    tail = max(len(s.encode()) for s in (*until, *([END] if thinking else []))) + 4
+    thought = thinking
+
+    def stop(token_ids: list[int]) -> bool:
+        nonlocal thought
+        text = decode(tokenizer, token_ids[-tail:], thinking=thinking)
+        if thinking and END in text:
+            thought, text = False, text.rpartition(END)[2]
+        return not thought and any(s in text for s in until)
+
+    return stop

@@ -1,0 +1,324 @@
+"""Reasoning benchmarks of lm-eval over local rows in their own formats: long answers, thoughts, stop strings, resuming."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.launch import survey
+from pqcache.harness.report.rows import read_row
+from pqcache.harness.run import adapter, models, thinking
+from pqcache.harness.run.session import Session
+from pqcache.harness.run.within import Within
+from pqcache.harness.tasks import any_lm_eval, task_of
+
+SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
+AIME24 = [
+    {"ID": f"2024-I-{i}", "Problem": q, "Solution": f"It is {a}.", "Answer": int(a)} for i, (q, a) in enumerate(SUMS)
+]
+AIME25 = [{"id": str(i), "problem": q, "answer": a} for i, (q, a) in enumerate(SUMS)]
+MATH500 = [
+    {
+        "problem": q,
+        "solution": f"So \\boxed{{{a}}}.",
+        "answer": a,
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": f"{i}.json",
+    }
+    for i, (q, a) in enumerate(SUMS)
+]
+GPQA = [
+    {"Question": q, "Correct Answer": a, **{f"Incorrect Answer {n}": f"{n}{a}" for n in (1, 2, 3)}} for q, a in SUMS
+]
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+@pytest.fixture(autouse=True)
+def few_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's own definitions, but not all of its thousands: indexing them takes seconds."""
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = [str(root / name) for name in ("aime", "gpqa", "minerva_math")]
+    found = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
+    monkeypatch.setattr(any_lm_eval, "manager", lambda include: found)
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template that knows enable_thinking."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(tiny, tmp_path_factory.mktemp("models") / "thinker")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = tokenizer.chat_template + SWITCH
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A folder for each benchmark, with the file of its split."""
+    for name, split, own in (
+        ("aime24", "train", AIME24), ("aime25", "test", AIME25), ("math500", "test", MATH500), ("gpqa", "train", GPQA)
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    return tmp_path
+
+
+def words(model: Path, out: Path, *typed: str) -> list[str]:
+    base = ["model=hf", f"model.path={model}", f"out={out}", "wandb=disabled", f"cache_dir={out.parent / 'cache'}"]
+    return [*base, "task=lm_eval", *typed]
+
+
+def answered(out: Path) -> tuple[Any, dict[int, dict[str, Any]]]:
+    (path,) = out.glob("*/row.json")
+    lines = [json.loads(line) for line in (path.parent / "samples.jsonl").open()]
+    return read_row(path), {line["doc_id"]: line for line in lines}
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What models answer, by a piece of the prompt, in place of what they would say. `ends`: where generation stopped."""
+    texts: dict[str, str] = {}
+    original = adapter.generate
+
+    def spoken(model: Any, method: Any, ids: Any, *, stop: Any, max_new_tokens: int, **options: Any) -> Any:
+        result = original(model, method, ids, stop=stop, max_new_tokens=1, **options)
+        tokenizer = models.text_side("hf", {**model_options(), "path": model.config._name_or_path}).tokenizer
+        text = next(said for piece, said in texts.items() if piece in tokenizer.decode(ids[0]))
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ended = next((n for n in range(1, len(tokens) + 1) if stop(tokens[:n])), len(tokens))
+        return replace(result, token_ids=tokens[: min(ended, max_new_tokens)])
+
+    monkeypatch.setattr(adapter, "generate", spoken)
+    return texts
+
+
+def model_options() -> dict[str, Any]:
+    from pqcache.fields import option_fields
+    from pqcache.harness.config.options import ModelOptions
+
+    return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
+
+
+# -- the benchmarks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("aime24", "aime24"), ("aime25", "aime25"), ("minerva_math500", "math500")]
+)
+def test_mathematics(
+    name: str,
+    folder: str,
+    tiny: Path,
+    rows: Path,
+    tmp_path: Path,
+    says: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "minerva_math500" and importlib.util.find_spec("math_verify") is None:
+        typed = [f"task.name={name}", f"task.source={rows / folder}", "method=full"]
+        assert run.main(words(tiny, tmp_path / "out", *typed)) == 2
+        assert "math_verify" in capsys.readouterr().err
+        pytest.skip("math_verify is not installed")
+    says |= {"100 + 104": "That is \\boxed{204}. Question: and then? \\boxed{1}", "6 times 12": "It is 71."}
+    typed = [f"task.name={name}", f"task.source={rows / folder}", "task.answer_tokens=500", "method=full"]
+    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    row, lines = answered(tmp_path / "out")
+    assert list(row["sample_scores"][name].values()) == [100.0, 0.0]
+    (file,) = (rows / folder).iterdir()
+    assert row["data"]["source"] == str(rows / folder) and list(row["data"]["sha256"]) == [file.name]
+    if "aime" in name:
+        assert lines[0]["response"] == "That is \\boxed{204}. "  # cut where the definition says
+
+
+def test_choices_have_one_order(rows: Path) -> None:
+    """gpqa shuffles them with Python's random, whenever lm-eval asks for its documents."""
+    source = {"source": str(rows / "gpqa"), "metric": "exact_match,flexible-extract"}
+    orders = []
+    for _ in range(2):
+        task = task_of("lm_eval:gpqa_main_cot_zeroshot", source)
+        task.prepare(limit=None)
+        (loaded,) = task._load_tasks()["tasks"].values()  # type: ignore[attr-defined]
+        orders += [[doc["choices"] for doc in loaded.eval_docs] for _ in range(2)]
+        for doc in loaded.eval_docs:
+            assert doc["choices"]["(A)(B)(C)(D)".index(doc["answer"]) // 3] == doc["Correct Answer"]
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+
+
+def test_gpqa_by_the_filter_that_is_asked_for(tiny: Path, rows: Path, tmp_path: Path, says: dict[str, str]) -> None:
+    says |= {"correct answer": "I take (A). No, the answer: (B)"}
+    typed = [
+        "task.name=gpqa_main_cot_zeroshot",
+        f"task.source={rows / 'gpqa'}",
+        "method=full",
+        "task.max_new_tokens=100",
+    ]
+    assert run.main(words(tiny, tmp_path / "out", *typed, "task.metric='exact_match,flexible-extract'")) == 0
+    row, lines = answered(tmp_path / "out")
+    right = [100.0 * (lines[i]["target"] == "(B)") for i in range(2)]
+    assert list(row["sample_scores"]["gpqa_main_cot_zeroshot"].values()) == right
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["task.name=aime24", "task.source=/no/where"], "task.source=/no/where: is no folder; must be hub"),
+        (["task.name=aime24", "task.source={rows}"], "holds no train.jsonl or train.jsonl.gz or train.parquet"),
+        (["task.name=gpqa", "task.source={rows}/gpqa"], "gpqa is several tasks, with data of their own each"),
+        (["task.name=aime24", "task.source={rows}/aime24", "task.answer_tokens=0"], "task.answer_tokens=0: must be at"),
+        (["task.name=aime24", "task.source={rows}/aime24", "task.metric='exact_match,strict'"], "has the filters none"),
+        (["task.name=gpqa_main_zeroshot", "task.source={rows}/gpqa", "decode.temperature=1"], "scores given texts"),
+        (
+            ["task.name=aime24", "task.source={rows}/aime24", "model.thinking=true"],
+            "knows neither enable_thinking nor </th",
+        ),
+        (["task.name=aime24", "task.source={rows}/aime24", "model.thinking=false"], "knows no enable_thinking"),
+        (
+            ["task.name=aime24", "task.source={rows}/aime24", "model.thinking=true", "model.chat=false"],
+            "goes with a chat",
+        ),
+    ],
+)
+def test_one_line_before_any_model(
+    typed: list[str],
+    said: str,
+    tiny: Path,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    assert run.main(words(tiny, tmp_path / "out", "method=full", *(word.format(rows=rows) for word in typed))) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1
+
+
+# -- thoughts ------------------------------------------------------------------------------------------------------------
+
+
+def test_thoughts_are_kept_and_not_scored(
+    thinker: Path, rows: Path, tmp_path: Path, says: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stop string counts behind the thoughts only; an answer that never ended its thoughts is scored as a whole."""
+    thoughts = "<think>Question: is it \\boxed{7}?\n</think>\n"
+    says |= {"100 + 104": thoughts + "It is \\boxed{204}. Question: what next?", "6 times 12": "<think> \\boxed{72} or"}
+    typed = ["task.name=aime24", f"task.source={rows / 'aime24'}", "task.answer_tokens=500", "method=full"]
+    assert run.main(words(thinker, tmp_path / "on", *typed, "model.thinking=true")) == 0
+    row, lines = answered(tmp_path / "on")
+    assert list(row["sample_scores"]["aime24"].values()) == [100.0, 100.0]
+    assert lines[0]["response"] == thoughts + "It is \\boxed{204}. "
+    assert row["extra"]["thinking_ended"] == 0.5
+    assert run.main(words(thinker, tmp_path / "none", *typed)) == 0
+    row, lines = answered(tmp_path / "none")
+    assert list(row["sample_scores"]["aime24"].values()) == [0.0, 100.0]
+    assert lines[0]["response"] == "<think>"  # cut at the first stop string
+    assert "thinking" not in row["folder"] and "thinking_ended" not in row["extra"]
+    assert run.main(words(thinker, tmp_path / "off", *typed, "model.thinking=false")) == 0
+    _, off = answered(tmp_path / "off")
+    assert off[0]["prompt_end"].endswith("<think>\n\n</think>\n\n")
+    assert not lines[0]["prompt_end"].endswith("</think>\n\n")
+
+
+class Characters:
+    """A tokenizer of one token per character; token 0 is `</think>`, which may be special."""
+
+    def __init__(self, special: bool) -> None:
+        self.all_special_tokens = [thinking.END] if special else []
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        assert token == thinking.END
+        return 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        left_out = skip_special_tokens and self.all_special_tokens
+        return "".join(chr(i) if i else "" if left_out else thinking.END for i in ids)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_stop_strings_count_behind_the_thoughts(special: bool) -> None:
+    tokenizer = Characters(special)
+    ids = [*map(ord, "a STOP b"), 0, *map(ord, "answer " * 9), *map(ord, "STOP c")]
+    text = thinking.decode(tokenizer, ids, thinking=True)
+    assert text == "a STOP b</think>" + "answer " * 9 + "STOP c"
+    stop = thinking.stopper(tokenizer, ["STOP"], thinking=True)
+    assert stop is not None
+    first = next(n for n in range(1, len(ids) + 1) if stop(ids[:n]))
+    assert first == len(ids) - 2
+    cut = thinking.cut(thinking.decode(tokenizer, ids[:first], thinking=True), ["STOP"], thinking=True)
+    assert cut == "a STOP b</think>" + "answer " * 9
+    assert thinking.scored(cut) == "answer " * 9
+    assert thinking.scored("a</think>b</think>  c") == "c"
+    assert thinking.scored("no end") == "no end"
+
+
+# -- long answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_the_whole_answer(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    def cache(tokens: int) -> int:
+        typed = ["task.name=aime24", f"task.source={rows / 'aime24'}", "method=full", "model.max_length=40000"]
+        plan = make_plan(
+            compose_all(words(tiny, tmp_path / "out", *typed, f"task.answer_tokens={tokens}"), run.CONFIGS)
+        )
+        (one,) = survey.survey(plan, Session()).cells
+        assert one.memory is not None and one.counted.longest[1] == tokens
+        return one.memory.cache["device"]
+
+    token = 2 * 2 * 16 * 4 * 2  # K and V of two heads of 16 values in float32, two layers
+    grown = cache(32768) - cache(512)
+    assert grown == pytest.approx((32768 - 512) * token, rel=0.02)
+
+
+def test_a_sweep_goes_on_where_it_stopped(tiny: Path, rows: Path, tmp_path: Path, generated: list[int]) -> None:
+    typed = ["-m", "method=full,oracle", "budget=0.5", "task.name=aime24", f"task.source={rows / 'aime24'}"]
+    typed += ["task.answer_tokens=8", "shared_prefill=false"]
+    assert run.main(words(tiny, tmp_path / "out", *typed, "limit=1")) == 0
+    assert len(generated) == 2
+    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    assert len(generated) == 4
+
+
+def test_an_answer_that_grows_is_told() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    within = Within("full 1.0 aime24", stream, lambda: now[0])
+    within.begin("aime24 sample 3", 32768)
+    stop = within.watched(lambda ids: len(ids) == 3000)
+    for count in range(1, 3001):
+        now[0] += 1 / 32
+        assert stop([0] * count) == (count == 3000)
+    assert stream.getvalue().splitlines() == [
+        f"full 1.0 aime24: aime24 sample 3: {count:,} of at most 32,768 tokens, 32.0 tokens/s"
+        for count in (960, 1920, 2880)
+    ]
+    within.begin("aime24 sample 4", 32768)
+    now[0] += 29.9
+    within.token(5)
+    assert len(stream.getvalue().splitlines()) == 3
+
+    class Bar:
+        disable = False
+        texts: list[str] = []
+
+        def set_postfix_str(self, text: str) -> None:
+            self.texts.append(text)
+
+    within.bar = Bar()
+    within.token(6)
+    assert Bar.texts == ["aime24 sample 4: 6 of at most 32,768 tokens, 0.2 tokens/s"]
+    assert not within.watched(None)([1])
