@@ -4,6 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from pqcache.device import interpreter
+from pqcache.device.switch import triton_installed
+
+if triton_installed():
+    interpreter.mend()
+
 
 @pytest.fixture(scope="session")
 def llama() -> PreTrainedModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.device import interpreter
 from pqcache.device.switch import triton_installed
 from scripts.bench.gpu import method_rows
 from scripts.bench.gpu.clock import Machine, free
@@ -28,6 +29,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
         self._model: PreTrainedModel | None = None
+        if args.device == "cpu" and triton_installed():
+            interpreter.mend()
 
     @cached_property
     def machine(self) -> Machine:
