@@ -40,6 +40,7 @@ class Total:
         self._seen: set[tuple[str, str, int, int]] = set()  # cell, task, document, number of the answer
         self._sum = 0.0  # of the scores
         self._scored = 0
+        self._tpot: float | None = None  # ms, of the newest sample that was timed
         self._bar: Any = None
         self._stack = contextlib.ExitStack()
         self._start = self._last = 0.0
@@ -73,12 +74,15 @@ class Total:
         if self._missing and self.stream.isatty():
             self._open_bar(below=isinstance(plan.launch, LocalLaunch))
 
-    def sample(self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0) -> None:
+    def sample(
+        self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0, tpot: float | None = None
+    ) -> None:
         """A new sample is on disk."""
         if self._left.get(cell, 0) <= 0 or (cell, task, doc_id, draw) in self._seen:
             return  # computed again, for its diagnostics
         self._seen.add((cell, task, doc_id, draw))
         self._left[cell] -= 1
+        self._tpot = tpot if tpot is not None else self._tpot
         if score is not None:
             self._sum += score
             self._scored += 1
@@ -123,6 +127,8 @@ class Total:
             parts.append(f"{words.duration(seconds)} left")
         if self._scored:
             parts.append(f"score {self._sum / self._scored:.1f}")
+        if self._tpot is not None:
+            parts.append(f"TPOT {self._tpot:.1f} ms")
         return ", ".join(parts)
 
     def _seconds_left(self) -> float | None:

@@ -12,6 +12,7 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prompts
+from pqcache.harness.run.timing import tpot_ms
 from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ class Watch(Protocol):
     def begin(self, plan: RunPlan, session: Session) -> None:
         """The command is checked, and its first cell is about to run. Must not raise."""
 
-    def sample(self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0) -> None:
-        """A new sample of the cell of this name is on disk. draw: the answer's number."""
+    def sample(
+        self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0, tpot: float | None = None
+    ) -> None:
+        """A new sample of the cell of this name is on disk. draw: the answer's number. tpot: ms of a decode step, if timed."""
 
     def ended(self, cell: str) -> None:
         """No more samples of this cell will come."""
@@ -152,9 +155,12 @@ class Session:
         watch = self.watch
         if watch is None:
             return None
-        return lambda sample: watch.sample(
-            cell.name, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
-        )
+
+        def tell(sample: Sample) -> None:
+            tpot = tpot_ms([sample.get("step_s") or []], 0.5)
+            watch.sample(cell.name, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0), tpot)
+
+        return tell
 
     def facts(self, loaded: LoadedModel) -> environment.Facts:
         """Versions, git commit and the machine that runs a model, read once per device."""

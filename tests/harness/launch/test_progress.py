@@ -58,11 +58,11 @@ def test_samples_weigh_what_they_cost(
     assert stream.getvalue() == "2/6 samples, 0/2 cells, 2 min left, score 75.0\n"
     total.sample(first, "t", 1, 50.0)  # reported twice
     now[0] = 116.0
-    total.sample(second, "t", 0, None)
+    total.sample(second, "t", 0, None, tpot=12.34)
     total.sample("another", "t", 0, 0.0)
-    assert total.line() == "3/6 samples, 0/2 cells, 2 min left, score 75.0"
+    assert total.line() == "3/6 samples, 0/2 cells, 2 min left, score 75.0, TPOT 12.3 ms"
     total.ended(second)  # it failed
-    assert total.line() == "3/4 samples, 1/2 cells, 33 s left, score 75.0"
+    assert total.line() == "3/4 samples, 1/2 cells, 33 s left, score 75.0, TPOT 12.3 ms"
     total.end()
 
 
