@@ -275,6 +275,13 @@ def planned_tokens(method: Method, shape: ModelShape, tokens: int) -> int | None
     return round(fmean(totals)) if totals else None
 
 
+def allowed_tokens(method: Method, prompt: int, steps: int) -> float:
+    """Tokens that the budget gives: for a prompt, or the mean of `steps` decode steps after it where each has its own plan."""
+    if not method.replans or not steps:
+        return method.budget.total(prompt)
+    return fmean(method.budget.total(prompt + step) for step in range(steps))
+
+
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
     """Cost and result of one finished request, from the cache's ledger and the clock."""
     cache.wait()
@@ -301,7 +308,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
             **({} if ratio is None else {"published_ratio": ratio}),
             "attended_union": ledger.attended(all_layers=False, union=True),
             "context_tokens": ledger.context(),
-            **({} if budget_tokens is None else {"allowed_tokens": method.budget.total(planned)}),
+            **({} if budget_tokens is None else {"allowed_tokens": allowed_tokens(method, planned, ledger.steps)}),
             "content_bytes": sum(content.values()),
             **{f"content_{tier}_bytes": nbytes for tier, nbytes in content.items()},
         },

@@ -253,6 +253,14 @@ def test_prompts_too_short_to_be_compressed_are_marked() -> None:
     )
     whole = {"prompt_tokens": 300, "budget_tokens": 300, "attended_tokens": 301.0}
     assert "keeps 1.00 of prompts" in marked("method=oracle budget=512", **whole)
+    # the answer fills the budget: compared with what it gives at each step
+    extra = {"context_tokens": 900.0, "allowed_tokens": 505.0}
+    answer = {"prompt_tokens": 300, "budget_tokens": 300, "extra": extra}
+    assert marked("method=oracle budget=512", **answer, attended_tokens=506.0) == ""
+    assert marked("method=snapkv budget=512", **answer, attended_tokens=300.0) == (
+        "attends 300 tokens a step, 0.59 times the 505 of its budget. The rule is snapkv's own, at every step: everything until B"
+        " tokens are held, then ranked again, down to max(B - 64, B / 2), whenever B is reached."
+    )
     nearly = {"prompt_tokens": 1000, "budget_tokens": 903, "attended_tokens": 904.0}
     assert marked("method=oracle budget=0.9", **nearly) == ""
 

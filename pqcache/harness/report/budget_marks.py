@@ -61,6 +61,10 @@ def rule(row: Row) -> str:
     whose = f"The rule is {row['method']}'s own"
     if row.get("protocol") not in (None, "aligned"):
         whose += f" under protocol={row['protocol']}"
+    if _at_every_step(row):
+        from pqcache.selective.budget import RULES  # with torch, which reading rows does not need
+
+        return f"{whose}, at every step: {RULES[str(row['budget_rule'])]}."
     tokens = round(row["prompt_tokens"] - ((row["prompt_protocol"] or {}).get("question_tokens") or 0))
     plans = _plans(row, tokens)
     if not plans:
@@ -84,9 +88,18 @@ def _asked(row: Row) -> float | None:
     return row["budget_tokens"]
 
 
+def _at_every_step(row: Row) -> bool:
+    """Whether the row's budget holds at every step, not for the prompt alone."""
+    return row.get("budget_rule") not in (None, "prompt", "ignored", "own")
+
+
 def _keeps_the_prompt(row: Row) -> bool:
     """Whether (almost) all of the prompt is kept though the budget is far less, or a budget in tokens covers it."""
     applied = row["budget_applied"] or 0.0
+    if _at_every_step(row) and (context := (row.get("extra") or {}).get("context_tokens")):
+        return bool(
+            (row["attended_tokens"] or 0.0) >= WHOLE * context
+        )  # a long answer fills the budget of a short prompt
     if row["budget_ratio"] is not None:
         return applied >= WHOLE and applied > MORE * row["budget_ratio"]
     return (row["budget_tokens"] or 0.0) >= row["prompt_tokens"]
@@ -114,4 +127,5 @@ def _method(row: Row) -> Method:
     budget = Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(tokens or 0))
     known = set(option_fields(cls)) - set(retired(cls))
     options = {name: value for name, value in row["hyper_parameters"].items() if name in known}
-    return cls(budget=budget, protocol=row["protocol"], dense_layers=row["dense_layers"], **options)
+    common = {"budget": budget, "protocol": row["protocol"], "budget_rule": "prompt"}
+    return cls(**common, dense_layers=row["dense_layers"], **options)

@@ -143,7 +143,7 @@ class Row(TypedDict):
     git_commit: str | None  # `-dirty`: tracked files had changes
     device: str  # caption of the machine
     # Over the decode steps of attended_tokens: context_tokens, the mean length of the context, which full attention attends;
-    # allowed_tokens, what the budget gives for the prompt, of methods that spend it on tokens.
+    # allowed_tokens, what the budget gives for the prompt, or at each step (budget_rule), of methods that spend it on tokens.
     # content_<tier>_bytes: resident_bytes without unused buffer capacity; content_bytes: their sum.
     # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
     # whose answer differs
