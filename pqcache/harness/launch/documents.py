@@ -166,7 +166,7 @@ def _answer(loaded: LoadedModel, task: Any, doc: Any) -> int | None:
 
 def drawn(cell: Cell, counted: Counted) -> Counted:
     """The documents once for each answer that the cell draws."""
-    from pqcache.harness.run.adapter import drawn_marks
+    from pqcache.harness.run.prepared import drawn_marks
 
     decode, seed = cell.decode, cell.identity["seed"]
     if not decode.drawn:

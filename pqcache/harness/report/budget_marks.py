@@ -127,5 +127,5 @@ def _method(row: Row) -> Method:
     budget = Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(tokens or 0))
     known = set(option_fields(cls)) - set(retired(cls))
     options = {name: value for name, value in row["hyper_parameters"].items() if name in known}
-    common = {"budget": budget, "protocol": row["protocol"], "budget_rule": "prompt"}
-    return cls(**common, dense_layers=row["dense_layers"], **options)
+    layers, protocol = row["dense_layers"], row["protocol"]
+    return cls(budget=budget, protocol=protocol, budget_rule="prompt", dense_layers=layers, **options)

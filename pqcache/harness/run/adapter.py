@@ -17,7 +17,7 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from pqcache.harness.run import batches, thinking
 from pqcache.harness.run.chunks import Chunk, Chunks
 from pqcache.harness.run.likelihood import LikelihoodLM, TokenTask, bar_options
 from pqcache.harness.run.models import MARKERS, LoadedModel, question_start
+from pqcache.harness.run.prepared import Prepared, PromptRead, drawn_marks, stops
 from pqcache.harness.run.prompts import PromptFacts, Prompts, key_of
 from pqcache.harness.run.samples import (
     PROMPT_END,
@@ -36,7 +37,6 @@ from pqcache.harness.run.samples import (
     Sample,
     SampleLog,
     SampleMarks,
-    drawn_mark,
     fingerprint,
     make_sample,
     prompt_marks,
@@ -56,37 +56,6 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 256
 Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, response) -> 0..100
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One request in the model's terms."""
-
-    task: str
-    doc_id: int
-    ids: list[int]  # empty where they were not asked for
-    until: list[str]  # stop strings
-    new_tokens: int  # maximum
-    mark: str  # the sample's fingerprint
-    old_mark: str  # the same as older lines have it
-    stop_token: str | None  # its last token ends the answer and cannot begin it
-    wrapper: str  # see LoadedModel.wrapper
-    cut: tuple[int, int] | None  # (tokens a prompt may have before its middle is dropped, tokens dropped)
-    question: int  # tokens at the prompt's end that go through the decode path
-    known: PromptFacts
-    draw: int = 0  # the answer's number
-    sampling: Sampling | None = None  # how its tokens are drawn; None: greedy
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """What the row needs to know about a prompt."""
-
-    wrapper: str
-    cut: tuple[int, int] | None
-    tokens: int
-    bos_count: int | None
-    sha256: str  # of the wrapped text
 
 
 class HarnessLM(LikelihoodLM):
@@ -152,7 +121,7 @@ class HarnessLM(LikelihoodLM):
         self.timed = True  # false: times would not be of this process alone, and are dropped
         # a smoke run needs no warm-up: its times mean nothing; samples of batches have none
         self.warm = smoke or batch > 1
-        self.prompts: dict[tuple, _Prompt] = {}  # the same keys -> the prompts
+        self.prompts: dict[tuple, PromptRead] = {}  # the same keys -> the prompts
 
     @property
     def tokenizer_name(self) -> str:
@@ -227,7 +196,7 @@ class HarnessLM(LikelihoodLM):
             self.resumed += 1
         self.used[key] = sample
         known = prepared.known
-        self.prompts[task, doc_id] = _Prompt(known.wrapper, known.cut, known.tokens, known.bos_count, known.sha256)
+        self.prompts[task, doc_id] = PromptRead(known.wrapper, known.cut, known.tokens, known.bos_count, known.sha256)
         return sample
 
     def log_sample(self, request: Instance, prepared: Prepared, sample: Sample) -> Sample:
@@ -250,7 +219,7 @@ class HarnessLM(LikelihoodLM):
         """
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
-        until, new_tokens = self._settings(settings)
+        until, new_tokens = stops(settings, self.decode), self._new_tokens(settings)
         # The document may give the beginning of the model's turn.
         begin = str(request.doc["answer_prefix"]) if settings.get("begin_answer") else ""
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": self.loaded.weights}
@@ -314,7 +283,7 @@ class HarnessLM(LikelihoodLM):
     def note_prompt(self, key: tuple, wrapper: str, cut: tuple[int, int] | None, ids: list[int], text: str) -> None:
         bos = self.loaded.tokenizer.bos_token_id
         bos_count = ids.count(bos) if bos is not None else None
-        self.prompts[key] = _Prompt(wrapper, cut, len(ids), bos_count, hashlib.sha256(text.encode()).hexdigest())
+        self.prompts[key] = PromptRead(wrapper, cut, len(ids), bos_count, hashlib.sha256(text.encode()).hexdigest())
 
     def begin(self, task: str, doc_id: int, ids: list[int]) -> None:
         """Warm the kernels up once, and seed.
@@ -409,17 +378,10 @@ class HarnessLM(LikelihoodLM):
             "first_prompt": self.first_prompt,
         }
 
-    def _settings(self, settings: dict[str, Any]) -> tuple[list[str], int]:
-        """(stop strings, new tokens) of a request. How tokens are chosen is said by decode.*, and not by the task."""
-        until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        if int(settings.get("num_beams") or 1) != 1:
-            raise ValueError(f"num_beams={settings['num_beams']}: beam search is not supported")
-        if settings.get("do_sample") and not self.decode.drawn:
-            asks = f"the task's definition samples at temperature {settings.get('temperature', 1.0)}"
-            raise ValueError(f"decode.temperature=0: only greedy decoding, but {asks}; set decode.temperature")
-        new_tokens = settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens
-        return [s for s in until if s], min(int(new_tokens), NEW_TOKENS) if self.smoke else int(new_tokens)
+    def _new_tokens(self, settings: Mapping[str, Any]) -> int:
+        """How many tokens an answer may have."""
+        asked = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens)
+        return min(asked, NEW_TOKENS) if self.smoke else asked
 
     def ends(self, prepared: Prepared) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(tokens that end the answer, tokens that cannot begin it)."""
@@ -481,9 +443,3 @@ class HarnessLM(LikelihoodLM):
     def scored(self, response: str) -> str:
         """What of an answer is scored: without its thoughts."""
         return thinking.scored(response) if self.thinks else response
-
-
-def drawn_marks(mark: str, old_mark: str, decode: DecodeOptions, seed: int, draw: int) -> tuple[str, str]:
-    """The fingerprints of a drawn answer, from those of the greedy one. draw: its number."""
-    settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": seed, "draw": draw}
-    return drawn_mark(mark, settings), drawn_mark(old_mark, settings)

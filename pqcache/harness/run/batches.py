@@ -17,7 +17,8 @@ from pqcache.selective import NonFinite, NotApplicable, OwnPrefill, Request, gen
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-    from pqcache.harness.run.adapter import HarnessLM, Prepared
+    from pqcache.harness.run.adapter import HarnessLM
+    from pqcache.harness.run.prepared import Prepared
     from pqcache.harness.run.samples import Sample
     from pqcache.harness.run.sharing import Recorder
     from pqcache.selective import Prefill

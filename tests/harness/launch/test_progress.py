@@ -116,7 +116,9 @@ def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
     assert PLAN.match(said.out), said.out
     assert said.out.count("plan: ") == 1
     assert "\r" not in said.err  # no bar where output is redirected
-    lines = re.findall(r"^(\d+)/16 samples, (\d)/2 cells(, [\d.]+ \w+ left)?, score [\d.]+(?:, TPOT [\d.]+ ms)?$", said.err, re.M)
+    lines = re.findall(
+        r"^(\d+)/16 samples, (\d)/2 cells(, [\d.]+ \w+ left)?, score [\d.]+(?:, TPOT [\d.]+ ms)?$", said.err, re.M
+    )
     assert [int(count) for count, _, _ in lines] == list(range(1, 17))
     assert lines[-1][1] == "2"
     assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0

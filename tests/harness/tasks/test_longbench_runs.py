@@ -17,7 +17,7 @@ from huggingface_hub import constants
 import run
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import adapter as lm
-from pqcache.harness.run import models
+from pqcache.harness.run import models, thinking
 from pqcache.harness.tasks.longbench.constructed import construct
 from pqcache.harness.tasks.longbench.data_sets import BUCKETS, DATASETS, UNWRAPPED
 from tests.harness.tasks.test_longbench import make_row, write_files
@@ -96,7 +96,7 @@ def test_the_mean_over_data_sets_does_not_count_rows(
     rows = [make_row(input=f"Who{i}?", answers=["cat"]) for i in range(3)]
     folder = write_files(tmp_path / "data", hotpotqa=rows, qasper=rows[:1], gov_report=rows)
     answers = iter(["cat", "dog", "dog", "cat"])
-    monkeypatch.setattr(lm, "cut", lambda text, until: next(answers))
+    monkeypatch.setattr(thinking, "cut", lambda text, until, thinking: next(answers))
     assert start("task=longbench", f"task.source={folder}", "task.datasets=[hotpotqa,qasper]", "limit=null") == 0
     row = only_row(tmp_path)
     assert {name: t["n_samples"] for name, t in row["tasks"].items()} == {
