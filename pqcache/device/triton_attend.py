@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import launch
+from pqcache.device.switch import cdiv, launch, power_of_2
 
 _TILE = 64  # tokens per visit
 _ROWS = 16  # rows of the query tile, the least that a matrix instruction takes; a group is padded to it
@@ -205,9 +205,9 @@ def gather(
     d = k.shape[-1]
     out = [torch.empty((n, h_kv, widest, d), dtype=k.dtype, device=indices.device) for _ in range(2)]
     tile = 32
-    launch(_gather, (triton.cdiv(widest, tile), n * h_kv), indices)(
+    launch(_gather, (cdiv(widest, tile), n * h_kv), indices)(
         k, v, indices, plan, *out, n_sink, widest, k.stride(0), k.stride(1), k.stride(2),
-        HEADS=h_kv, D=d, DIMS=triton.next_power_of_2(d), TILE=tile,
+        HEADS=h_kv, D=d, DIMS=power_of_2(d), TILE=tile,
     )  # fmt: skip
     return out[0], out[1]
 
@@ -217,7 +217,7 @@ def splits_for(device: torch.device, tasks: int, tokens: int) -> int:
     if device.type != "cuda":
         return max(1, min(3, tokens // _TILE))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(2 * processors // tasks, triton.cdiv(tokens, 2 * _TILE)))
+    return max(1, min(2 * processors // tasks, cdiv(tokens, 2 * _TILE)))
 
 
 def attend(
@@ -255,7 +255,7 @@ def attend(
     parts = torch.empty((n, h_kv, splits, g, d), dtype=torch.float32, device=q.device)
     lse = torch.empty((n, h_kv, splits, g), dtype=torch.float32, device=q.device)
     out = torch.empty((n, 1, h, d), dtype=q.dtype, device=q.device)
-    dims = max(16, triton.next_power_of_2(d))
+    dims = max(16, power_of_2(d))
     middle = sinks if chosen is None else chosen
     strides = [x.stride(i) for x in (sinks[0], middle[0], local[0]) for i in range(3)]
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
@@ -266,12 +266,12 @@ def attend(
     launch(_attend, (n * h_kv, splits), q)(
         q.contiguous(), *sinks, *middle, *local, cursor if indices is None else indices, cursor, plan, parts, lse,
         scaling, ring, n_sink, 0 if indices is None else indices.shape[2], splits, *strides,
-        HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, triton.next_power_of_2(g)), TILE=_TILE,
+        HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, power_of_2(g)), TILE=_TILE,
         CHOSEN=chosen is not None, CHOSEN_KIND=_IN_ORDER if indices is None else _PICKED, ONE=one, WIDE=wide,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     launch(_merge, (n * h,), q)(
         parts, lse, out, cursor, splits,
-        HEADS=h_kv, G=g, D=d, DIMS=triton.next_power_of_2(d), SPLITS=triton.next_power_of_2(splits), ADVANCE=advance,
+        HEADS=h_kv, G=g, D=d, DIMS=power_of_2(d), SPLITS=power_of_2(splits), ADVANCE=advance,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import launch
+from pqcache.device.switch import cdiv, launch, power_of_2
 
 # columns of a tally (n, 3) int64: look-ups and hits in tokens, blocks that came in
 LOOKUPS, HITS, REFILLS = 0, 1, 2
@@ -173,9 +173,9 @@ def read(
     out = [torch.empty((n, h_kv, widest, d), dtype=host[0].dtype, device=indices.device) for _ in range(2)]
     strides = [x.stride(i) for x in (cache[0], host[0]) for i in range(3)]
     tile = 32
-    launch(_read, (triton.cdiv(widest, tile), n * h_kv), indices)(
+    launch(_read, (cdiv(widest, tile), n * h_kv), indices)(
         *cache, *host, indices, slot, counts, tally, cursor, plan, *out, n_sink, widest, block, slot.shape[1], *strides,
-        HEADS=h_kv, D=d, DIMS=triton.next_power_of_2(d), TILE=tile, HITS=HITS,
+        HEADS=h_kv, D=d, DIMS=power_of_2(d), TILE=tile, HITS=HITS,
     )  # fmt: skip
     return out[0], out[1]
 
@@ -209,7 +209,7 @@ def admit(
     slots, topk = content.shape[1], incoming.shape[1]
     order = counts.sort(dim=1, descending=True, stable=True)
     counts.zero_()
-    sizes = [triton.next_power_of_2(x) for x in (n, slots, topk)]
+    sizes = [power_of_2(x) for x in (n, slots, topk)]
     launch(_admit, (n,), content)(
         order.indices, order.values, slot, content, uses, stamp, clock, incoming, tally, chance, cursor, plan,
         n, n_sink, block, columns, min_columns, min(topk, columns), topk, slots,

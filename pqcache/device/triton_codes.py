@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import launch
+from pqcache.device.switch import cdiv, launch, power_of_2
 
 _JOINT = 4096  # entries of a table of joint codes that one program holds
 _BLOCK = 4096  # tokens per program
@@ -314,7 +314,7 @@ def histogram(
         return None
     n, _, capacity = codes.shape
     amount = torch.zeros((n, h_kv, size), dtype=torch.int32, device=codes.device)
-    grid = (max(1, triton.cdiv(capacity, _BLOCK)), n * h_kv)
+    grid = (max(1, cdiv(capacity, _BLOCK)), n * h_kv)
     launch(_histogram, grid, codes)(
         codes, cursor, plan, amount, n_sink, codes.stride(0), codes.stride(1),
         HEADS=h_kv, M=m, C=c, SIZE=size, BLOCK=_BLOCK, num_warps=8,
@@ -355,8 +355,8 @@ def enter(
         k if codes is None else codes, a, b, x, y, cursor, plan, tables, tables if amount is None else amount,
         scaling, ring, n_sink, 0 if codes is None else codes.stride(0), 0 if codes is None else codes.stride(1),
         a.stride(0), a.stride(1), a.stride(2), x.stride(0), x.stride(1), x.stride(2),
-        HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=triton.next_power_of_2(d // m), G=g,
-        CHUNK=min(64, max(16, triton.next_power_of_2(c))), SIZE=0 if amount is None else amount.shape[2],
+        HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=power_of_2(d // m), G=g,
+        CHUNK=min(64, max(16, power_of_2(c))), SIZE=0 if amount is None else amount.shape[2],
         CODED=centroids is not None, FAR=far is not None,
     )  # fmt: skip
     return tables
@@ -379,7 +379,7 @@ def select(
     plan[r][1] entries are valid.
     """
     n, h_kv, g, m, c = tables.shape
-    blocks = max(1, triton.cdiv(capacity, _BLOCK))
+    blocks = max(1, cdiv(capacity, _BLOCK))
     grid = (blocks, n * h_kv)
     line = (n_sink, codes.stride(0), codes.stride(1))
     level = torch.empty((n, h_kv, 2), dtype=torch.int32, device=codes.device)
@@ -388,7 +388,7 @@ def select(
     bits = torch.empty((n, h_kv, width), dtype=torch.int32, device=codes.device)
     shape = {"HEADS": h_kv, "M": m, "C": c}
     block = {"BLOCK": _BLOCK, "num_warps": 8}
-    padded = triton.next_power_of_2(blocks)
+    padded = power_of_2(blocks)
     if amount is not None:
         launch(_weigh, (n * h_kv,), codes)(tables, amount, plan, bits, level, **shape, G=g, SIZE=width, num_warps=8)
     else:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import launch
+from pqcache.device.switch import cdiv, launch, power_of_2
 
 _TILE = 64  # points per visit
 _BLOCK = 4096  # points per program
@@ -180,10 +180,10 @@ def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean (G, 1, d) and mean variance over d (G,) of points x as in `nearest`, fp32; they are read once, as they are."""
     x = by_group(x)
     groups, n, d = x.shape[0] * x.shape[1] * x.shape[2], x.shape[3], x.shape[4]
-    blocks = triton.cdiv(n, _BLOCK)
+    blocks = cdiv(n, _BLOCK)
     total, square = (torch.empty((groups, blocks, d), dtype=torch.float32, device=x.device) for _ in range(2))
     launch(_moments, (blocks, groups), x)(
-        x, total, square, n, blocks, _BLOCK, *_layout(x), d, TILE=_TILE, DIMS=triton.next_power_of_2(d), num_warps=4
+        x, total, square, n, blocks, _BLOCK, *_layout(x), d, TILE=_TILE, DIMS=power_of_2(d), num_warps=4
     )
     shift = total.double().sum(1) / n
     variance = square.double().sum(1) / n - shift.square()
@@ -209,9 +209,9 @@ def nearest(
     groups = torch.arange(x.shape[0] * x.shape[1] * x.shape[2], device=x.device) if groups is None else groups
     a, n, d = len(groups), x.shape[3], x.shape[4]
     c = centroids.shape[1]
-    dims, centers = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(c))
+    dims, centers = max(16, power_of_2(d)), max(16, power_of_2(c))
     block = _BLOCK * max(1, centers // 256)  # the sums of many centroids take memory: fewer blocks
-    blocks = triton.cdiv(n, block)
+    blocks = cdiv(n, block)
     codes = torch.empty((a, n), dtype=torch.int32, device=x.device)
     best = torch.empty((a, n), dtype=torch.float32, device=x.device)
     sums = torch.empty((a, blocks if add else 0, c, d), dtype=torch.float32, device=x.device)
@@ -224,12 +224,12 @@ def nearest(
             D=d, DIMS=dims, C=c, CENTERS=centers, TILE=_TILE, BLOCK=block, ADD=add, num_warps=8,
         )  # fmt: skip
         return codes, best, sums.sum(1), counts.sum(1)
-    tile = triton.cdiv(n, _TILE), triton.cdiv(c, _TILE)
+    tile = cdiv(n, _TILE), cdiv(c, _TILE)
     launch(_assign, (tile[0], a), x)(
         x, groups, middle, centroids, norms, codes, best, n, *layout, c, d, TILE=_TILE, PART=_PART, num_warps=8
     )
     if add:
-        launch(_add, (blocks, tile[1], a * triton.cdiv(d, _TILE)), x)(
+        launch(_add, (blocks, tile[1], a * cdiv(d, _TILE)), x)(
             x, groups, middle, codes, sums, counts, n, blocks, block, *layout, c, d, TILE=_TILE, PART=_TILE, num_warps=8
         )
     return codes, best, sums.sum(1), counts.sum(1)

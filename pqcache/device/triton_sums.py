@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import launch
+from pqcache.device.switch import cdiv, launch, power_of_2
 from pqcache.store.transfer import send
 
 _TILE = 64  # queries, and keys, per visit
@@ -124,15 +124,13 @@ def add(
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
     wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"
     sizes = {
-        "HEADS": h, "G": h // k.shape[1], "D": d, "DIMS": max(16, triton.next_power_of_2(d)), "TILE": _TILE, "WIDE": wide,
+        "HEADS": h, "G": h // k.shape[1], "D": d, "DIMS": max(16, power_of_2(d)), "TILE": _TILE, "WIDE": wide,
         "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
     if lse is None:
         lse = torch.empty((n, h, t), dtype=torch.float32, device=q.device)
-        launch(_row_lse, (triton.cdiv(max(counts), _TILE), n * h), q)(
-            q, k, rows[0], rows[1], lse, scaling, t, *lines, **sizes
-        )
-    launch(_column_sums, (triton.cdiv(max(stored), _TILE), n * h), q)(
+        launch(_row_lse, (cdiv(max(counts), _TILE), n * h), q)(q, k, rows[0], rows[1], lse, scaling, t, *lines, **sizes)
+    launch(_column_sums, (cdiv(max(stored), _TILE), n * h), q)(
         q, k, rows[0], rows[1], rows[2], lse.float().contiguous(), sums, scaling, t, *lines, sums.stride(0), sums.stride(1),
         WINDOW=windows is not None, **sizes,
     )  # fmt: skip
