@@ -158,7 +158,9 @@ def _cache(
         return {DEVICE: whole * shape.n_layers}, method is not None
     if isinstance(method, EvictionMethod):
         plans = [method.plan(prompt_tokens, layer, shape.n_layers).total for layer in rest]
-        most = max(*plans, method.budget.tokens or 0) + 1 if method.replans and method.budget.tokens else tokens
+        most = tokens
+        if method.replans and method.budget.tokens:  # refreshed ones drop before they take another token
+            most = max(*plans, method.budget.tokens) + (not method.refreshes)
         entries = sum(round_up(min(min(prompt_tokens, plan) + new_tokens, most)) for plan in plans)
         copies = shape.group if method.repeats_kv else 1
         return {DEVICE: whole * dense + entries * copies * (kept + ENTRY * shape.h_kv)}, True

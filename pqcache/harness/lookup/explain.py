@@ -50,16 +50,18 @@ def text(asked: str) -> str:
         group, _, name = key.partition("=")
         return _name(name, [group]) if group in GROUPS else _unknown(asked)
     top = options(RunOptions)
-    if key in top:
-        return "\n".join([f"{key}", *_facts(top[key])])
+    named = any(key in options_of(g, places.CONFIGS) for g in GROUPS)
+    if key in top:  # diagnostics is an experiment, too
+        both = [_name(key, GROUPS)] if named else []
+        return "\n\n".join(["\n".join([f"{key}", *_facts(top[key])]), *both])
     if key in GROUP_MEANINGS or key in OTHER_KEYS:
         return "\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])
     if dot and group in NODES:
         owners = having(group)
         return _option(key, {owner: found[name] for owner, found in owners.items() if name in found}) or _unknown(asked)
+    if named:
+        return _name(key, GROUPS)
     if not dot:
-        if any(key in options_of(g, places.CONFIGS) for g in GROUPS):
-            return _name(key, GROUPS)
         bare = [(g, {o: found[key] for o, found in having(g).items() if key in found}) for g in NODES]
         if texts := [_option(f"{g}.{key}", owners) for g, owners in bare if owners]:
             return "\n\n".join(texts)
