@@ -208,7 +208,7 @@ def answer(model: PreTrainedModel, method: Method, graph: str) -> tuple:
     return result.token_ids, result.bytes_per_step, result.attended_tokens_all_layers, len(result.step_s)
 
 
-@pytest.mark.parametrize("name", ["host", "snapkv"])
+@pytest.mark.parametrize("name", [pytest.param("host", marks=pytest.mark.rest), "snapkv"])
 def test_generate_records_its_steps(llama: PreTrainedModel, recordable: list[int], name: str) -> None:
     """The first decode step makes what later ones reuse, the second runs before it is recorded, nine are replayed."""
     expected = answer(llama, METHODS[name](), "off")

@@ -115,7 +115,7 @@ def test_a_wrong_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         "method=oracle method.n_sink=4 budget=512 attn=sdpa diagnostics=true",
         "method=kvcrush method.base=h2o protocol=paper question_as_decode=true",
         "task=longbench task.datasets=[hotpotqa,qasper] method=quest dense_layers=1",
-        "model=hf \"model.path='{folder}'\" task=lm_eval task.name=arc_easy",
+        pytest.param("model=hf \"model.path='{folder}'\" task=lm_eval task.name=arc_easy", marks=pytest.mark.rest),
         "method=snapkv smoke=true",
     ],
 )

@@ -98,10 +98,10 @@ def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
         before = now
 
 
-@pytest.mark.parametrize("prompt", [SHORT, LONG])
+@pytest.mark.parametrize("prompt", [SHORT, pytest.param(LONG, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("usual", USUAL)
 def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
-    check(llama, usual, prompt, 120)
+    check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
 
 
 @pytest.mark.rest

@@ -73,6 +73,7 @@ def test_the_example_has_a_yaml_with_every_option(project: Path) -> None:
     assert options["recent_ratio"] == 0.5
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(900)
 def test_its_command_gives_a_score_above_zero(project: Path, section: str, tmp_path: Path) -> None:
     shell(project, *python(code_block(section, "")), f"out={tmp_path}", "wandb=disabled")

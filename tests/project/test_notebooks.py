@@ -74,6 +74,7 @@ def test_notebooks_on_the_reference_rows(repo: Path, tmp_path: Path, monkeypatch
     assert "Warning" not in page
 
 
+@pytest.mark.rest
 def test_quickstart_notebook(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As committed: the embedded model under several methods."""
     page = _execute(repo / "notebooks" / "quickstart.ipynb", None, tmp_path, monkeypatch)
