@@ -104,7 +104,7 @@ def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, promp
     check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
 
 
-@pytest.mark.rest
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [SHORT, LONG])
 def test_the_rule_holds_through_600_tokens(llama: PreTrainedModel, case: Case, prompt: int) -> None:
     check(llama, case, prompt, 600)
