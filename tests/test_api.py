@@ -31,19 +31,8 @@ import pqcache
 from pqcache.registry import METHODS
 from pqcache.selective import Budget, Request, SelectiveCache, attach, generate, generate_batch
 from pqcache.selective.attach import check_config
+from tests.invariants.cases import SMALL
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 # method -> options and budget for prompts of about a hundred tokens
 SETTINGS: dict[str, dict[str, Any]] = {

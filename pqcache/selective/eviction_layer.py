@@ -249,7 +249,7 @@ class EvictionLayer(Evictor, StagedLayer):
     def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
         self.method = method
         StagedLayer.__init__(self, layer_idx, replace(shape, h_kv=shape.h) if method.repeats_kv else shape)
-        self.given = shape
+        self.model_shape = shape
 
     def clear(self) -> None:
         super().clear()

@@ -104,7 +104,7 @@ class SelectiveLayer(CacheLayerMixin):
         super().__init__()
         self.layer_idx = layer_idx
         self.shape = shape  # of what is stored
-        self.given = shape  # of what the model hands over
+        self.model_shape = shape  # of what the model hands over
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
         # set by the cache; weak, so that a dropped cache is freed at once
         self.owner: weakref.ref[SelectiveCache] | None = None
@@ -184,7 +184,7 @@ class SelectiveLayer(CacheLayerMixin):
             self.selected = None
             return out
         self.take_back()
-        self.given.check(q, k, v)
+        self.model_shape.check(q, k, v)
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
             # the peak: this layer still holds its whole prompt, earlier layers have evicted, indexed or packed theirs

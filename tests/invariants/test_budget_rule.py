@@ -75,7 +75,7 @@ def holds(method: Method, rule: str, c: int, now: list[float], before: list[floa
     if rule == "refreshed" and len(set(now)) > 1:
         return False
     if before is not None and sum(before) / len(before) < B:
-        return now == [a + 1 for a in before] or page > 1
+        return now == [a + 1 for a in before]
     top = B if before is None else refreshed_to(B)
     return top - page < mean <= top
 

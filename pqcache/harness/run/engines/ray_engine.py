@@ -80,7 +80,7 @@ class RayEngine:
             options["address"] = self.launch.address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without GPUs keeps what it sees
-        # a local cluster's workers are this command: at Ray's low priority, 15, others' programs would be in their times
+        # Ray starts workers at low priority (nice 15): beside any other program they starve, and their times include its work
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             self._ray.init(**options)
