@@ -23,7 +23,7 @@ from typing import Any
 from scripts.cluster.same_rows import differences, rows, samples
 
 ROOT = Path(__file__).resolve().parents[2]
-SWEEP = ["-m", "method=full,pqcache,streaming,snapkv", "budget=0.2,0.1", "task=pocket_qa", "wandb=disabled"]
+SWEEP = ["-m", "method=full,pqcache,streaming,snapkv,sparq", "budget=0.2,0.1", "task=pocket_qa", "wandb=disabled"]
 WORKERS = ("launch=ray", "launch.workers=4", "launch.gpus_per_worker=1", "launch.cpus_per_worker=1")
 STARTS = 5  # tries to start a node: on a busy machine its start may time out
 DEEDS = ("kill a worker", "remove a node", "kill the driver")
