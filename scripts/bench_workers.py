@@ -36,7 +36,8 @@ RUNS = {
     "two workers": (1, ("launch=ray", "launch.workers=2", "launch.cpus_per_worker=1")),
     "local, two threads": (2, ("launch=local",)),
 }
-BESIDE = "local, two threads"  # for comparison: the first round alone runs it
+COMPARED = ("one worker", "two workers")
+BESIDE = "local, two threads"  # run once, after the last round
 
 
 def folder_name(name: str) -> str:
@@ -67,9 +68,9 @@ def main() -> int:
     different: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for index in range(arguments.rounds):
-            for name, (threads, launch) in RUNS.items():
-                if name == BESIDE and index > 0:
-                    continue
+            last = index == arguments.rounds - 1
+            for name in (*COMPARED, BESIDE) if last else COMPARED:
+                threads, launch = RUNS[name]
                 out = Path(folder) / f"{index}-{folder_name(name)}"
                 seconds[name].append(timed(arguments.overrides, threads, launch, out))
                 print(f"round {index + 1}, {name}: {seconds[name][-1]:.0f} s", flush=True)

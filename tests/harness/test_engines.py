@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from pqcache.harness.config.launch import RayLaunch, SlurmLaunch
 from pqcache.harness.config.options import Refused
 from pqcache.harness.run.engines import slurm_engine
 from pqcache.harness.run.engines.follow import Follower
-from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult
+from pqcache.harness.run.engines.slurm_engine import shares
+from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, range_sizes
 from scripts.cluster import disturb_ray
 from scripts.cluster.same_rows import differences
 from tests.harness.cells import ONE_THREAD, REPO
@@ -170,6 +172,99 @@ def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Refused, match="the package ray is not installed"):
         RayEngine(RayLaunch())
+
+
+def test_units_get_smaller_and_no_worker_waits_long_for_the_last() -> None:
+    assert range_sizes(115, 2) == [29, 29, 15, 15, 7, 7, 4, 4, 2, 2, 1]
+    for documents, workers, batch in ((1, 8, 1), (7, 3, 1), (500, 8, 1), (500, 8, 16), (33, 2, 8)):
+        sizes = range_sizes(documents, workers, batch)
+        assert sum(sizes) == documents
+        assert sizes == sorted(sizes, reverse=True)
+        assert all(size % batch == 0 for size in sizes[:-1])
+        ends = [0] * workers  # a free worker takes the next unit
+        for size in sizes:
+            ends[ends.index(min(ends))] += size
+        assert max(ends) - min(ends) <= batch
+
+
+def test_lists_of_units_are_as_long_as_each_other_and_none_is_empty() -> None:
+    sizes = range_sizes(400, 4)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    units = [Unit("m", ("a", "b"), "t", start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    lists = shares(units, 4)
+    assert [unit for part in lists for unit in part] == units
+    documents = [sum((unit.stop or 0) - unit.first for unit in part) for part in lists]
+    assert len(documents) == 4
+    assert max(documents) - min(documents) <= max(sizes)
+    latency = [Unit("m", (name,), "t", timed=True, whole=True) for name in "abc"]
+    assert shares(latency, 8) == [[unit] for unit in latency]
+    assert shares(latency, 1) == [latency]
+
+
+class FakeRay:
+    """Stands for the package: an actor's answers are there at once."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def wait(self, references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return references[:1], references[1:]
+
+    def get(self, reference: Any) -> Any:
+        return reference.value
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+class Answer:
+    """What a remote call returns."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class FakeActor:
+    """A worker on node "here". Its units are noted."""
+
+    def __init__(self) -> None:
+        self.units: list[str] = []
+        self.start = SimpleNamespace(remote=lambda: Answer(None))
+        self.node = SimpleNamespace(remote=lambda: Answer("here"))
+        self.run = SimpleNamespace(remote=self._run)
+
+    def _run(self, unit: Unit, attempt: int) -> Answer:
+        self.units.append(unit.name)
+        return Answer(UnitResult(unit.name, "done", attempt))
+
+
+def test_one_ray_worker_of_a_host_stays_for_the_times(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    from pqcache.harness.run.engines.ray_engine import RayEngine
+
+    started: list[FakeActor] = []
+
+    def actor(self: Any, job: Job, host: str | None) -> FakeActor:
+        started.append(FakeActor())
+        return started[-1]
+
+    monkeypatch.setattr(RayEngine, "actor", actor)
+    engine: Any = RayEngine.__new__(RayEngine)
+    engine._ray, engine._idle, engine.workers, engine._gpus = FakeRay(), {}, 2, 0.0
+    engine.launch = RayLaunch(workers=2)
+    monkeypatch.setattr(engine, "_nodes", lambda: {"here": {"CPU": 4}})
+    events: list[Any] = []
+    engine.run(job, UNITS, events.append, alone=False)
+    timed = Unit("m", ("cell",), "task", timed=True)
+    engine.run(job, [timed], events.append, alone=True)
+    assert [event.status for event in events if isinstance(event, UnitResult)] == ["done"] * 5
+    assert len(started) == 2
+    assert sum(timed.name in worker.units for worker in started) == 1
+    assert len(engine._ray.killed) == 1  # nothing else of the run is on the host meanwhile
+    assert timed.name not in engine._ray.killed[0].units
 
 
 # -- Ray: two real workers on this machine ----------------------------------------------------------------------------------

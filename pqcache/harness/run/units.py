@@ -15,7 +15,6 @@ from typing import Any, Literal
 from pqcache.harness.config.cells import Cell
 
 OWN_PREFILLS = 5  # at least so many samples of a cell are timed with their own prefill
-UNITS_PER_WORKER = 4  # so that no worker waits long for the last one
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,26 @@ def make_units(group: Sequence[Cell], model: str, *, documents: int, tasks: int,
         return [Unit(model, names, label, timed=True, whole=True)]
     batch = group[0].run.batch
     own = 0 if group[0].run.diagnostics else min(documents, own_documents(tasks, batch))
-    size = max(1, math.ceil((documents - own) / (workers * UNITS_PER_WORKER * batch))) * batch
     units = [Unit(model, names, label, 0, own, timed=True)] if own else []
-    return units + [
-        Unit(model, names, label, start, min(documents, start + size)) for start in range(own, documents, size)
-    ]
+    start = own
+    for size in range_sizes(documents - own, workers, batch):
+        units.append(Unit(model, names, label, start, start + size))
+        start += size
+    return units
+
+
+def range_sizes(documents: int, workers: int, batch: int = 1) -> list[int]:
+    """Documents of each unit: one unit a worker shares half of what is left, then again half of the rest, down to one batch.
+
+    Large units first, small ones last, so that all workers end at nearly the same time (factoring; Hummel, Schonberg and
+    Flynn 1992). All but the last are whole batches.
+    """
+    sizes: list[int] = []
+    left = documents
+    while left > 0:
+        size = math.ceil(left / (2 * workers * batch)) * batch
+        for _ in range(workers):
+            if left > 0:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+    return sizes

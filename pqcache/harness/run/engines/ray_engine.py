@@ -43,6 +43,12 @@ class RayWorker:
         result: UnitResult = self._worker.run(unit, attempt)
         return result
 
+    def node(self) -> str:
+        """Ray's name of the node that this worker runs on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
 
 @dataclass
 class _Slot:
@@ -61,6 +67,7 @@ class RayEngine:
         except ImportError:
             raise Refused(["launch=ray: the package ray is not installed; pip install 'pqcache-lab[ray]'"]) from None
         self.launch, self._ray = launch, ray
+        self._idle: dict[str, Any] = {}  # node -> a worker that has started and may run more units of the same job
         self._connect()
         self._gpus = launch.gpus_per_worker
         if self._gpus is None:
@@ -104,6 +111,21 @@ class RayEngine:
         number = len(hosts) if alone else self.workers
         _Round(self, job, units, report, hosts, min(number, len(units))).run()
 
+    def retire(self, actor: Any) -> None:
+        """A worker has nothing left to do. One of each host stays for the next call of `run`, with its loaded model."""
+        try:
+            node = self._ray.get(actor.node.remote())
+        except self._ray.exceptions.RayError:  # lost since its last unit
+            return
+        if node in self._idle:
+            self._ray.kill(actor)
+        else:
+            self._idle[node] = actor
+
+    def idle(self, host: str) -> Any | None:
+        """The worker that stayed on a host, if one did. It is the caller's now."""
+        return self._idle.pop(host, None)
+
     def actor(self, job: Job, host: str | None) -> Any:
         """A new worker, on one host or wherever there is room. It may wait for room."""
         assert self._gpus is not None
@@ -123,6 +145,8 @@ class RayEngine:
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
+        for actor in self._idle.values():
+            self._ray.kill(actor)
         self._ray.shutdown()
 
 
@@ -144,7 +168,12 @@ class _Round:
     def run(self) -> None:
         try:
             for index in range(self._number):
-                self._add(self._hosts[index] if self._hosts else None)
+                host = self._hosts[index] if self._hosts else None
+                started = self._engine.idle(host) if host else None
+                if started is None:
+                    self._add(host)
+                else:
+                    self._give(started)
             while self._waiting or any(slot.unit for slot in self._slots.values()):
                 if not self._slots:
                     return self._give_up()
@@ -177,7 +206,7 @@ class _Round:
         if unit is not None:
             self._report(value)
         if not self._waiting:
-            self._ray.kill(slot.actor)
+            self._engine.retire(slot.actor)
             return
         self._give(slot.actor)
 

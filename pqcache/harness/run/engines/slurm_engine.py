@@ -192,9 +192,8 @@ class _Round:
         """Submit units as one array; a task takes neighbours, which share a model."""
         if not units:
             return
-        number = min(self._launch.workers, len(units))
-        ends = [len(units) * index // number for index in range(number + 1)]
-        lists = [units[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+        lists = shares(units, self._launch.workers)
+        number = len(lists)
         executor = self._executor(number)
         with _environment(PYTHONPATH=os.pathsep.join(filter(None, [str(places.ROOT), os.environ.get("PYTHONPATH")]))):
             jobs = executor.map_array(
@@ -235,6 +234,17 @@ class _Round:
             "setup": [f"export OMP_NUM_THREADS={threads}", *launch.setup],
         }
         return {name: value for name, value in options.items() if value is not None}
+
+
+def shares(units: Sequence[Unit], workers: int) -> list[list[Unit]]:
+    """Units cut into at most `workers` lists of neighbours with about as many samples each. No list is empty."""
+    samples = [len(unit.cells) * max(1, (unit.stop or 0) - unit.first) for unit in units]
+    total, before = sum(samples), 0
+    lists: dict[int, list[Unit]] = {}
+    for unit, size in zip(units, samples, strict=True):
+        lists.setdefault(int((before + size / 2) * workers / total), []).append(unit)  # by the unit's middle
+        before += size
+    return list(lists.values())
 
 
 class _environment:
