@@ -1,4 +1,8 @@
-"""Attention of one query token over chosen tokens, read where they are stored: nothing is gathered first."""
+"""Attention of one query token over chosen tokens, read where they are stored: nothing is gathered first.
+
+Where every query head chooses its own tokens, the rows that any head of a group chose are read once, in the order of their
+positions, with a bit per head that says which heads attend them.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,14 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from pqcache.kernels import threads
+from pqcache.kernels.nearest import LANES
+from pqcache.kernels.vectors import ROWS, add1, add2, add4, dot1, dot2, dot4, exp_below, fetch
 
 _TILE = 256  # tokens between two updates of the running maximum
 _AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
-_LINE = 64  # bytes of a cache line
-
-
-def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
-    """Prefetch `size` bytes at the address into the caches, without waiting."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        last = builder.add(args[1], ir.Constant(ir.IntType(64), _LINE - 1))
-        lines = builder.udiv(last, ir.Constant(ir.IntType(64), _LINE))
-        with cgutils.for_range(builder, lines) as loop:
-            at = builder.add(args[0], builder.mul(loop.index, ir.Constant(ir.IntType(64), _LINE)))
-            read, near, data = (ir.Constant(word, value) for value in (0, 2, 1))  # into the second-level cache
-            builder.call(prefetch, [builder.inttoptr(at, byte), read, near, data])
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
-
-
-_fetch: Any = intrinsic(_generate_fetch)
-
+_MOST_HEADS = 64  # query heads of a group that have a bit each
 
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 
@@ -64,87 +45,193 @@ def _fill_tile(positions, start, end, mine, sinks, local, length):
     return count, start
 
 
+@numba.njit(nogil=True, inline="always")
+def _fill_marked(positions, start, end, marks):
+    """The same of the positions start .. end-1 that any head has marked."""
+    count = 0
+    while count < _TILE and start < end:
+        positions[count] = start
+        count += marks[start] != 0
+        start += 1
+    return count, start
+
+
+@numba.njit(nogil=True, inline="always")
+def _row_addresses(positions, count, base, step, rows):
+    """Addresses of the tile's rows. The last one is repeated up to a whole number of vectors."""
+    for i in range(count):
+        rows[i] = base + positions[i] * step
+    for i in range(count, (count + LANES - 1) // LANES * LANES):
+        rows[i] = rows[count - 1]
+
+
+@numba.njit(nogil=True, inline="always")
+def _logits_tile(query, rows, count, block, logits, row_bytes):
+    """logits (g', TILE) of queries (g', d), g' a multiple of `block`, with the rows."""
+    heads, d = query.shape
+    query_at, query_step = query.ctypes.data, query.strides[0]
+    out_at, out_step = logits.ctypes.data, logits.strides[0]
+    rows_at, tokens = rows.ctypes.data, LANES // block
+    for i in range(min(_AHEAD, count)):
+        fetch(rows[i], row_bytes)
+    for i in range(0, count, tokens):
+        for ahead in range(i + _AHEAD, min(i + _AHEAD + tokens, count)):
+            fetch(rows[ahead], row_bytes)
+        for a in range(0, heads, block):
+            mine, to = query_at + a * query_step, out_at + a * out_step + 4 * i
+            if block == 4:
+                dot4(rows_at + 8 * i, mine, query_step, d, to, out_step)
+            elif block == 2:
+                dot2(rows_at + 8 * i, mine, query_step, d, to, out_step)
+            else:
+                dot1(rows_at + 8 * i, mine, query_step, d, to, out_step)
+
+
+@numba.njit(nogil=True, inline="always")
+def _values_tile(logits, rows, count, block, result, row_bytes):
+    """result (g', d) += weights (g', TILE) times the rows; a weight past the last row is 0."""
+    heads, d = result.shape
+    weights_at, weight_step = logits.ctypes.data, logits.strides[0]
+    out_at, out_step, rows_at = result.ctypes.data, result.strides[0], rows.ctypes.data
+    for i in range(0, count, ROWS):
+        for ahead in range(i + _AHEAD, min(i + _AHEAD + ROWS, count)):
+            fetch(rows[ahead], row_bytes)
+        for a in range(0, heads, block):
+            mine, to = weights_at + a * weight_step + 4 * i, out_at + a * out_step
+            if block == 4:
+                add4(rows_at + 8 * i, mine, weight_step, d, to, out_step)
+            elif block == 2:
+                add2(rows_at + 8 * i, mine, weight_step, d, to, out_step)
+            else:
+                add1(rows_at + 8 * i, mine, weight_step, d, to, out_step)
+
+
 @numba.njit(nogil=True, inline="always", fastmath=_FAST)
-def _softmax_tile(logits, count, high, mass, result):
-    """Logits (g, TILE) become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
-    g, d = result.shape
+def _softmax_tile(logits, count, g, high, mass, result):
+    """Logits (g', TILE) become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
+    d = result.shape[1]
+    whole = (count + LANES - 1) // LANES * LANES
     for a in range(g):
+        line = logits[a]
+        line[count:whole] = -np.inf
         top = high[a]
         for i in range(count):
-            top = max(top, logits[a, i])
+            top = max(top, line[i])
+        if top == -np.inf:  # no token of this tile is this head's
+            line[:whole] = 0
+            continue
         if top > high[a]:
             shrink = np.exp(high[a] - top)
             mass[a] *= shrink
             for j in range(d):
                 result[a, j] *= shrink
             high[a] = top
-        added = np.float32(0)
-        for i in range(count):
-            logits[a, i] = np.exp(logits[a, i] - top)
-            added += logits[a, i]
-        mass[a] += added
+        mass[a] += exp_below(line.ctypes.data, whole, np.float32(top))
 
 
 @numba.njit(nogil=True, inline="always", fastmath=_FAST)
-def _add_values(weights, positions, count, values, values_at, value_step, row_bytes, result):
-    """result (g, d) += weights (g, TILE) times the rows of V at the tile's positions."""
-    g, d = result.shape
-    i = 0
-    while i + 4 <= count:  # four rows of V per visit to the output
-        w0, w1, w2, w3 = positions[i], positions[i + 1], positions[i + 2], positions[i + 3]
-        for ahead in range(i + _AHEAD, min(i + _AHEAD + 4, count)):
-            _fetch(values_at + positions[ahead] * value_step, row_bytes)
+def _add_tile(positions, count, marks, shared, query, keys, values, g, block, scratch, high, mass, result):
+    """Attend to the rows at the tile's positions. shared: every head attends all of them, else those with its bit in `marks`."""
+    rows, logits = scratch
+    d = query.shape[1]
+    row_bytes, vectors = 4 * d, d >= LANES
+    _row_addresses(positions, count, keys.ctypes.data, keys.strides[0], rows)
+    if vectors:
+        _logits_tile(query, rows, count, block, logits, row_bytes)
+    else:
         for a in range(g):
-            p0, p1, p2, p3 = weights[a, i], weights[a, i + 1], weights[a, i + 2], weights[a, i + 3]
-            for j in range(d):
-                result[a, j] += p0 * values[w0, j] + p1 * values[w1, j] + p2 * values[w2, j] + p3 * values[w3, j]
-        i += 4
-    while i < count:
+            for i in range(count):
+                logits[a, i] = 0
+                for j in range(d):
+                    logits[a, i] += query[a, j] * keys[positions[i], j]
+    if not shared:
         for a in range(g):
-            for j in range(d):
-                result[a, j] += weights[a, i] * values[positions[i], j]
-        i += 1
+            bit = np.uint64(1) << np.uint64(a)
+            for i in range(count):
+                if np.uint64(marks[positions[i]]) & bit == 0:
+                    logits[a, i] = -np.inf
+    _row_addresses(positions, count, values.ctypes.data, values.strides[0], rows)
+    for i in range(min(_AHEAD, count)):  # these rows arrive while the exponentials are computed
+        fetch(rows[i], row_bytes)
+    _softmax_tile(logits, count, g, high, mass, result)
+    if vectors:
+        _values_tile(logits, rows, count, block, result, row_bytes)
+    else:
+        for a in range(g):
+            for i in range(count):
+                for j in range(d):
+                    result[a, j] += logits[a, i] * values[positions[i], j]
 
 
 @numba.njit(nogil=True, cache=True, fastmath=_FAST)
-def _attend(first, last, q, k, v, indices, sinks, local, length, scaling, parts, out, lse):
-    """Task = (row, KV head, part); q (n, h_kv, g, d); k, v (n, h_kv, capacity, d); indices (n, H, chosen), -1 = nothing.
+def _attend(first, last, q, k, v, indices, marks, span, g, block, parts, out, lse):
+    """Task = (row, KV head, part); q (n, h_kv, g', d) scaled; k, v (n, h_kv, capacity, d). span: sinks, local, length.
 
-    Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g, d), lse (n, h_kv, parts, 2, g).
+    indices (n, H, chosen), -1 = nothing: what every head attends beside sinks and window. If it has no rows, marks (n, h_kv,
+    length) have a bit per query head. Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g',
+    d), lse (n, h_kv, parts, 2, g').
     """
-    heads, g, d = q.shape[1], q.shape[2], q.shape[3]
-    total = sinks + indices.shape[2] + local
-    key_step, value_step, row_bytes = k.strides[2], v.strides[2], d * 4
+    heads = q.shape[1]
+    sinks, local, length = span
+    shared = indices.shape[0] > 0
+    total = sinks + indices.shape[2] + local if shared else length
+    positions = np.empty(_TILE, np.int64)
+    scratch = np.empty(_TILE, np.int64), np.zeros((q.shape[2], _TILE), np.float32)
     for task in range(first, last):
         part = task % parts
         head = task // parts % heads
         row = task // parts // heads
-        mine = indices[row, head if indices.shape[1] > 1 else 0]
-        query, keys, values = q[row, head], k[row, head], v[row, head]
-        keys_at, values_at = keys.ctypes.data, values.ctypes.data
-        positions = np.empty(_TILE, np.int64)
-        logits = np.empty((g, _TILE), np.float32)
         result = out[row, head, part]
         high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
         high[:] = -np.inf
         start, end = total * part // parts, total * (part + 1) // parts
         while start < end:
-            count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
-            for i in range(min(_AHEAD, count)):
-                _fetch(keys_at + positions[i] * key_step, row_bytes)
-            for i in range(count):
-                position = positions[i]
-                if i + _AHEAD < count:
-                    _fetch(keys_at + positions[i + _AHEAD] * key_step, row_bytes)
-                for a in range(g):
-                    value = np.float32(0)
-                    for j in range(d):
-                        value += query[a, j] * keys[position, j]
-                    logits[a, i] = value * scaling
-            for i in range(min(_AHEAD, count)):  # these rows arrive while the exponentials are computed
-                _fetch(values_at + positions[i] * value_step, row_bytes)
-            _softmax_tile(logits, count, high, mass, result)
-            _add_values(logits, positions, count, values, values_at, value_step, row_bytes, result)
+            if shared:
+                mine = indices[row, head if indices.shape[1] > 1 else 0]
+                count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
+                marked = marks[0, 0]
+            else:
+                marked = marks[row, head]
+                count, start = _fill_marked(positions, start, end, marked)
+            if count:
+                _add_tile(
+                    positions, count, marked, shared, q[row, head], k[row, head], v[row, head], g, block, scratch, high,
+                    mass, result,
+                )  # fmt: skip
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(first, last, indices, sinks, local, length, marks):
+    """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, h, chosen)."""
+    heads = marks.shape[1]
+    g = indices.shape[1] // heads
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        mine = marks[row, head]
+        for a in range(g):
+            bit = marks.dtype.type(np.uint64(1) << np.uint64(a))
+            chosen = indices[row, head * g + a]
+            for i in range(chosen.shape[0]):
+                if chosen[i] >= 0:
+                    mine[chosen[i]] |= bit
+            for i in range(sinks):
+                mine[i] |= bit
+            for i in range(length - local, length):
+                mine[i] |= bit
+
+
+def _marks(indices: torch.Tensor, h_kv: int, sinks: int, local: int, length: int) -> np.ndarray[Any, Any]:
+    """Which query heads of a group attend each position: (n, h_kv, length), bit a for head a."""
+    n, h, _ = indices.shape
+    kind = np.uint8 if h // h_kv <= 8 else np.uint64
+    marks = np.zeros((n, h_kv, length), kind)
+    threads.run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks)
+    return marks
+
+
+def serves(h: int, h_kv: int, heads: int) -> bool:
+    """Whether `attend_chosen` serves h query heads over h_kv KV heads with `heads` choices."""
+    return heads in (1, h_kv) or (heads == h and h // h_kv <= _MOST_HEADS)
 
 
 def attend_chosen(
@@ -159,30 +246,27 @@ def attend_chosen(
 ) -> torch.Tensor:
     """Attention over [first `sinks` | `indices` | last `local` of `length`] tokens: (n, 1, h, d).
 
-    q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1 or h_kv, chosen) int64, -1 = nothing.
+    q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1, h_kv or h, chosen) int64, -1 = nothing.
     """
     n, h, _, d = q.shape
     h_kv = k.shape[1]
+    g = h // h_kv
+    block = min(4, 1 << (g - 1).bit_length())  # heads that share a tile
+    padded = -(-g // block) * block
+    query = np.zeros((n, h_kv, padded, d), np.float32)
+    query[:, :, :g] = (q * scaling).reshape(n, h_kv, g, d).numpy()
     workers = torch.get_num_threads()
     parts = max(1, min(-(-2 * workers // (n * h_kv)), 8)) if workers > 1 else 1
-    out = np.zeros((n, h_kv, parts, h // h_kv, d), np.float32)
-    lse = np.zeros((n, h_kv, parts, 2, h // h_kv), np.float32)
-    threads.run(
-        _attend,
-        n * h_kv * parts,
-        q.reshape(n, h_kv, h // h_kv, d).numpy(),
-        k.numpy(),
-        v.numpy(),
-        indices.numpy(),
-        sinks,
-        local,
-        length,
-        np.float32(scaling),
-        parts,
-        out,
-        lse,
-    )
-    high, mass = torch.from_numpy(lse).unbind(3)  # (n, h_kv, parts, g)
+    out = np.zeros((n, h_kv, parts, padded, d), np.float32)
+    lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
+    chosen = indices.numpy()
+    if indices.shape[1] in (1, h_kv):
+        marks = np.zeros((1, 1, 1), np.uint8)
+    else:
+        marks, chosen = _marks(indices, h_kv, sinks, local, length), chosen[:0]
+    span = (sinks, local, length)
+    threads.run(_attend, n * h_kv * parts, query, k.numpy(), v.numpy(), chosen, marks, span, g, block, parts, out, lse)
+    high, mass = torch.from_numpy(lse[..., :g]).unbind(3)  # (n, h_kv, parts, g)
     share = torch.exp(high - high.amax(2, keepdim=True))
-    joined = (torch.from_numpy(out) * share[..., None]).sum(2) / (mass * share).sum(2)[..., None]
+    joined = (torch.from_numpy(out[..., :g, :]) * share[..., None]).sum(2) / (mass * share).sum(2)[..., None]
     return joined.reshape(n, 1, h, d)

@@ -82,14 +82,16 @@ class ResidentStore(RetrievalStore):
     def attend_in_place(
         self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
     ) -> torch.Tensor | None:
-        """By a kernel: fp32 on the CPU, rows of one length, one choice for all heads or one per KV head."""
+        """By a kernel: fp32 on the CPU, rows of one length."""
         assert self.k is not None and self.v is not None
         k, v = self.k.data, self.v.data
         same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32
-        if not same or indices.shape[1] not in (1, k.shape[1]) or not kernels.native(q, k, v, indices):
+        if not same or not kernels.native(q, k, v, indices):
             return None
-        from pqcache.kernels.attend import attend_chosen
+        from pqcache.kernels.attend import attend_chosen, serves
 
+        if not serves(q.shape[1], k.shape[1], indices.shape[1]):
+            return None
         return attend_chosen(q, k, v, indices, sinks, local, self.length, scaling)
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:

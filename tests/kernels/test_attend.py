@@ -16,22 +16,24 @@ pytest.importorskip("numba")
 @given(
     n=st.integers(1, 3),
     h_kv=st.integers(1, 3),
-    g=st.integers(1, 4),
-    d=st.sampled_from([8, 16, 24, 128]),
+    g=st.sampled_from([1, 2, 3, 4, 5, 9]),
+    d=st.sampled_from([8, 16, 24, 40, 128]),
     length=st.integers(2, 900),
-    one_for_all=st.booleans(),
+    choice=st.sampled_from(["all heads", "KV head", "query head"]),
+    padding=st.integers(0, 3),
     scale=st.sampled_from([1.0, 30.0]),
     threads=st.sampled_from([1, 2]),
     seed=st.integers(0, 99),
 )
-def test_equals_gather_then_attend(n, h_kv, g, d, length, one_for_all, scale, threads, seed):
+def test_equals_gather_then_attend(n, h_kv, g, d, length, choice, padding, scale, threads, seed):
     gen = torch.Generator().manual_seed(seed)
     store = ResidentStore()
     store.append(torch.randn(n, h_kv, length, d, generator=gen), torch.randn(n, h_kv, length, d, generator=gen))
     sinks, recent = min(4, length // 2), max(1, length // 5)
-    heads = 1 if one_for_all else h_kv
+    heads = {"all heads": 1, "KV head": h_kv, "query head": h_kv * g}[choice]
     k = max(1, (length - sinks - recent) // 3)
     pick = torch.rand(n, heads, max(1, length - sinks - recent), generator=gen).argsort(-1)[..., :k] + sinks
+    pick = torch.nn.functional.pad(pick, (0, padding), value=-1)
     q = torch.randn(n, h_kv * g, 1, d, generator=gen) * scale
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -40,11 +42,12 @@ def test_equals_gather_then_attend(n, h_kv, g, d, length, one_for_all, scale, th
     finally:
         torch.set_num_threads(before)
     keys, values = store.read(sinks, pick, recent, g)
+    valid = torch.nn.functional.pad(pick >= 0, (sinks, recent), value=True)
     # Both sides round in fp32: a logit by eps * sum |q k|, an output by twice that of the largest value.
     each = keys.abs().repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
     sums = (q.abs() @ each.transpose(2, 3)).max() * d**-0.5
     rounding = 2 * torch.finfo(torch.float32).eps * sums * values.abs().max()
-    torch.testing.assert_close(out, attend_one(q, keys, values, d**-0.5), rtol=1e-4, atol=1e-5 + float(rounding))
+    torch.testing.assert_close(out, attend_one(q, keys, values, d**-0.5, valid), rtol=1e-4, atol=1e-5 + float(rounding))
 
 
 def test_who_is_served():
@@ -53,7 +56,7 @@ def test_who_is_served():
     store.append(torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8))
     assert store.attend_in_place(q, 1, pick, 2, 1.0) is not None
     assert store.attend_in_place(q.double(), 1, pick, 2, 1.0) is None
-    assert store.attend_in_place(q, 1, torch.zeros(2, 4, 3, dtype=torch.long), 2, 1.0) is None  # per query head
+    assert store.attend_in_place(q, 1, torch.zeros(2, 4, 3, dtype=torch.long), 2, 1.0) is not None  # per query head
     with kernels.plain_torch():
         assert store.attend_in_place(q, 1, pick, 2, 1.0) is None
     store.lengths = [20, 19]
