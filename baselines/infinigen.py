@@ -158,23 +158,34 @@ class SpeculativeIndex(Index):
         cand, _ = self.layer.candidates(ahead=True)
         self.choice = None
         if any(k < hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)):
-            self.choice = self.pick(self.speculated_logits(q, cand.sinks, max(cand.ends), scaling), cand)
+            self.choice = self.pick(q, cand, scaling)
             assert self.layer.store is not None
             self.layer.store.prefetch(self.choice.indices, self.layer.shape.group)
 
+    def speculated(self, q: torch.Tensor) -> torch.Tensor:
+        """q A over the kept columns, for q (n, h, 1, d): (n, h, 1, r)."""
+        assert self.basis is not None
+        n, h, _, d = q.shape
+        return (q.to(self.basis.dtype).view(n, -1, h // self.basis.shape[0], d) @ self.basis).view(n, h, 1, -1)
+
     def speculated_logits(self, q: torch.Tensor, lo: int, hi: int, scaling: float) -> torch.Tensor:
         """q A . k A over the kept columns, for q (n, h, 1, d) and positions lo .. hi-1: (n, h, hi - lo)."""
-        assert self.basis is not None and self.partial is not None
-        n, h, _, d = q.shape
-        partial = q.to(self.basis.dtype).view(n, -1, h // self.basis.shape[0], d) @ self.basis
-        keys = self.partial.data[:, :, lo:hi].to(partial.dtype)
-        return (partial @ keys.mT).view(n, h, -1) * scaling
+        assert self.partial is not None
+        partial, keys = self.speculated(q), self.partial.data[:, :, lo:hi]
+        n, h, _, r = partial.shape
+        return (partial.view(n, keys.shape[1], -1, r) @ keys.to(partial.dtype).mT).view(n, h, -1) * scaling
 
-    def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:
-        """The best tokens, at most cand.k[r]. With alpha: as many as a head has within alpha of its best, mean over heads."""
-        h_kv, valid = self.layer.shape.h_kv, cand.valid(logits.device)
+    def pick(self, q: torch.Tensor, cand: Candidates, scaling: float) -> Selection:
+        """The best tokens for q (n, h, 1, d), at most cand.k[r].
+
+        With alpha: as many as a head has within alpha of its best, mean over heads.
+        """
+        h_kv, lo, hi = self.layer.shape.h_kv, cand.sinks, max(cand.ends)
         if self.method.alpha is None:
-            return self.choose(logits, cand, h_kv)
+            assert self.partial is not None
+            return self.choose_by_products(self.speculated(q), self.partial.data[:, :, lo:hi], cand, h_kv, scaling)
+        logits = self.speculated_logits(q, lo, hi, scaling)
+        valid = cand.valid(logits.device)
         near = logits if valid is None else logits.masked_fill(~valid, -torch.inf)
         near = near > near.amax(-1, keepdim=True) - self.method.alpha
         count = near.sum(-1, dtype=torch.float32).mean(-1).long().clamp_min(1)  # (n,)

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from pqcache.selective.budget import Plan, floor_share, partition_plan
-from pqcache.selective.index import SCOPES, Index
+from pqcache.selective.index import SCOPES, Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
@@ -32,6 +32,10 @@ class ExactIndex(Index):
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         assert self.layer.store is not None
         return self._products(q, self.layer.store.keys(lo, hi), ctx)
+
+    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
+        assert self.layer.store is not None
+        return self.choose_by_products(q.float(), self.layer.store.keys(*self.span(cand)), cand, h_kv, ctx.scaling)
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         assert self.layer.store is not None

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.group import top_tokens
@@ -36,19 +37,24 @@ def largest_components(q: torch.Tensor, h_kv: int, r: int) -> torch.Tensor:
     return top_tokens(weight, [min(r, d)] * n)
 
 
-def partial_logits(q: torch.Tensor, components: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Approximate logits q[i] . K[:, i] / tau, with tau = sqrt(d |q[i]|_1 / |q|_1) per query head: (n, h, m).
+def tempered_query(q: torch.Tensor, components: torch.Tensor, scaling: float) -> torch.Tensor:
+    """q[i] / tau with tau = sqrt(d |q[i]|_1 / |q|_1) per query head: q (n, h, 1, d), components i (n, h_kv, r) -> (n, h_kv, g, r).
 
-    q (n, h, 1, d), components i (n, h_kv, r), rows K[:, i] (n, h_kv, r, m). `scaling` is the model's 1 / sqrt(d).
+    `scaling` is the model's 1 / sqrt(d).
     """
     n, h, _, d = q.shape
-    h_kv, r = components.shape[1:]
+    h_kv = components.shape[1]
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).view(n, h_kv, h // h_kv, d)
     kept = grouped.gather(3, components[:, :, None].expand(-1, -1, h // h_kv, -1))
     share = kept.abs().sum(-1) / grouped.abs().sum(-1).clamp_min(torch.finfo(exact).tiny)  # (n, h_kv, g), of |q|_1
-    tempered = kept * (scaling * share.clamp_min(torch.finfo(exact).eps).rsqrt())[..., None]  # q = 0 stays 0: uniform
-    return (tempered @ rows.to(exact)).view(n, h, -1)
+    return kept * (scaling * share.clamp_min(torch.finfo(exact).eps).rsqrt())[..., None]  # q = 0 stays 0: uniform
+
+
+def partial_logits(q: torch.Tensor, components: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Approximate logits q[i] . K[:, i] / tau: (n, h, m); rows K[:, i] (n, h_kv, r, m), the rest as of `tempered_query`."""
+    tempered = tempered_query(q, components, scaling)
+    return (tempered @ rows.to(tempered.dtype)).view(q.shape[0], q.shape[1], -1)
 
 
 class ComponentIndex(Index):
@@ -126,6 +132,8 @@ class ComponentIndex(Index):
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Top-k of the approximate weights; with reallocation also their sum over what is attended, per query head."""
+        if self.mean is None and (chosen := self._by_kernel(q, cand, h_kv, ctx)) is not None:
+            return chosen
         logits = self.score(q, 0, max(cand.lengths), ctx)
         chosen = self.choose(logits, cand, h_kv)
         if self.mean is None:
@@ -142,6 +150,21 @@ class ComponentIndex(Index):
         share = probs.masked_fill(~attended, 0).sum(-1)
         whole = torch.tensor([k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)], device=q.device)
         return Selection(chosen.indices, chosen.padded, torch.where(whole[:, None], 1.0, share), self.mean)
+
+    def _by_kernel(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection | None:
+        """The top-k where a kernel reads the components from where they are stored; None if none serves."""
+        assert self.components is not None
+        data = self.components.data
+        if self.method.store != "resident" or not q.dtype == data.dtype == torch.float32:
+            return None
+        if not kernels.native(q, data):
+            return None
+        from pqcache.kernels.rank import best_by_lines
+
+        chosen = largest_components(q, h_kv, self.method.r)
+        query = tempered_query(q, chosen, ctx.scaling)
+        places = chosen + torch.arange(h_kv)[:, None] * q.shape[3]
+        return self.ranked(lambda *spans: best_by_lines(query, data, places, *spans), cand)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         copy = [] if self.components is None else [self.components.data]

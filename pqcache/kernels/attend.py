@@ -14,7 +14,7 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.nearest import LANES
-from pqcache.kernels.vectors import ROWS, add1, add2, add4, dot1, dot2, dot4, exp_below, fetch
+from pqcache.kernels.vectors import ROWS, add1, add2, add4, dot1, dot2, dot4, exp_below, fetch, head_block, largest
 
 _TILE = 256  # tokens between two updates of the running maximum
 _AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
@@ -114,9 +114,7 @@ def _softmax_tile(logits, count, g, high, mass, result):
     for a in range(g):
         line = logits[a]
         line[count:whole] = -np.inf
-        top = high[a]
-        for i in range(count):
-            top = max(top, line[i])
+        top = max(high[a], largest(line.ctypes.data, whole))
         if top == -np.inf:  # no token of this tile is this head's
             line[:whole] = 0
             continue
@@ -126,7 +124,7 @@ def _softmax_tile(logits, count, g, high, mass, result):
             for j in range(d):
                 result[a, j] *= shrink
             high[a] = top
-        mass[a] += exp_below(line.ctypes.data, whole, np.float32(top))
+        mass[a] += exp_below(line.ctypes.data, whole, top)
 
 
 @numba.njit(nogil=True, inline="always", fastmath=_FAST)
@@ -251,8 +249,7 @@ def attend_chosen(
     n, h, _, d = q.shape
     h_kv = k.shape[1]
     g = h // h_kv
-    block = min(4, 1 << (g - 1).bit_length())  # heads that share a tile
-    padded = -(-g // block) * block
+    block, padded = head_block(g)
     query = np.zeros((n, h_kv, padded, d), np.float32)
     query[:, :, :g] = (q * scaling).reshape(n, h_kv, g, d).numpy()
     workers = torch.get_num_threads()

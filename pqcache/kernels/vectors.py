@@ -195,6 +195,16 @@ def _exponential(builder: Any, x: Any) -> Any:
     return builder.fmul(total, _power_of_two(builder, builder.sub(integer, first)))
 
 
+def _across(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """The lanes of a vector, combined to one number."""
+    lane = LANES // 2
+    while lane:
+        lanes = ir.Constant(_WHOLE, [i ^ lane for i in range(LANES)])
+        vector = combine(vector, builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), lanes))
+        lane //= 2
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
 def _generate_exp(typingctx: Any, at: Any, count: Any, shift: Any) -> Any:
     """count floats x at an address, a multiple of LANES, become exp(x - shift), no x being above shift; returns their sum."""
 
@@ -208,14 +218,28 @@ def _generate_exp(typingctx: Any, at: Any, count: Any, shift: Any) -> Any:
             value = _exponential(builder, builder.fsub(builder.load(place, align=4), top))
             builder.store(value, place, align=4)
             builder.store(builder.fadd(builder.load(total), value), total)
-        whole, lane = builder.load(total), LANES // 2
-        while lane:
-            lanes = ir.Constant(_WHOLE, [i ^ lane for i in range(LANES)])
-            whole = builder.fadd(whole, builder.shuffle_vector(whole, ir.Constant(_VECTOR, ir.Undefined), lanes))
-            lane //= 2
-        return builder.extract_element(whole, ir.Constant(_I32, 0))
+        return _across(builder, builder.load(total), builder.fadd)
 
     return types.float32(types.intp, types.intp, types.float32), generate
+
+
+def _generate_largest(typingctx: Any, at: Any, count: Any) -> Any:
+    """The largest of `count` floats at an address, a multiple of LANES and at least one, NaN left out."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, count = args
+        best = cgutils.alloca_once(builder, _VECTOR)
+        builder.store(ir.Constant(_VECTOR, [float("-inf")] * LANES), best)
+
+        def greater(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        with cgutils.for_range(builder, builder.udiv(count, _number(LANES))) as loop:
+            place = _at(builder, _plus(builder, at, loop.index, 4 * LANES), _VECTOR)
+            builder.store(greater(builder.load(place, align=4), builder.load(best)), best)
+        return _across(builder, builder.load(best), greater)
+
+    return types.float32(types.intp, types.intp), generate
 
 
 def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
@@ -238,5 +262,12 @@ def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
 
 dot1, dot2, dot4 = (make_dot(heads) for heads in (1, 2, 4))
 add1, add2, add4 = (make_add(heads) for heads in (1, 2, 4))
+largest: Any = intrinsic(_generate_largest)
 exp_below: Any = intrinsic(_generate_exp)
 fetch: Any = intrinsic(_generate_fetch)
+
+
+def head_block(g: int) -> tuple[int, int]:
+    """Query heads that share a tile where a group has g of them, and g rounded up to whole tiles."""
+    block = min(4, 1 << (g - 1).bit_length())
+    return block, -(-g // block) * block

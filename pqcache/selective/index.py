@@ -11,10 +11,12 @@ real token is 0, padding has none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.attention import row_mask
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index_options import IndexOptions
@@ -116,8 +118,43 @@ class Index(RowState, IndexOptions):
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """The best candidates per KV head: top-k of the group-reduced scores."""
-        lo, hi = (0, max(cand.lengths)) if self.scope == "all" else (cand.sinks, max(cand.ends))
-        return self.choose(self.score(q, lo, hi, ctx), cand, h_kv)
+        return self.choose(self.score(q, *self.span(cand), ctx), cand, h_kv)
+
+    def span(self, cand: Candidates) -> tuple[int, int]:
+        """The positions lo .. hi-1 that `score` is asked for: every past token if scope is "all", else the candidates."""
+        return (0, max(cand.lengths)) if self.scope == "all" else (cand.sinks, max(cand.ends))
+
+    def choose_by_products(
+        self, q: torch.Tensor, keys: torch.Tensor, cand: Candidates, h_kv: int, scaling: float
+    ) -> Selection:
+        """What `choose` returns for the logits q . key times scaling, in q's dtype: q (n, h, 1, r), keys (n, h_kv, m, r).
+
+        The keys are those of `span`'s positions. Where a kernel serves it reads each key once for all query heads of a group, and only one KV head's logits exist at a time.
+        """
+        n, h, _, r = q.shape
+        ranked = None
+        if q.dtype == keys.dtype == torch.float32 and keys.stride(-1) == 1 and kernels.native(q, keys):
+            from pqcache.kernels.rank import best_by_products
+
+            query = (q * scaling).reshape(n, h_kv, -1, r)
+            ranked = self.ranked(lambda *spans: best_by_products(query, keys, *spans), cand)
+        if ranked is not None:
+            return ranked
+        logits = q.reshape(n, keys.shape[1], -1, r) @ keys.to(q.dtype).transpose(-1, -2)
+        return self.choose(logits.view(n, h, -1) * scaling, cand, h_kv)
+
+    def ranked(self, best: Callable[..., torch.Tensor], cand: Candidates) -> Selection | None:
+        """The selection by a kernel best(softmax's span per row, lo, hi per row, k), of positions from `span`'s first one on.
+
+        None where `reduce` is not the sum of softmax weights, which is what such kernels rank by.
+        """
+        if self.reduce != "sum_softmax":
+            return None
+        base, _ = self.span(cand)
+        ends = cand.lengths if self.scope == "all" else cand.ends
+        indices = best([(0, end - base) for end in ends], cand.sinks - base, [end - base for end in cand.ends], cand.k)
+        padded = len(set(cand.k)) > 1
+        return Selection(torch.where(indices < 0, indices, indices + base) if padded else indices + base, padded)
 
     def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
         """Top-k of what `score` returned: of every past token if scope is "all", else of the candidates."""

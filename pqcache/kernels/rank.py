@@ -1,0 +1,245 @@
+"""The k best of many scores by partial selection, and scores that exist for one KV head at a time only.
+
+A score's bits, taken as an integer, order as the score does. Two histograms of their digits find the k-th largest score, so that
+nothing is sorted: one pass counts the first digit, and only scores with the threshold's first digit are looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+
+from pqcache.kernels import threads
+from pqcache.kernels.nearest import LANES
+from pqcache.kernels.vectors import dot1, dot2, dot4, exp_below, head_block, largest
+
+_FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
+_REST = 32 - _FIRST
+_TILE = 256  # rows whose addresses exist at a time
+_NOTHING = 0x007FFFFF  # of -inf: what NaN ranks as
+_FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
+
+
+@numba.njit(nogil=True, inline="always")
+def _ordered(bits):
+    """uint32 that order as the floats do whose bits these are: 0 and -0 are equal, NaN ranks as -inf."""
+    size = bits & np.uint32(0x7FFFFFFF)
+    if size > np.uint32(0x7F800000):
+        return np.uint32(_NOTHING)
+    if size == 0:
+        return np.uint32(0x80000000)
+    return ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
+
+
+@numba.njit(nogil=True, inline="always")
+def _kth(counts, k):
+    """The digit of the k-th largest of entries counted by digit, and how many of that digit are selected."""
+    digit = counts.shape[0] - 1
+    while counts[digit] < k:
+        k -= counts[digit]
+        digit -= 1
+    return digit, k
+
+
+@numba.njit(nogil=True, cache=True)
+def _level(keys, k):
+    """The k-th largest of keys (uint32), and how many entries of that value are selected."""
+    m = keys.shape[0]
+    counts = np.zeros((4, 1 << _FIRST), np.int32)  # in turn: equal digits in a row would otherwise wait for each other
+    for i in range(m // 4):
+        for lane in range(4):
+            counts[lane, keys[4 * i + lane] >> np.uint32(_REST)] += 1
+    for i in range(m - m % 4, m):
+        counts[0, keys[i] >> np.uint32(_REST)] += 1
+    first, k = _kth(counts[0] + counts[1] + counts[2] + counts[3], k)
+    same = np.empty(m + 1, np.uint32)
+    filled = 0
+    for i in range(m):
+        same[filled] = keys[i]
+        filled += (keys[i] >> np.uint32(_REST)) == first
+    level = np.uint32(first) << np.uint32(_REST)
+    for shift, width in ((8, 12), (0, 8)):
+        counts[0, : 1 << width] = 0
+        for i in range(filled):
+            counts[0, (same[i] >> np.uint32(shift)) & np.uint32((1 << width) - 1)] += 1
+        digit, k = _kth(counts[0, : 1 << width], k)
+        level |= np.uint32(digit) << np.uint32(shift)
+        kept = 0
+        for i in range(filled):
+            same[kept] = same[i]
+            kept += (same[i] >> np.uint32(shift)) == (level >> np.uint32(shift))
+        filled = kept
+    return level, k
+
+
+@numba.njit(nogil=True, cache=True)
+def _take(weights, k, lo, out):
+    """Write to out the k largest of weights as lo + their index, ascending; ties go to the lower index."""
+    bits = weights.view(np.uint32)
+    keys = np.empty(weights.shape[0], np.uint32)
+    for i in range(weights.shape[0]):
+        keys[i] = _ordered(bits[i])
+    level, ties = _level(keys, k)
+    filled, i = 0, 0
+    while filled < k:
+        take = keys[i] > level
+        if keys[i] == level:
+            take = ties > 0
+            ties -= 1
+        out[filled] = lo + i
+        filled += take
+        i += 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _top(first, last, weights, k, out):
+    """Task = (row, head); weights (n, H, m)."""
+    heads = weights.shape[1]
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        if k[row]:
+            _take(weights[row, head], k[row], 0, out[row, head])
+
+
+def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
+    """The k[r] largest of weights (n, H, m) fp32 in row r, ties to the lower index: (n, H, max(k)), ascending, -1 = padding.
+
+    NaN ranks as -inf.
+    """
+    n, heads, _ = weights.shape
+    out = np.full((n, heads, max(k)), -1, np.int64)
+    threads.run(_top, n * heads, weights.contiguous().numpy(), np.asarray(k, np.int64), out)
+    return torch.from_numpy(out)
+
+
+@numba.njit(nogil=True, inline="always", fastmath=_FAST)
+def _sum_softmax(logits, g, m, first, weights):
+    """Sums over g heads of their softmax over the first m columns of logits, for columns `first` and on: weights (count,)."""
+    weights[:] = 0
+    whole = (m + LANES - 1) // LANES * LANES
+    for a in range(g):
+        line = logits[a]
+        line[m:whole] = -np.inf
+        share = np.float32(1) / exp_below(line.ctypes.data, whole, largest(line.ctypes.data, whole))
+        ranked = line[first : first + weights.shape[0]]
+        for i in range(weights.shape[0]):
+            weights[i] += ranked[i] * share
+
+
+@numba.njit(nogil=True, inline="always", fastmath=_FAST)
+def _products(query, keys, lo, hi, g, block, rows, logits):
+    """logits (g', m) of queries (g', r) with keys (capacity, r) at positions lo .. hi-1."""
+    heads, r = query.shape
+    if r < LANES:
+        for a in range(g):
+            for i in range(lo, hi):
+                value = np.float32(0)
+                for j in range(r):
+                    value += query[a, j] * keys[i, j]
+                logits[a, i - lo] = value
+        return
+    query_at, query_step = query.ctypes.data, query.strides[0]
+    out_at, out_step, rows_at = logits.ctypes.data, logits.strides[0], rows.ctypes.data
+    base, step, tokens = keys.ctypes.data, keys.strides[0], LANES // block
+    for start in range(lo, hi, _TILE):
+        for i in range(_TILE):
+            rows[i] = base + min(start + i, hi - 1) * step
+        for i in range(0, min(_TILE, hi - start), tokens):
+            for a in range(0, heads, block):
+                mine, to = query_at + a * query_step, out_at + a * out_step + 4 * (start - lo + i)
+                if block == 4:
+                    dot4(rows_at + 8 * i, mine, query_step, r, to, out_step)
+                elif block == 2:
+                    dot2(rows_at + 8 * i, mine, query_step, r, to, out_step)
+                else:
+                    dot1(rows_at + 8 * i, mine, query_step, r, to, out_step)
+
+
+@numba.njit(nogil=True, cache=True)
+def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
+    """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv, capacity, r). over (n, 2): what the softmax is over."""
+    heads = q.shape[1]
+    rows = np.empty(_TILE, np.int64)
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        if k[row] == 0:
+            continue
+        start, end = over[row]
+        logits = np.empty((q.shape[2], (end - start + LANES - 1) // LANES * LANES), np.float32)
+        weights = np.empty(hi[row] - lo, np.float32)
+        _products(q[row, head], keys[row, head], start, end, g, block, rows, logits)
+        _sum_softmax(logits, g, end - start, lo - start, weights)
+        _take(weights, k[row], lo, out[row, head])
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FAST)
+def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
+    """The same of keys stored component by component: lines (n, L, capacity), those of a head at places (n, h_kv, r)."""
+    heads, g, r = q.shape[1], q.shape[2], q.shape[3]
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        if k[row] == 0:
+            continue
+        start, end = over[row]
+        logits = np.zeros((g, (end - start + LANES - 1) // LANES * LANES), np.float32)
+        weights = np.empty(hi[row] - lo, np.float32)
+        for j in range(r):
+            line = lines[row, places[row, head, j], start:end]
+            for a in range(g):
+                factor, mine = q[row, head, a, j], logits[a]
+                for i in range(line.shape[0]):
+                    mine[i] += factor * line[i]
+        _sum_softmax(logits, g, end - start, lo - start, weights)
+        _take(weights, k[row], lo, out[row, head])
+
+
+def _spans(
+    over: Sequence[tuple[int, int]], hi: Sequence[int], k: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.asarray(over, np.int64), np.asarray(hi, np.int64), np.asarray(k, np.int64)
+
+
+def best_by_products(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    over: Sequence[tuple[int, int]],
+    lo: int,
+    hi: Sequence[int],
+    k: Sequence[int],
+) -> torch.Tensor:
+    """Per row and KV head the k[r] positions of lo .. hi[r]-1 with the largest group-summed softmax of q . key.
+
+    q (n, h_kv, g, r) fp32, scaled; keys (n, h_kv, capacity, r) fp32, read once for all query heads of a group; the softmax runs
+    over positions over[r][0] .. over[r][1]-1, which include the candidates. Returns (n, h_kv, max(k)) int64, ascending, ties to
+    the lower position, -1 = padding.
+    """
+    n, h_kv, g, r = q.shape
+    block, padded = head_block(g)
+    query = np.zeros((n, h_kv, padded, r), np.float32)
+    query[:, :, :g] = q.numpy()
+    out = np.full((n, h_kv, max(k)), -1, np.int64)
+    spans, ends, counts = _spans(over, hi, k)
+    threads.run(_rank, n * h_kv, query, keys.numpy(), spans, lo, ends, counts, g, block, out)
+    return torch.from_numpy(out)
+
+
+def best_by_lines(
+    q: torch.Tensor,
+    lines: torch.Tensor,
+    places: torch.Tensor,
+    over: Sequence[tuple[int, int]],
+    lo: int,
+    hi: Sequence[int],
+    k: Sequence[int],
+) -> torch.Tensor:
+    """The same of keys stored component by component: lines (n, L, capacity) fp32, each head's at places (n, h_kv, r) int64."""
+    n, h_kv = q.shape[:2]
+    out = np.full((n, h_kv, max(k)), -1, np.int64)
+    spans, ends, counts = _spans(over, hi, k)
+    threads.run(
+        _rank_lines, n * h_kv, q.contiguous().numpy(), lines.numpy(), places.numpy(), spans, lo, ends, counts, out
+    )
+    return torch.from_numpy(out)
