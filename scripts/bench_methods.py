@@ -14,6 +14,9 @@ The layer is the attention block of a stock transformers model with random weigh
 decode its K and V are random numbers written straight into the cache (and the last 64 queries shown to methods that look at
 queries), so that long prompts need no prefill. The prefill itself is measured at --prefill-length, with real projections and
 attention. Rounds are interleaved and medians compared, so that a busy machine slows all rows alike.
+
+Dense attention over the same tokens takes part in every round: native kernel, SDPA and matrix products over grouped heads. The
+figures hold, as `<method>_32k`, a method's own time over the fastest of these.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pqcache.measure.machine import copy_speed, device_caption
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.shape import NotApplicable
+from scripts.bench import dense
 from scripts.bench.arguments import add_machine_options, prepare, refuse_below
 from scripts.bench.layer import GEOMETRIES, AttentionLayer
 from scripts.bench.rounds import interleaved, ratios, spread
@@ -48,13 +49,19 @@ def makers(names: list[str], stores: list[str], budget: str) -> Makers:
     return rows
 
 
-def measure(rows: Makers, rounds: int, title: str, run: Callable[[Method], dict[str, Any]]) -> Rounds:
-    """What `run` returned for a fresh method of each row, in interleaved rounds."""
+def measure(
+    rows: Makers,
+    rounds: int,
+    title: str,
+    run: Callable[[Method], dict[str, Any]],
+    others: dict[str, Callable[[], dict[str, Any]]] | None = None,
+) -> Rounds:
+    """What `run` returned for a fresh method of each row, and what `others` returned, in interleaved rounds."""
 
     def call(make: Callable[[], Method]) -> Callable[[], dict[str, Any]]:
         return lambda: run(make())
 
-    return interleaved({label: call(make) for label, make in rows.items()}, rounds, title)
+    return interleaved({label: call(make) for label, make in rows.items()} | (others or {}), rounds, title)
 
 
 def column(results: list[dict[str, Any]], key: str) -> list[float]:
@@ -148,6 +155,22 @@ def arguments(argv: list[str], description: str | None) -> argparse.Namespace:
     return args
 
 
+def decode(
+    layer: AttentionLayer, rows: Makers, s: int, args: argparse.Namespace, figures: dict[str, Any]
+) -> dict[str, float]:
+    """Measure and print all rows at s tokens, add them to `figures`; the fields `<method>_<length>`: own / dense."""
+    size = GEOMETRIES[args.model]
+    others = dense.peers(layer, s, args.steps)
+    results = measure(rows, args.rounds, f"{s} tokens", lambda method: layer.decode(method, s, args.steps), others)
+    peers = {label: results.pop(label) for label in others}
+    print(f"decode at {s} tokens (K and V written straight into the cache), {args.rounds} rounds of {args.steps} steps")
+    table = figures["decode"][s] = show_decode(results, 2 * size.h_kv * size.d * layer.dtype.itemsize)
+    figures["dense_ms"][s] = dense.show(peers, 2 * size.h_kv * size.d * s)
+    fields = dense.over_dense({label: row["own_ms"] for label, row in table.items()}, peers, layer.dtype, s)
+    print()
+    return fields
+
+
 @torch.no_grad()
 def main(argv: list[str], description: str | None = __doc__) -> None:
     args = arguments(argv, description)
@@ -166,13 +189,10 @@ def main(argv: list[str], description: str | None = __doc__) -> None:
         **vars(args),
         "json": None,
         "decode": {},
+        "dense_ms": {},
     }
     for s in args.lengths:
-        results = measure(rows, args.rounds, f"{s} tokens", lambda method, s=s: layer.decode(method, s, args.steps))
-        print(
-            f"decode at {s} tokens (K and V written straight into the cache), {args.rounds} rounds of {args.steps} steps"
-        )
-        figures["decode"][s] = show_decode(results, 2 * size.h_kv * size.d * dtype.itemsize)
+        figures |= decode(layer, rows, s, args, figures)
     if s := args.prefill_length:
         results = measure(rows, args.prefill_rounds, f"prefill {s}", lambda method: layer.prefill(method, s))
         print(

@@ -1,0 +1,113 @@
+"""Dense attention of one decode step, by whatever computes it on this machine: what the own times of methods are divided by.
+
+Peers read K and V of all tokens where a resident store holds them, for one query token per head. The fastest of them is the
+denominator: the smallest median over the rounds, in which methods and peers take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pqcache.selective.attention import attend_one, pack
+from pqcache.store.resident import ResidentStore
+from scripts.bench.layer import AttentionLayer
+from scripts.bench.rounds import DROPPED_STEPS, seconds
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Rounds = dict[str, list[dict[str, Any]]]
+
+
+def grouped_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """torch's own kernel, a group's queries as the query tokens of one head: q (n, h, 1, d), k and v (n, h_kv, m, d)."""
+    return attend_one(q, k, v, scaling)
+
+
+def grouped_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Two matrix products and a softmax. Shapes as of `grouped_sdpa`."""
+    return ((pack(q, k.shape[1]) @ k.transpose(-1, -2)) * scaling).softmax(-1) @ v
+
+
+ATTENTIONS: dict[str, Attention] = {"grouped SDPA": grouped_sdpa, "grouped products": grouped_products}
+
+
+def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Calls that time each way of dense attention over s tokens, in the layer's dtype, and in bfloat16 where that is fp32.
+
+    Labels end in the dtype's name. A call returns the median seconds of `steps` steps as `own_s`.
+    """
+    calls: dict[str, Callable[[], dict[str, Any]]] = {}
+    dtypes = [layer.dtype] if layer.dtype != torch.float32 else [torch.float32, torch.bfloat16]
+    for dtype in dtypes:
+        store = ResidentStore()
+        store.append(layer.keys(s, 0).to(dtype), layer.keys(s, 1).to(dtype))
+        q = layer.queries(1).to(dtype)
+        for name, attention in ATTENTIONS.items():
+            calls[f"{name}, {dtype_name(dtype)}"] = _timed(attention, q, store, steps)
+    return calls
+
+
+def _timed(attention: Attention, q: torch.Tensor, store: ResidentStore, steps: int) -> Callable[[], dict[str, Any]]:
+    k, v = store.view()
+
+    def call() -> dict[str, Any]:
+        taken = [
+            seconds(lambda: attention(q, k, v, q.shape[3] ** -0.5), q.device) for _ in range(steps + DROPPED_STEPS)
+        ]
+        return {"own_s": statistics.median(taken[DROPPED_STEPS:])}
+
+    return call
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def length_name(s: int) -> str:
+    """32768 -> 32k."""
+    return str(s) if s % 1024 else f"{s // 1024}k"
+
+
+def fastest(results: Rounds, dtype: torch.dtype) -> tuple[str, float]:
+    """The peer with the smallest median among those of a dtype, and that median in seconds."""
+    medians = {
+        label: statistics.median(round_["own_s"] for round_ in rounds)
+        for label, rounds in results.items()
+        if label.endswith(dtype_name(dtype))
+    }
+    label = min(medians, key=lambda each: medians[each])
+    return label, medians[label]
+
+
+def show(results: Rounds, numbers: int) -> dict[str, float]:
+    """Print the peers' medians and read rates, and return the medians in ms. numbers: entries of K and V together."""
+    figures = {}
+    print("dense attention alone, same rounds:")
+    for label, rounds in results.items():
+        median = statistics.median(round_["own_s"] for round_ in rounds)
+        size = 4 if label.endswith("float32") else 2
+        figures[label] = 1e3 * median
+        print(f"  {label:30} {1e3 * median:9.3f} ms {numbers * size / median / 1e9:7.2f} GB/s")
+    return figures
+
+
+def over_dense(own_ms: dict[str, float], results: Rounds, dtype: torch.dtype, s: int) -> dict[str, float]:
+    """Print each method's median own time over the fastest dense attention, and return it as `<method>_<length>`.
+
+    own_ms: label -> median own time. Beside an fp32 cache the ratio to the fastest bfloat16 attention is printed too, and
+    returned as `<method>_<length>_bfloat16`.
+    """
+    bases = {"": fastest(results, dtype)}
+    if dtype == torch.float32:
+        bases["_bfloat16"] = fastest(results, torch.bfloat16)
+    fields = {}
+    for end, (label, base) in bases.items():
+        print(f"own / {label} ({1e3 * base:.3f} ms):")
+        for method, own in own_ms.items():
+            key = f"{method.replace(' (', '_').removesuffix(')')}_{length_name(s)}{end}"
+            fields[key] = round(own / (1e3 * base), 4)
+            print(f"  {key:36} {fields[key]:8.3f}")
+    return fields
