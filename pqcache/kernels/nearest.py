@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 from pqcache.kernels import threads
 
 # features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
-_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-_WIDE = "+avx512f" in _FEATURES
+FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+_WIDE = "+avx512f" in FEATURES
 LANES = 16 if _WIDE else 8  # floats per vector register
 _VECTORS = 4  # registers of centroids side by side
 _POINTS = 4 if _WIDE else 2  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
@@ -30,7 +30,7 @@ _COLUMNS = LANES * _VECTORS  # centroids per tile
 # points per task: sums are added block by block, so that the result does not depend on the number of threads
 _BLOCK = 2048
 
-ROUGH = "+avx512bf16" in _FEATURES  # whether the processor has products of bfloat16, which take half the time
+ROUGH = "+avx512bf16" in FEATURES  # whether the processor has products of bfloat16, which take half the time
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)

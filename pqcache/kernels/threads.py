@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -28,13 +28,28 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def run(kernel: Callable[..., None], tasks: int, *args: Any) -> None:
-    """Call kernel(first, last, *args) on disjoint ranges that cover 0 .. tasks-1. Tasks write to places of their own."""
+    """Call kernel(first, last, *args) on disjoint ranges that cover 0 .. tasks-1. Tasks write to places of their own.
+
+    The calling thread works too, and waits for no thread that has not begun when nothing is left: short kernels often end before
+    another thread has woken up.
+    """
     threads = min(torch.get_num_threads(), tasks)
     if threads <= 1:
         kernel(0, tasks, *args)
         return
     pieces = min(tasks, threads * _PIECES)
     edges = [tasks * i // pieces for i in range(pieces + 1)]
-    futures = [_pool(threads).submit(kernel, a, b, *args) for a, b in zip(edges, edges[1:], strict=False)]
-    for future in futures:
-        future.result()
+    left = iter(zip(edges, edges[1:], strict=False))  # shared: each piece goes to one thread
+
+    def work() -> None:
+        for first, last in left:
+            kernel(first, last, *args)
+
+    others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        begun = [other for other in others if not other.cancel()]
+        wait(begun)
+    for other in begun:
+        other.result()

@@ -3,21 +3,37 @@
 Written in LLVM IR, since compiled loops would spill these accumulators and read a row once per query head. A tile is `LANES`
 pairs of (token, query head): their sums fill half of the vector registers, and one register holds the result. All arguments
 are addresses and numbers of bytes or entries. A caller must use its arrays after the call, else numba frees them before it.
+
+Rows hold fp32 numbers; `any_dot` and `any_add` also take rows of 16 bits, which are widened in registers. numba's cache on disk
+looks at a kernel's own file alone: a kernel with `STAMP` in its closure is compiled again when this file changes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from pqcache.kernels.nearest import LANES
+from pqcache.kernels.nearest import FEATURES, LANES
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+STAMP = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+# what rows may hold -> a number whose type tells kernels so
+KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+if "+f16c" in FEATURES or platform.machine() in (
+    "aarch64",
+    "arm64",
+):  # elsewhere fp16 is converted by a call per number
+    KINDS[torch.float16] = np.int16(0)
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _WHOLE = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _LINE = 64  # bytes of a cache line
 ROWS = 4  # rows of V that are added at a time
@@ -30,6 +46,18 @@ def _at(builder: Any, address: Any, kind: Any) -> Any:
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(_at(builder, address, kind), align=kind.width // 8 if kind is _I64 else 4)
+
+
+def _load_row(builder: Any, start: Any, offset: Any, number: Any) -> Any:
+    """LANES numbers of a row as fp32; `offset` is that in bytes of a row of fp32. number: the type of a value of KINDS."""
+    if number == types.float32:
+        return _load(builder, builder.add(start, offset), _VECTOR)
+    place = builder.add(start, builder.lshr(offset, _number(1)))
+    raw = builder.load(_at(builder, place, ir.VectorType(_I16, LANES)), align=2)
+    if number == types.int16:
+        return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
+    # bfloat16 is the upper half of fp32
+    return builder.bitcast(builder.shl(builder.zext(raw, _WHOLE), ir.Constant(_WHOLE, [16] * LANES)), _VECTOR)
 
 
 def _spread(builder: Any, scalar: Any, kind: Any = _VECTOR) -> Any:
@@ -59,7 +87,9 @@ def _sums(builder: Any, vectors: list[Any]) -> Any:
         low = [base + i for base in range(0, LANES, 2 * half) for i in (*range(half), *range(LANES, LANES + half))]
         pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
         vectors = [
-            builder.fadd(*(builder.shuffle_vector(x, y, ir.Constant(_WHOLE, [i + up for i in low])) for up in (0, half)))
+            builder.fadd(
+                *(builder.shuffle_vector(x, y, ir.Constant(_WHOLE, [i + up for i in low])) for up in (0, half))
+            )
             for x, y in pairs
         ]
         half //= 2
@@ -80,14 +110,62 @@ def _for_vectors(builder: Any, d: Any, visit: Callable[[Any, Callable[[Any], Any
         lane = ir.Constant(_WHOLE, list(range(LANES)))
         new = builder.icmp_unsigned(">=", lane, _spread(builder, first, _WHOLE))
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        visit(
-            builder.mul(builder.sub(d, _number(LANES)), _number(4)), lambda vector: builder.select(new, vector, zero)
-        )
+        visit(builder.mul(builder.sub(d, _number(LANES)), _number(4)), lambda vector: builder.select(new, vector, zero))
+
+
+def _dot(builder: Any, heads: int, number: Any, args: Any) -> None:
+    """The code of `make_dot`."""
+    rows, query, query_step, d, out, out_step = args
+    fma, tokens = _fma(builder), LANES // heads
+    sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(tokens)] for _ in range(heads)]
+    for place in (place for of_head in sums for place in of_head):
+        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), place)
+    starts = [_load(builder, builder.add(rows, _number(8 * t)), _I64) for t in range(tokens)]
+    queries = [builder.add(query, builder.mul(query_step, _number(a))) for a in range(heads)]
+
+    def multiply(offset: Any, keep: Callable[[Any], Any]) -> None:
+        keys = [keep(_load_row(builder, start, offset, number)) for start in starts]
+        for line, of_head in zip(queries, sums, strict=True):
+            part = _load(builder, builder.add(line, offset), _VECTOR)
+            for key, place in zip(keys, of_head, strict=True):
+                builder.store(builder.call(fma, [part, key, builder.load(place)]), place)
+
+    _for_vectors(builder, d, multiply)
+    total = _sums(builder, [builder.load(place) for of_head in sums for place in of_head])
+    kind = ir.VectorType(_F32, tokens)
+    for a in range(heads):
+        lanes = ir.Constant(ir.VectorType(_I32, tokens), [a * tokens + t for t in range(tokens)])
+        mine = builder.shuffle_vector(total, ir.Constant(_VECTOR, ir.Undefined), lanes)
+        place = builder.add(out, builder.mul(out_step, _number(a)))
+        builder.store(mine, _at(builder, place, kind), align=4)
+
+
+def _add(builder: Any, heads: int, number: Any, args: Any) -> None:
+    """The code of `make_add`."""
+    rows, weights, weight_step, d, out, out_step = args
+    fma = _fma(builder)
+    starts = [_load(builder, builder.add(rows, _number(8 * i)), _I64) for i in range(ROWS)]
+    shares = []
+    for a in range(heads):
+        line = builder.add(weights, builder.mul(weight_step, _number(a)))
+        each = [_load(builder, builder.add(line, _number(4 * i)), _F32) for i in range(ROWS)]
+        shares.append([_spread(builder, share) for share in each])
+    places = [builder.add(out, builder.mul(out_step, _number(a))) for a in range(heads)]
+
+    def accumulate(offset: Any, keep: Callable[[Any], Any]) -> None:
+        values = [keep(_load_row(builder, start, offset, number)) for start in starts]
+        for place, mine in zip(places, shares, strict=True):
+            to = _at(builder, builder.add(place, offset), _VECTOR)
+            total = builder.load(to, align=4)
+            for share, value in zip(mine, values, strict=True):
+                total = builder.call(fma, [share, value, total])
+            builder.store(total, to, align=4)
+
+    _for_vectors(builder, d, accumulate)
 
 
 def make_dot(heads: int) -> Any:
     """The products of LANES / heads rows with `heads` queries, as a numba intrinsic."""
-    tokens = LANES // heads
 
     @intrinsic
     def dot(typingctx, rows, query, query_step, d, out, out_step):
@@ -97,32 +175,26 @@ def make_dot(heads: int) -> Any:
         """
 
         def generate(context, builder, signature, args):
-            rows, query, query_step, d, out, out_step = args
-            fma = _fma(builder)
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(tokens)] for _ in range(heads)]
-            for place in (place for of_head in sums for place in of_head):
-                builder.store(ir.Constant(_VECTOR, [0.0] * LANES), place)
-            starts = [_load(builder, builder.add(rows, _number(8 * t)), _I64) for t in range(tokens)]
-            queries = [builder.add(query, builder.mul(query_step, _number(a))) for a in range(heads)]
-
-            def multiply(offset: Any, keep: Callable[[Any], Any]) -> None:
-                keys = [keep(_load(builder, builder.add(start, offset), _VECTOR)) for start in starts]
-                for line, of_head in zip(queries, sums, strict=True):
-                    part = _load(builder, builder.add(line, offset), _VECTOR)
-                    for key, place in zip(keys, of_head, strict=True):
-                        builder.store(builder.call(fma, [part, key, builder.load(place)]), place)
-
-            _for_vectors(builder, d, multiply)
-            total = _sums(builder, [builder.load(place) for of_head in sums for place in of_head])
-            kind = ir.VectorType(_F32, tokens)
-            for a in range(heads):
-                lanes = ir.Constant(ir.VectorType(_I32, tokens), [a * tokens + t for t in range(tokens)])
-                mine = builder.shuffle_vector(total, ir.Constant(_VECTOR, ir.Undefined), lanes)
-                place = builder.add(out, builder.mul(out_step, _number(a)))
-                builder.store(mine, _at(builder, place, kind), align=4)
+            _dot(builder, heads, types.float32, args)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6), generate
+
+    return dot
+
+
+def make_any_dot(heads: int) -> Any:
+    """The same over rows of any kind."""
+
+    @intrinsic
+    def dot(typingctx, kind, rows, query, query_step, d, out, out_step):
+        """As `dot` of make_dot; kind: a value of KINDS."""
+
+        def generate(context, builder, signature, args):
+            _dot(builder, heads, kind, args[1:])
+            return context.get_dummy_value()
+
+        return types.void(kind, *[types.intp] * 6), generate
 
     return dot
 
@@ -135,29 +207,26 @@ def make_add(heads: int) -> Any:
         """out[head] += sum over rows of weights[head, row] times the row, d >= LANES entries; heads so many bytes apart."""
 
         def generate(context, builder, signature, args):
-            rows, weights, weight_step, d, out, out_step = args
-            fma = _fma(builder)
-            starts = [_load(builder, builder.add(rows, _number(8 * i)), _I64) for i in range(ROWS)]
-            shares = []
-            for a in range(heads):
-                line = builder.add(weights, builder.mul(weight_step, _number(a)))
-                each = [_load(builder, builder.add(line, _number(4 * i)), _F32) for i in range(ROWS)]
-                shares.append([_spread(builder, share) for share in each])
-            places = [builder.add(out, builder.mul(out_step, _number(a))) for a in range(heads)]
-
-            def accumulate(offset: Any, keep: Callable[[Any], Any]) -> None:
-                values = [keep(_load(builder, builder.add(start, offset), _VECTOR)) for start in starts]
-                for place, mine in zip(places, shares, strict=True):
-                    to = _at(builder, builder.add(place, offset), _VECTOR)
-                    total = builder.load(to, align=4)
-                    for share, value in zip(mine, values, strict=True):
-                        total = builder.call(fma, [share, value, total])
-                    builder.store(total, to, align=4)
-
-            _for_vectors(builder, d, accumulate)
+            _add(builder, heads, types.float32, args)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6), generate
+
+    return add
+
+
+def make_any_add(heads: int) -> Any:
+    """The same over rows of any kind."""
+
+    @intrinsic
+    def add(typingctx, kind, rows, weights, weight_step, d, out, out_step):
+        """As `add` of make_add; kind: a value of KINDS."""
+
+        def generate(context, builder, signature, args):
+            _add(builder, heads, kind, args[1:])
+            return context.get_dummy_value()
+
+        return types.void(kind, *[types.intp] * 6), generate
 
     return add
 
@@ -262,6 +331,8 @@ def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
 
 dot1, dot2, dot4 = (make_dot(heads) for heads in (1, 2, 4))
 add1, add2, add4 = (make_add(heads) for heads in (1, 2, 4))
+any_dot1, any_dot2, any_dot4 = (make_any_dot(heads) for heads in (1, 2, 4))
+any_add1, any_add2, any_add4 = (make_any_add(heads) for heads in (1, 2, 4))
 largest: Any = intrinsic(_generate_largest)
 exp_below: Any = intrinsic(_generate_exp)
 fetch: Any = intrinsic(_generate_fetch)

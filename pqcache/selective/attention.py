@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pqcache import kernels
 from pqcache.store.transfer import table
+
+NATIVE_FROM = 1 << 18  # numbers in K from which the native kernel's longer start pays: 256 tokens of 8 KV heads of 128
 
 
 def pack(q: torch.Tensor, heads: int) -> torch.Tensor:
@@ -34,6 +37,19 @@ def attend_one(
         mask = valid[:, :, None]
     out = F.scaled_dot_product_attention(pack(q, heads), k, v, attn_mask=mask, scale=scaling)
     return out.reshape(n, 1, h, d)
+
+
+def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float) -> torch.Tensor:
+    """Attention of one token per row over all tokens of the row: q (n, h, 1, d), k and v (n, h_kv or h, max(lengths), d).
+
+    Entries from lengths[r] on are padding. Returns (n, 1, h, d). A CPU kernel serves where it is faster (kernels/dense.py).
+    """
+    if k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] >= NATIVE_FROM and kernels.native(q, k, v):
+        from pqcache.kernels import dense
+
+        if dense.serves(q, k, v):
+            return dense.attend_all(q, k, v, lengths, scaling)
+    return attend_one(q, k, v, scaling, row_mask(lengths, k.shape[2], q.device))
 
 
 def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import torch
 
-from pqcache.selective.attention import attend_one, row_mask
+from pqcache.selective.attention import attend_rows
 from pqcache.selective.blocks import lower_right, row_by_row
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.shape import ModelShape
@@ -90,7 +90,7 @@ class DenseLayer(SelectiveLayer):
         keys, values = self.store.view()
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=False)
-        return attend_one(q, keys, values, ctx.scaling, row_mask(lengths, keys.shape[2], q.device))
+        return attend_rows(q, keys, values, lengths, ctx.scaling)
 
     def step_parts(self) -> StepParts:
         return StepParts(self.store)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 
-from pqcache.selective.attention import attend_one, partial, row_mask
+from pqcache.selective.attention import attend_one, attend_rows, partial
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
@@ -188,8 +188,8 @@ class RetrievalLayer(StagedLayer):
         """Attention over everything stored, in place: (n, 1, h, d), and the mean number of tokens."""
         assert self.store is not None
         keys, values = self.store.view()
-        valid = row_mask(self.store.lengths, keys.shape[2], q.device)
-        return attend_one(q, keys, values, ctx.scaling, valid), _mean_tokens(keys.shape[2], valid)
+        lengths = self.store.lengths
+        return attend_rows(q, keys, values, lengths, ctx.scaling), sum(lengths) / len(lengths)
 
     def attend_chosen(
         self,

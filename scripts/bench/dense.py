@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.attention import attend_one, pack
 from pqcache.store.resident import ResidentStore
 from scripts.bench.layer import AttentionLayer
@@ -31,7 +32,23 @@ def grouped_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling:
     return ((pack(q, k.shape[1]) @ k.transpose(-1, -2)) * scaling).softmax(-1) @ v
 
 
-ATTENTIONS: dict[str, Attention] = {"grouped SDPA": grouped_sdpa, "grouped products": grouped_products}
+def native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The CPU kernel. Shapes as of `grouped_sdpa`."""
+    from pqcache.kernels.dense import attend_all
+
+    return attend_all(q, k, v, [k.shape[2]] * k.shape[0], scaling)
+
+
+def attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Attention]:
+    """Name -> every dense attention that takes these tensors here."""
+    if not kernels.native(q, k, v):
+        return TORCH
+    from pqcache.kernels.dense import serves
+
+    return {"native dense": native, **TORCH} if serves(q, k, v) else TORCH
+
+
+TORCH: dict[str, Attention] = {"grouped SDPA": grouped_sdpa, "grouped products": grouped_products}
 
 
 def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -45,7 +62,7 @@ def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], d
         store = ResidentStore()
         store.append(layer.keys(s, 0).to(dtype), layer.keys(s, 1).to(dtype))
         q = layer.queries(1).to(dtype)
-        for name, attention in ATTENTIONS.items():
+        for name, attention in attentions(q, *store.view()).items():
             calls[f"{name}, {dtype_name(dtype)}"] = _timed(attention, q, store, steps)
     return calls
 

@@ -1,0 +1,173 @@
+"""Attention of one query token per head over all tokens: K and V are read once for all query heads of a KV head.
+
+A task is a part of the tokens of one KV head. It goes over them in tiles: logits, running maximum and exponentials, weighted
+values. Rows of 16 bits are widened in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from pqcache.kernels import threads
+from pqcache.kernels.nearest import LANES
+from pqcache.kernels.vectors import (
+    KINDS,
+    ROWS,
+    STAMP,
+    any_add1,
+    any_add2,
+    any_add4,
+    any_dot1,
+    any_dot2,
+    any_dot4,
+    exp_below,
+    fetch,
+    head_block,
+    largest,
+)
+
+_TILE = 256  # tokens between two updates of the running maximum; a multiple of LANES and ROWS
+_AHEAD = 8192  # bytes that are fetched before they are read
+_PART = 1024  # tokens of a part at least
+_WIDEST = 16  # LANES at most, and entries of a head at least
+
+
+@numba.njit(nogil=True, inline="always")
+def _row_addresses(rows, at, step, count):
+    """Addresses of `count` rows, `step` bytes apart, from `at` on. The last one is repeated up to a whole number of vectors."""
+    for i in range((count + LANES - 1) // LANES * LANES):
+        rows[i] = at + min(i, count - 1) * step
+
+
+@numba.njit(nogil=True, inline="always")
+def _tile_logits(kind, query, rows, count, block, size, logits):
+    """logits (g', TILE) of queries (g', d), g' a multiple of `block`, with rows of `size` bytes."""
+    heads, d = query.shape
+    query_at, out_at, rows_at, tokens = query.ctypes.data, logits.ctypes.data, rows.ctypes.data, LANES // block
+    for i in range(0, count, tokens):
+        fetch(rows[i] + _AHEAD, tokens * size)  # rows are side by side
+        for a in range(0, heads, block):
+            mine, to = query_at + 4 * a * d, out_at + 4 * (a * _TILE + i)
+            if block == 4:
+                any_dot4(kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
+            elif block == 2:
+                any_dot2(kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
+            else:
+                any_dot1(kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
+
+
+@numba.njit(nogil=True, inline="always")
+def _tile_values(kind, weights, rows, count, block, size, result):
+    """result (g', d) += weights (g', TILE) times rows of `size` bytes; a weight past the last row is 0."""
+    heads, d = result.shape
+    weights_at, out_at, rows_at = weights.ctypes.data, result.ctypes.data, rows.ctypes.data
+    for i in range(0, count, ROWS):
+        fetch(rows[i] + _AHEAD, ROWS * size)
+        for a in range(0, heads, block):
+            mine, to = weights_at + 4 * (a * _TILE + i), out_at + 4 * a * d
+            if block == 4:
+                any_add4(kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
+            elif block == 2:
+                any_add2(kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
+            else:
+                any_add1(kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
+
+
+@numba.njit(nogil=True, inline="always")
+def _tile_softmax(logits, count, g, high, mass, result):
+    """Logits (g', TILE) become weights relative to the running maximum; if it grows, earlier sums are scaled down to it."""
+    whole = (count + LANES - 1) // LANES * LANES
+    for a in range(g):
+        logits[a, count:whole] = -np.inf
+        row = logits.ctypes.data + 4 * a * _TILE
+        top = max(high[a], largest(row, whole))
+        if top > high[a]:
+            shrink = np.exp(high[a] - top)
+            mass[a] *= shrink
+            for j in range(result.shape[1]):
+                result[a, j] *= shrink
+            high[a] = top
+        mass[a] += exp_below(row, whole, top)
+
+
+def _make_attend(stamp: str) -> Any:
+    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+
+    @numba.njit(nogil=True, cache=True)
+    def attend(first, last, kind, q, k, v, k_steps, v_steps, lengths, g, block, size, out, lse):
+        """Task = (row, KV head, part). k, v: addresses; steps: bytes between (rows, KV heads, tokens); size: bytes of a row.
+
+        q (n, h_kv, g', d) fp32, scaled; g of the g' heads are real. Writes, per part, the unnormalised output and (maximum,
+        sum): out (n, h_kv, parts, g', d), lse (n, h_kv, parts, 2, g').
+        """
+        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
+        _, heads, parts, padded, _ = out.shape
+        logits, rows = np.zeros((padded, _TILE), np.float32), np.empty(_TILE, np.int64)
+        for task in range(first, last):
+            part, head, row = task % parts, task // parts % heads, task // parts // heads
+            start, end = lengths[row] * part // parts, lengths[row] * (part + 1) // parts
+            keys = k + row * k_steps[0] + head * k_steps[1]
+            values = v + row * v_steps[0] + head * v_steps[1]
+            result, high, mass = out[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
+            high[:] = -np.inf
+            while start < end:
+                count = min(_TILE, end - start)
+                _row_addresses(rows, keys + start * k_steps[2], k_steps[2], count)
+                _tile_logits(kind, q[row, head], rows, count, block, size, logits)
+                _row_addresses(rows, values + start * v_steps[2], v_steps[2], count)
+                _tile_softmax(logits, count, g, high, mass, result)
+                _tile_values(kind, logits, rows, count, block, size, result)
+                start += count
+
+    return attend
+
+
+_attend: Any = _make_attend(STAMP)
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `attend_all` takes these: one dtype of KINDS, heads of at least 16 entries, rows in one piece."""
+    d, same = q.shape[3], q.dtype == k.dtype == v.dtype and q.dtype in KINDS
+    return same and d == v.shape[3] and d >= _WIDEST and k.stride(3) == v.stride(3) == 1
+
+
+def attend_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scaling: float
+) -> torch.Tensor:
+    """Attention of row r's query over the first lengths[r] >= 1 tokens: (n, 1, h, d), of q's dtype.
+
+    q (n, h, 1, d); k, v (n, h_kv, >= max(lengths), d), all three fp32, bfloat16 or fp16; see `serves`. Sums are in fp32.
+    """
+    n, h, _, d = q.shape
+    h_kv, size = k.shape[1], k.element_size()
+    g = h // h_kv
+    block, padded = head_block(g)
+    query = np.zeros((n, h_kv, padded, d), np.float32)
+    np.multiply(q.reshape(n, h_kv, g, d).float().numpy(), np.float32(scaling), out=query[:, :, :g])
+    workers = torch.get_num_threads()
+    parts = 1
+    if workers > 1:
+        parts = max(1, min(-(-4 * workers // (n * h_kv)), max(lengths) // _PART))
+    out = np.zeros((n, h_kv, parts, padded, d), np.float32)
+    lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
+    threads.run(
+        _attend, n * h_kv * parts, KINDS[k.dtype], query, k.data_ptr(), v.data_ptr(),
+        tuple(size * step for step in k.stride()[:3]), tuple(size * step for step in v.stride()[:3]),
+        np.array(lengths, np.int64), g, block, size * d, out, lse,
+    )  # fmt: skip
+    joined = _join(out[..., :g, :], lse[..., :g])
+    return torch.from_numpy(joined).reshape(n, 1, h, d).to(q.dtype)
+
+
+def _join(out: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The softmax over all parts: out (n, h_kv, parts, g, d), lse (n, h_kv, parts, 2, g) -> (n, h_kv, g, d)."""
+    if out.shape[2] == 1:
+        return out[:, :, 0] / lse[:, :, 0, 1, :, None]
+    high, mass = lse[:, :, :, 0], lse[:, :, :, 1]
+    share = np.exp(high - high.max(2, keepdims=True))
+    return (out * share[..., None]).sum(2) / (mass * share).sum(2)[..., None]

@@ -1,0 +1,166 @@
+"""The compiled attention over all tokens against plain torch, over rows of every width."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from baselines.full import Full
+from baselines.streaming import StreamingLLM
+from pqcache import kernels
+from pqcache.kernels import threads
+from pqcache.selective import Budget, SelectiveCache, attach, attention
+
+pytest.importorskip("numba")
+from pqcache.kernels import dense
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float) -> torch.Tensor:
+    """Softmax attention row by row, in float64."""
+    rows = []
+    for r, length in enumerate(lengths):
+        keys, values = (x[r, :, :length].double().repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (k, v))
+        rows.append((q[r].double() @ keys.transpose(1, 2) * scaling).softmax(-1) @ values)
+    return torch.stack(rows).transpose(1, 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=3),
+    h_kv=st.integers(1, 3),
+    g=st.sampled_from([1, 2, 3, 4, 7, 8]),
+    d=st.sampled_from([16, 24, 80, 128]),
+    dtype=st.sampled_from(DTYPES),
+    token_major=st.booleans(),
+    workers=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+def test_equals_softmax_attention(lengths, h_kv, g, d, dtype, token_major, workers, seed):
+    gen = torch.Generator().manual_seed(seed)
+    n, longest = len(lengths), max(lengths)
+    size = (n, longest + 5, h_kv, d) if token_major else (n, h_kv, longest + 5, d)
+    k, v = (torch.randn(size, generator=gen).to(dtype) for _ in range(2))
+    if token_major:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    for r, length in enumerate(lengths):  # what is behind a row's end is not read
+        k[r, :, length:] = v[r, :, length:] = torch.nan
+    k, v = k[:, :, :longest], v[:, :, :longest]
+    q = torch.randn(n, h_kv * g, 1, d, generator=gen).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(workers)
+    try:
+        out = dense.attend_all(q, k, v, lengths, d**-0.5)
+    finally:
+        torch.set_num_threads(before)
+    assert out.dtype == dtype and out.shape == (n, 1, h_kv * g, d)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]  # the output's own rounding
+    torch.testing.assert_close(out.double(), expected(q, k, v, lengths, d**-0.5), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_long_rows_and_large_logits(workers: int) -> None:
+    """Several parts per head, a running maximum that grows, and weights that are 0."""
+    gen = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 1, 1, 5000, 16, generator=gen).unbind(0)
+    k *= torch.linspace(1, 30, 5000)[:, None]
+    q = torch.randn(1, 4, 1, 16, generator=gen) * 3
+    before = torch.get_num_threads()
+    torch.set_num_threads(workers)
+    try:
+        out = dense.attend_all(q, k, v, [5000], 1.0)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out.double(), expected(q, k, v, [5000], 1.0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinity_and_nan_are_not_hidden(dtype: torch.dtype) -> None:
+    for value in (torch.nan, torch.inf):
+        for of_keys in (True, False):
+            k, v = torch.ones(2, 1, 2, 300, 16, dtype=dtype).unbind(0)
+            (k if of_keys else v)[0, 1, 299, 3] = value
+            out = dense.attend_all(torch.ones(1, 4, 1, 16, dtype=dtype), k, v, [300], 1.0)[0, 0]
+            assert torch.isfinite(out[:2]).all() and not torch.isfinite(out[2:]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_widened_exactly(dtype: torch.dtype) -> None:
+    """A single token has weight 1: the output is its value, bit by bit."""
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    v = numbers[: len(numbers) // 128 * 128].view(1, -1, 1, 128)
+    heads = v.shape[1]
+    out = dense.attend_all(torch.zeros(1, heads, 1, 128, dtype=dtype), torch.zeros_like(v), v, [1], 1.0)
+    assert torch.equal(out.view(-1), v.reshape(-1))
+
+
+def test_who_is_served() -> None:
+    q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 20, 32)
+    assert dense.serves(q, k, k)
+    assert not dense.serves(q.double(), k.double(), k.double())
+    assert not dense.serves(q, k.bfloat16(), k.bfloat16())
+    assert not dense.serves(q[..., :8], k[..., :8], k[..., :8])
+    assert not dense.serves(q, k.transpose(2, 3).contiguous().transpose(2, 3), k)
+
+
+@pytest.mark.parametrize("method", [Full(), StreamingLLM(budget=Budget(ratio=0.5))], ids=["full", "streaming"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_steps_use_it(method, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths, padded on the left: the same logits as without the kernel."""
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    calls, attend_all = [], dense.attend_all
+
+    def counted(*args):
+        calls.append(args[3])
+        return attend_all(*args)
+
+    monkeypatch.setattr(dense, "attend_all", counted)
+    monkeypatch.setattr(attention, "NATIVE_FROM", 0)
+    ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+
+    def logits() -> torch.Tensor:
+        cache, whole = SelectiveCache(model, method), mask
+        cache.begin([40, 25], left_padded=True)
+        with attach(model), torch.no_grad():
+            model(input_ids=ids, attention_mask=whole, past_key_values=cache)
+            for step in range(3):
+                whole = torch.cat([whole, whole.new_ones(2, 1)], 1)
+                out = model(input_ids=ids[:, step : step + 1], attention_mask=whole, past_key_values=cache)
+        return out.logits
+
+    native = logits()
+    assert len(calls) == 3 * model.config.num_hidden_layers and calls[0][0] != calls[0][1]
+    with kernels.without_numba():
+        plain = logits()
+    assert len(calls) == 3 * model.config.num_hidden_layers
+    torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_every_piece_of_work_is_done_once_and_errors_are_raised() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for tasks in (1, 2, 5, 100):
+            seen: list[int] = []
+            threads.run(lambda first, last, seen=seen: seen.extend(range(first, last)), tasks)
+            assert sorted(seen) == list(range(tasks))
+
+        def fail(first: int, last: int) -> None:
+            raise ArithmeticError(f"{first}")
+
+        with pytest.raises(ArithmeticError):
+            threads.run(fail, 10)
+    finally:
+        torch.set_num_threads(before)
