@@ -155,10 +155,16 @@ class SpeculativeIndex(Index):
 
     def speculate(self, q: torch.Tensor, scaling: float) -> None:
         """Choose by q (n, h, 1, d), before the current token is stored, and start to fetch."""
+        assert self.partial is not None
         cand, _ = self.layer.candidates(ahead=True)
         self.choice = None
         if any(k < hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)):
-            self.choice = self.pick(q, cand, scaling)
+            lo, hi = cand.sinks, max(cand.ends)
+            if self.method.alpha is None:
+                keys, h_kv = self.partial.data[:, :, lo:hi], self.layer.shape.h_kv
+                self.choice = self.choose_by_products(self.speculated(q), keys, cand, h_kv, scaling)
+            else:
+                self.choice = self.pick(self.speculated_logits(q, lo, hi, scaling), cand)
             assert self.layer.store is not None
             self.layer.store.prefetch(self.choice.indices, self.layer.shape.group)
 
@@ -175,17 +181,10 @@ class SpeculativeIndex(Index):
         n, h, _, r = partial.shape
         return (partial.view(n, keys.shape[1], -1, r) @ keys.to(partial.dtype).mT).view(n, h, -1) * scaling
 
-    def pick(self, q: torch.Tensor, cand: Candidates, scaling: float) -> Selection:
-        """The best tokens for q (n, h, 1, d), at most cand.k[r].
-
-        With alpha: as many as a head has within alpha of its best, mean over heads.
-        """
-        h_kv, lo, hi = self.layer.shape.h_kv, cand.sinks, max(cand.ends)
-        if self.method.alpha is None:
-            assert self.partial is not None
-            return self.choose_by_products(self.speculated(q), self.partial.data[:, :, lo:hi], cand, h_kv, scaling)
-        logits = self.speculated_logits(q, lo, hi, scaling)
-        valid = cand.valid(logits.device)
+    def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:
+        """With alpha: as many tokens as a head has within alpha of its best, mean over heads, and at most cand.k[r]."""
+        h_kv, valid = self.layer.shape.h_kv, cand.valid(logits.device)
+        assert self.method.alpha is not None
         near = logits if valid is None else logits.masked_fill(~valid, -torch.inf)
         near = near > near.amax(-1, keepdim=True) - self.method.alpha
         count = near.sum(-1, dtype=torch.float32).mean(-1).long().clamp_min(1)  # (n,)

@@ -38,9 +38,9 @@ def largest_components(q: torch.Tensor, h_kv: int, r: int) -> torch.Tensor:
 
 
 def tempered_query(q: torch.Tensor, components: torch.Tensor, scaling: float) -> torch.Tensor:
-    """q[i] / tau with tau = sqrt(d |q[i]|_1 / |q|_1) per query head: q (n, h, 1, d), components i (n, h_kv, r) -> (n, h_kv, g, r).
+    """q[i] / tau with tau = sqrt(d |q[i]|_1 / |q|_1) per query head: (n, h_kv, g, r).
 
-    `scaling` is the model's 1 / sqrt(d).
+    q (n, h, 1, d), components i (n, h_kv, r). `scaling` is the model's 1 / sqrt(d).
     """
     n, h, _, d = q.shape
     h_kv = components.shape[1]

@@ -52,11 +52,11 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
     `widest` as their upper bound. NaN ranks last on the CPU if k is the same in all rows.
     """
     n, heads, m = weights.shape
-    if not isinstance(k, torch.Tensor) and weights.numel() >= MANY and weights.dtype == torch.float32:
-        if kernels.native(weights):
-            from pqcache.kernels.rank import top_tokens as partial_selection
+    many = weights.numel() >= MANY and weights.dtype == torch.float32
+    if many and not isinstance(k, torch.Tensor) and kernels.native(weights):
+        from pqcache.kernels.rank import top_tokens as partial_selection
 
-            return partial_selection(weights, k)
+        return partial_selection(weights, k)
     same_k = not isinstance(k, torch.Tensor) and len(set(k)) == 1
     widest = max(k) if widest is None else widest
     if same_k and weights.device.type == "cpu":

@@ -129,7 +129,8 @@ class Index(RowState, IndexOptions):
     ) -> Selection:
         """What `choose` returns for the logits q . key times scaling, in q's dtype: q (n, h, 1, r), keys (n, h_kv, m, r).
 
-        The keys are those of `span`'s positions. Where a kernel serves it reads each key once for all query heads of a group, and only one KV head's logits exist at a time.
+        The keys are those of `span`'s positions. Where a kernel serves it reads each key once for all query heads of a group, and
+        only one KV head's logits exist at a time.
         """
         n, h, _, r = q.shape
         ranked = None
