@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.fields import added
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
@@ -79,9 +80,18 @@ class PageIndex(Index):
             buffer.reserve((max(lengths) - 1) // self.page + 1)
             buffer.data[rows, :, page] = torch.where(opens, new, extreme(buffer.data[rows, :, page], new))
 
+    def _bounds(self, q: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """`page_bound` of pages first .. last-1: (n, h, last - first) fp32."""
+        assert self.low is not None and self.high is not None
+        low, high = self.low.data, self.high.data
+        if q.dtype == low.dtype == torch.float32 and kernels.native(q, low):
+            from pqcache.kernels.rank import page_bounds
+
+            return page_bounds(q, low, high, first, last)
+        return page_bound(q, low[:, :, first:last], high[:, :, first:last])
+
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """The pages of highest bound, the newest past token's among them where `newest` says so, as token positions."""
-        assert self.low is not None and self.high is not None
         size, ends, device = self.page, cand.ends, q.device
         # the first page with a candidate, and how many of its tokens are sinks; a page with sinks counts whole
         first, cut = divmod(cand.sinks, size)
@@ -89,8 +99,7 @@ class PageIndex(Index):
         counts = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
         column = torch.arange(first, max(pages), device=device)
         last = table(pages, device)[:, None, None] - 1
-        low, high = (buffer.view(max(pages))[:, :, first:] for buffer in (self.low, self.high))
-        bound = page_bound(q, low, high) * ctx.scaling
+        bound = self._bounds(q, first, max(pages)) * ctx.scaling
         weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
         if self.newest:
             weights = weights.masked_fill(column == last, torch.inf)

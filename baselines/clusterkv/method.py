@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from pqcache import kernels
 from pqcache.fields import added
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
@@ -152,22 +153,43 @@ class ClusterIndex(Index):
         weights = self.weights(q, h_kv, ctx.scaling)
         n, heads, _ = weights.shape
         rank = weights.argsort(dim=-1, descending=True, stable=True)
-        starts, sizes = (x.repeat_interleave(heads // h_kv, dim=1).gather(2, rank) for x in self._spans(cand))
-        filled = sizes.cumsum(-1)
-        self._note_clusters(rank, filled - sizes, sizes, cand, ctx)
-        slot = torch.arange(max(cand.k), device=q.device).expand(n, heads, -1).contiguous()
-        at = torch.searchsorted(filled, slot, right=True).clamp_max(filled.shape[2] - 1)
-        place = starts.gather(2, at) + slot - (filled - sizes).gather(2, at)
-        place = place.clamp_max(self.order.shape[2] - 1)  # in a row with fewer candidates
-        indices = self.order.gather(2, place.view(n, h_kv, -1)).view(n, heads, -1).long()
+        spans = self._spans(cand)
+        if isinstance(self.layer.store, RecentStore):
+            self._note_clusters(rank, *self._ranked(rank, spans), cand, ctx)
+        indices = self._tokens(rank, spans, cand.k)
         whole = [k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)]
         if any(whole):  # rows that attend everything beside rows that do not; a dense row may have no clusters
             everything = table(whole, q.device)[:, None, None]
+            slot = torch.arange(max(cand.k), device=q.device)
             indices = torch.where(everything, slot + cand.sinks, indices)
         padded = len(set(cand.k)) > 1
         if padded:
+            slot = torch.arange(max(cand.k), device=q.device)
             indices = indices.masked_fill(slot >= table(cand.k, q.device)[:, None, None], -1)
         return Selection(indices, padded)
+
+    @staticmethod
+    def _ranked(rank: torch.Tensor, spans: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens before each cluster, and in it, of clusters in descending rank (n, H, C); spans: starts, sizes (n, h_kv, C)."""
+        sizes = spans[1].repeat_interleave(rank.shape[1] // spans[1].shape[1], dim=1).gather(2, rank)
+        return sizes.cumsum(-1) - sizes, sizes
+
+    def _tokens(self, rank: torch.Tensor, spans: tuple[torch.Tensor, torch.Tensor], k: list[int]) -> torch.Tensor:
+        """The tokens of the first clusters in rank, k[r] of row r: (n, H, max(k)), any positions behind a row's last one."""
+        assert self.order is not None
+        if kernels.native(rank, self.order):
+            from pqcache.kernels.positions import cluster_tokens
+
+            return cluster_tokens(rank, *spans, self.order, k)
+        n, heads, _ = rank.shape
+        h_kv = self.order.shape[1]
+        before, sizes = self._ranked(rank, spans)
+        starts = spans[0].repeat_interleave(heads // h_kv, dim=1).gather(2, rank)
+        slot = torch.arange(max(k), device=rank.device).expand(n, heads, -1).contiguous()
+        at = torch.searchsorted(before + sizes, slot, right=True).clamp_max(rank.shape[2] - 1)
+        place = starts.gather(2, at) + slot - before.gather(2, at)
+        place = place.clamp_max(self.order.shape[2] - 1)  # in a row with fewer candidates
+        return self.order.gather(2, place.view(n, h_kv, -1)).view(n, heads, -1).long()
 
     def _spans(self, cand: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each cluster's candidates begin in `order`, and how many there are: (n, h_kv, C) int64."""
@@ -196,8 +218,6 @@ class ClusterIndex(Index):
         `cache_steps` steps came before them. rank (n, H, C): clusters in descending rank; before, sizes (n, H, C): tokens before
         each of them, and in it.
         """
-        if not isinstance(self.layer.store, RecentStore):
-            return
         requested = table(cand.k, rank.device)[:, None, None]
         count = ((before < requested) & (sizes > 0)).sum(-1).amax(1)[:, None, None]
         column = torch.arange(rank.shape[2], device=rank.device)

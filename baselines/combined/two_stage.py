@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
@@ -49,8 +50,12 @@ def spread(ends: list[int], starts: list[int], device: torch.device) -> torch.Te
     return torch.where(position < torch.tensor(ends, device=device)[:, None], position, -1)[:, None]
 
 
-def ascending(positions: torch.Tensor) -> torch.Tensor:
-    """Sorted along the last axis, padding (-1) at the end."""
+def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """positions (n, H, m), all different in a head, sorted along the last axis, padding (-1) at the end."""
+    if kernels.native(positions):
+        from pqcache.kernels.positions import ascending as by_marks
+
+        return by_marks(positions, length)
     last = torch.iinfo(positions.dtype).max
     positions = torch.where(positions < 0, last, positions).sort(-1).values
     return torch.where(positions == last, -1, positions)
@@ -136,12 +141,15 @@ class TwoStageIndex(Index):
         if max(counts) == 0:
             return rest
         chosen = self.first.select(q, Candidates(cand.sinks, indexed, counts, cand.lengths), h_kv, ctx).indices
-        return ascending(torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2))
+        return ascending(torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2), max(cand.lengths))
 
     def rank(
         self, q: torch.Tensor, shortlist: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext
     ) -> Selection:
         """The second index's best cand.k[r] of a shortlist (n, H, m); -1 where a shortlist is shorter than that."""
+        best = self.second.best_at(q, shortlist, cand, h_kv, ctx)
+        if best is not None:
+            return Selection(best, padded=True)
         h, forced = q.shape[1], 0
         scored = shortlist
         if self.scope == "all":  # the softmax includes what is attended anyway

@@ -40,15 +40,43 @@ def _threshold(bits, amount, k):
     return prefix, k
 
 
+@numba.njit(nogil=True, cache=True)
+def _candidates(codes, lo, hi, shortlist):
+    """Codes (m, tokens) of one head's candidates: of the shortlist (tokens, -1 at its end), or without one of lo .. hi-1."""
+    m = codes.shape[0]
+    if shortlist.shape[0] == 0:
+        mine = np.empty((m, hi - lo), codes.dtype)
+        for j in range(m):
+            mine[j] = codes[j, lo:hi]
+        return mine
+    count = shortlist.shape[0]
+    while count and shortlist[count - 1] < 0:
+        count -= 1
+    mine = np.empty((m, count), codes.dtype)
+    for j in range(m):
+        for i in range(count):
+            mine[j, i] = codes[j, shortlist[i]]
+    return mine
+
+
 @numba.njit(nogil=True, inline="always")
-def _count_codes(mine, lo, c, joint, size):
-    """Write to `joint` the joint codes of a head's tokens, mine (m, tokens) from lo on; how often each of `size` codes occurs."""
+def _to_positions(out, filled, lo, shortlist):
+    """Turn candidates 0, 1, ... into the positions that they have."""
+    for i in range(filled):
+        out[i] = shortlist[out[i]] if shortlist.shape[0] else out[i] + lo
+
+
+@numba.njit(nogil=True, inline="always")
+def _count_codes(mine, c, joint, size):
+    """Write to `joint` the joint codes of a head's candidates, mine (m, tokens); how often each of `size` codes occurs."""
     tokens = joint.shape[0]
+    first = mine[0]
     for i in range(tokens):
-        joint[i] = mine[0, lo + i]
+        joint[i] = first[i]
     for j in range(1, mine.shape[0]):
+        line = mine[j]
         for i in range(tokens):
-            joint[i] = joint[i] * np.uint16(c) + np.uint16(mine[j, lo + i])
+            joint[i] = joint[i] * np.uint16(c) + np.uint16(line[i])
     # four histograms in turn: equal codes in a row would otherwise wait for each other
     amount4 = np.zeros((4, size), np.int32)
     for i in range(tokens // 4):
@@ -75,18 +103,25 @@ def _multiply_out(power, product):
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
-def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
-    """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep."""
+def _joint(first, last, codes, tables, highest, lo, hi, shortlist, k, out, status):
+    """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep.
+
+    shortlist (n, H, tokens): the candidates, where it has any entries.
+    """
     m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
     size = c**m
     for task in range(first, last):
         row, head = task // (out.shape[1]), task % out.shape[1]
         if k[row] == 0:
             continue
-        tokens = hi[row] - lo
-        mine = codes[row, head]
+        among = shortlist[row, head if shortlist.shape[1] > 1 else 0]
+        mine = _candidates(codes[row, head], lo, hi[row], among)
+        tokens = mine.shape[1]
+        count = min(k[row], tokens)
+        if count == 0:
+            continue
         joint = np.empty(tokens, np.uint16)
-        amount = _count_codes(mine, lo, c, joint, size)
+        amount = _count_codes(mine, c, joint, size)
         weights = np.zeros(size, np.float32)
         power = np.empty((m, c), np.float32)
         product = np.empty(size, np.float32)
@@ -108,31 +143,36 @@ def _joint(first, last, codes, tables, highest, lo, hi, k, out, status):
         if status[task]:
             continue
         bits = weights.view(np.uint32)
-        level, ties = _threshold(bits, amount, k[row])
+        level, ties = _threshold(bits, amount, count)
         kind = np.zeros(size, np.uint8)  # 2: chosen, 1: chosen while ties are left
         for i in range(size):
             kind[i] = 2 if bits[i] > level else (1 if bits[i] == level else 0)
-        filled = 0
-        for i in range(tokens):
+        mine_out, filled, i = out[row, head], 0, 0
+        while filled < count:
             take = kind[joint[i]]
             if take == 1:
                 take = 2 if ties > 0 else 0
                 ties -= 1
-            if filled < k[row]:
-                out[row, head, filled] = lo + i
+            mine_out[filled] = i
             filled += take == 2
+            i += 1
+        _to_positions(mine_out, count, lo, among)
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
-def _wide(first, last, codes, tables, highest, lo, hi, k, out, status):
+def _wide(first, last, codes, tables, highest, lo, hi, shortlist, k, out, status):
     """The same with a weight per token, for codes too many to enumerate."""
     m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
     for task in range(first, last):
         row, head = task // (out.shape[1]), task % out.shape[1]
         if k[row] == 0:
             continue
-        tokens = hi[row] - lo
-        mine = codes[row, head]
+        among = shortlist[row, head if shortlist.shape[1] > 1 else 0]
+        mine = _candidates(codes[row, head], lo, hi[row], among)
+        tokens = mine.shape[1]
+        count = min(k[row], tokens)
+        if count == 0:
+            continue
         power = np.empty((m, c, g), np.float32)
         for j in range(m):
             for i in range(c):
@@ -142,9 +182,9 @@ def _wide(first, last, codes, tables, highest, lo, hi, k, out, status):
         total, best = np.zeros(g, np.float64), np.zeros(g, np.float32)
         for i in range(tokens):
             for a in range(g):
-                product[i, a] = power[0, mine[0, lo + i], a]
+                product[i, a] = power[0, mine[0, i], a]
             for j in range(1, m):
-                code = mine[j, lo + i]
+                code = mine[j, i]
                 for a in range(g):
                     product[i, a] *= power[j, code, a]
             for a in range(g):
@@ -163,26 +203,34 @@ def _wide(first, last, codes, tables, highest, lo, hi, k, out, status):
                 value += product[i, a] * share[a]
             weights[i] = value
         bits = weights.view(np.uint32)
-        level, ties = _threshold(bits, np.ones(tokens, np.int32), k[row])
-        filled = 0
-        for i in range(tokens):
+        level, ties = _threshold(bits, np.ones(tokens, np.int32), count)
+        mine_out, filled, i = out[row, head], 0, 0
+        while filled < count:
             take = bits[i] > level
             if bits[i] == level:
                 take = ties > 0
                 ties -= 1
-            if filled < k[row]:
-                out[row, head, filled] = lo + i
+            mine_out[filled] = i
             filled += take
+            i += 1
+        _to_positions(mine_out, count, lo, among)
 
 
 def top_tokens(
-    tables: torch.Tensor, codes: torch.Tensor, lo: int, hi: Sequence[int], k: Sequence[int]
+    tables: torch.Tensor,
+    codes: torch.Tensor,
+    lo: int,
+    hi: Sequence[int],
+    k: Sequence[int],
+    shortlist: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Per row and KV head the k[r] tokens of lo .. hi[r]-1 with the largest group-summed softmax weight.
 
     tables (n, h_kv, m, C, g) fp32: scaled products of each query head with each centroid; codes (n, h_kv, m, >= max(hi)).
     The softmax runs over the row's candidates, ties go to the lower position: (n, h_kv, max(k)) int64, ascending, -1 =
-    padding. None if one query head's tables are so steep that the factorised softmax would lose precision.
+    padding. shortlist (n, 1 or h_kv, tokens) int64, ascending, -1 = padding at its end: the candidates, in place of
+    lo .. hi[r]-1; a head with fewer than k[r] of them selects all. None if one query head's tables are so steep that the
+    factorised softmax would lose precision.
     """
     n, h_kv, m, c, g = tables.shape
     flat = tables.reshape(n * h_kv, m, c, g).contiguous()
@@ -197,6 +245,7 @@ def top_tokens(
         flat.amax(2).numpy(),
         lo,
         np.asarray(hi, np.int64),
+        np.empty((n, 1, 0), np.int64) if shortlist is None else shortlist.numpy(),
         np.asarray(k, np.int64),
         out,
         status,

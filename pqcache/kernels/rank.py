@@ -243,3 +243,38 @@ def best_by_lines(
         _rank_lines, n * h_kv, q.contiguous().numpy(), lines.numpy(), places.numpy(), spans, lo, ends, counts, out
     )
     return torch.from_numpy(out)
+
+
+@numba.njit(nogil=True, cache=True)
+def _bounds(first, last, positive, negative, low, high, start, g, block, out):
+    """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, capacity, d), out (n, h_kv, g', pages)."""
+    heads, pages = out.shape[1], out.shape[3]
+    rows = np.empty(_TILE, np.int64)
+    other = np.empty((out.shape[2], (pages + LANES - 1) // LANES * LANES), np.float32)
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        _products(positive[row, head], high[row, head], start, start + pages, g, block, rows, out[row, head])
+        _products(negative[row, head], low[row, head], start, start + pages, g, block, rows, other)
+        for a in range(g):
+            mine, more = out[row, head, a], other[a]
+            for i in range(pages):
+                mine[i] += more[i]
+
+
+def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Upper bounds sum_c max(q_c low_c, q_c high_c) of q . key over pages first .. last-1: (n, h, last - first) fp32.
+
+    q (n, h, 1, d); low and high (n, h_kv, capacity, d), the least and largest entries of each page's keys. fp32.
+    """
+    n, h, _, d = q.shape
+    h_kv = low.shape[1]
+    g = h // h_kv
+    block, padded = head_block(g)
+    parts = [torch.zeros(n, h_kv, padded, d) for _ in range(2)]
+    for part, kept in zip(parts, (q.clamp_min(0), q.clamp_max(0)), strict=True):
+        part[:, :, :g] = kept.view(n, h_kv, g, d)
+    whole = -(-(last - first) // LANES) * LANES
+    out = np.empty((n, h_kv, padded, whole), np.float32)[..., : last - first]
+    positive, negative = (part.numpy() for part in parts)
+    threads.run(_bounds, n * h_kv, positive, negative, low.numpy(), high.numpy(), first, g, block, out)
+    return torch.from_numpy(out)[:, :, :g].reshape(n, h, last - first)

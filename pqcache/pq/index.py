@@ -208,21 +208,39 @@ class PQIndex(Index):
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Scores, group softmax and top-k in one kernel where it serves, else as in the base class: the same selection."""
-        centroids, codes = self.near()
-        if self.reduce == "sum_softmax" and self.scope == "candidates" and kernels.native(q, codes):
-            from pqcache.kernels.codes import top_tokens
+        sink = self.method.n_sink
+        indices = self._by_kernel(q, cand.sinks - sink, [end - sink for end in cand.ends], cand.k, None, ctx)
+        if indices is None:
+            return super().select(q, cand, h_kv, ctx)
+        return Selection(indices, padded=len(set(cand.k)) > 1)
 
-            sink = self.method.n_sink
-            n, m = centroids.shape[0], centroids.shape[2]
-            tables = codebook.tables(q, centroids) * ctx.scaling
-            codes = codes.view(n, h_kv, m, -1)
-            indices = top_tokens(tables, codes, cand.sinks - sink, [end - sink for end in cand.ends], cand.k)
-            if indices is not None:
-                padded = len(set(cand.k)) > 1
-                return Selection(
-                    torch.where(indices < 0, indices, indices + sink) if padded else indices + sink, padded
-                )
-        return super().select(q, cand, h_kv, ctx)
+    def best_at(
+        self, q: torch.Tensor, shortlist: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext
+    ) -> torch.Tensor | None:
+        if shortlist.shape[1] not in (1, h_kv):
+            return None
+        k = [min(count, shortlist.shape[2]) for count in cand.k]
+        entries = torch.where(shortlist < 0, -1, shortlist - self.method.n_sink)
+        return self._by_kernel(q, 0, [0] * len(k), k, entries, ctx)
+
+    def _by_kernel(
+        self, q: torch.Tensor, lo: int, hi: list[int], k: list[int], shortlist: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor | None:
+        """Positions (n, h_kv, max(k)) of the best of entries lo .. hi[r]-1 or of a shortlist; None if no kernel serves."""
+        centroids, codes = self.near()
+        if self.reduce != "sum_softmax" or self.scope != "candidates" or not kernels.native(q, codes):
+            return None
+        from pqcache.kernels.codes import top_tokens
+
+        tables = codebook.tables(q, centroids) * ctx.scaling
+        codes = codes.view(centroids.shape[0], -1, centroids.shape[2], codes.shape[-1])
+        entries = top_tokens(tables, codes, lo, hi, k, shortlist)
+        if entries is None:
+            return None
+        padded = shortlist is not None or len(set(k)) > 1
+        return (
+            torch.where(entries < 0, entries, entries + self.method.n_sink) if padded else entries + self.method.n_sink
+        )
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         """Look up the codes of these positions alone."""

@@ -3,7 +3,7 @@
 an index that ...                           overrides                                        as in
 works one layer ahead (choose, send)        on_previous_input, on_layer_input, end_step      baselines/infinigen.py, pq/far.py
 does not cover the newest tokens yet        local, max_local                                 baselines/clusterkv/
-ranks a shortlist without all scores        score_at                                         baselines/combined/two_stage.py
+ranks a shortlist without all scores        score_at, best_at                                    baselines/combined/two_stage.py
 is built beside the model                   wait                                             pq/index.py
 needs more keys than a short prompt has     build_late                                       pq/index.py
 has product-quantized keys on the device    pq_codes                                         pq/index.py
@@ -19,6 +19,7 @@ from pqcache.selective.group import per_head
 
 if TYPE_CHECKING:
     from pqcache.selective.budget import Plan
+    from pqcache.selective.index import Candidates
     from pqcache.selective.layer import LayerContext
     from pqcache.selective.retrieval_layer import RetrievalLayer
     from pqcache.selective.substitute import PQCodes
@@ -65,6 +66,15 @@ class IndexOptions:
         lo = self.layer.method.n_sink
         logits = self.score(q, lo, self.layer.store.length, ctx)
         return logits.gather(2, (per_head(indices, q.shape[1]) - lo).clamp_min(0))
+
+    def best_at(
+        self, q: torch.Tensor, shortlist: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext
+    ) -> torch.Tensor | None:
+        """The cand.k[r] best of a shortlist (n, 1 or h_kv, m), ascending, -1 at its end: positions (n, h_kv, k), likewise.
+
+        By a kernel that ranks as `score_at`, group-summed softmax and top-k do. Default, and where no kernel serves: None.
+        """
+        return None
 
     # -- work beside the model --------------------------------------------------------------------------------------
 

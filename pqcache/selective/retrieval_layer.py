@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 
+from pqcache import kernels
 from pqcache.selective.attention import attend_one, attend_rows, partial
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import per_head
@@ -170,18 +171,20 @@ class RetrievalLayer(StagedLayer):
         assert store is not None
         sinks, newest = min(cand.sinks, max(cand.lengths)), min(max(local) + 1, max(cand.lengths))
         indices = None if selection is None else selection.indices
-        valid = _valid(sinks, selection, newest, cand, local, q.device)
         weight = None if selection is None else _weights(selection, sinks, newest, q.shape[1])
-        out = None
-        if valid is None and weight is None and indices is not None:
+        out = valid = None
+        if indices is not None and weight is None and not _uneven(newest, cand, local):
             out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
         if out is None:
+            valid = _valid(sinks, selection, newest, cand, local, q.device)
             keys, values = store.read(sinks, indices, newest, self.shape.group)
             out = self.attend_chosen(q, keys, values, valid, ctx, weight)
         if selection is not None:
             if store.served is not None:
                 self._note_hits(store.served, cand, ctx)
             out = _with_estimate(out, selection)
+        if selection is not None and valid is None and selection.padded:
+            return out, sinks + newest + (selection.indices >= 0).sum(-1, dtype=torch.float32).mean()
         return out, _mean_tokens(sinks + newest + (0 if indices is None else indices.shape[2]), valid)
 
     def _attend_all(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, Tokens]:
@@ -231,6 +234,10 @@ class RetrievalLayer(StagedLayer):
     def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
         """Mean number of distinct positions per KV head in indices (n, h, k), where every query head chose its own."""
         n, h_kv = indices.shape[0], self.shape.h_kv
+        if kernels.native(indices):
+            from pqcache.kernels.positions import count_distinct
+
+            return count_distinct(indices, h_kv, length).float().mean()
         marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
         marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # padding, -1, marks column 0
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
@@ -294,14 +301,19 @@ def _mean_tokens(read: int, valid: torch.Tensor | None) -> Tokens:
     return read if valid is None else valid.sum(-1, dtype=torch.float32).mean()
 
 
+def _uneven(newest: int, cand: Candidates, local: list[int]) -> bool:
+    """Whether rows differ in length, window or number of tokens, or sinks and window overlap (in a short row)."""
+    lengths = cand.lengths
+    ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
+    return ragged or lengths[0] < cand.sinks + local[0] + 1 or newest != local[0] + 1
+
+
 def _valid(
     sinks: int, selection: Selection | None, newest: int, cand: Candidates, local: list[int], device: torch.device
 ) -> torch.Tensor | None:
     """(n, H, m) bool over [first sinks | selected | `newest` last tokens]: False where padding or repeated. None: all True."""
     lengths = cand.lengths
-    ragged = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
-    overlap = lengths[0] < cand.sinks + local[0] + 1 or newest != local[0] + 1  # of sinks and window, in a short row
-    if not ragged and not overlap and (selection is None or not selection.padded):
+    if not _uneven(newest, cand, local) and (selection is None or not selection.padded):
         return None
     ends = table(lengths, device)[:, None]
     n_local = table(local, device)[:, None]

@@ -93,7 +93,10 @@ class RetrievalStore(Store):
     def attend_in_place(
         self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
     ) -> torch.Tensor | None:
-        """Attention of q (n, h, 1, d) over what `read` would return, without the copy: (n, 1, h, d). None: not supported."""
+        """Attention of q (n, h, 1, d) over what `read` would return, without the copy and without padding (-1): (n, 1, h, d).
+
+        None: not supported.
+        """
         return None
 
     def host_keys(self, count: int) -> tuple[torch.Tensor, Any] | None:

@@ -1,0 +1,88 @@
+"""Compiled lists of positions, page bounds and shortlists against plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baselines.quest import page_bound
+from pqcache import kernels
+from pqcache.pq import codebook
+from pqcache.selective.group import group_reduce, top_tokens
+
+pytest.importorskip("numba")
+from pqcache.kernels import codes as compiled
+from pqcache.kernels import positions, rank
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 2),
+    h_kv=st.integers(1, 2),
+    g=st.sampled_from([1, 3]),
+    clusters=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_tokens_of_clusters(n, h_kv, g, clusters, seed):
+    gen = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 6, (n, h_kv, clusters), generator=gen)
+    tokens = int(sizes.sum(-1).amax()) + 1
+    order = torch.rand(n, h_kv, tokens, generator=gen).argsort(-1).to(torch.int32) + 3
+    starts = sizes.cumsum(-1) - sizes
+    ranked = torch.rand(n, h_kv * g, clusters, generator=gen).argsort(-1)
+    k = [max(1, tokens // 2 - row) for row in range(n)]
+    got = positions.cluster_tokens(ranked, starts, sizes, order, k)
+    for row in range(n):
+        for head in range(h_kv * g):
+            owner, expected = head // g, []
+            for c in ranked[row, head].tolist():
+                start = int(starts[row, owner, c])
+                expected += order[row, owner, start : start + int(sizes[row, owner, c])].tolist()
+            expected = expected[: k[row]]
+            assert got[row, head].tolist() == expected + [-1] * (max(k) - len(expected))
+
+
+@settings(max_examples=30, deadline=None)
+@given(h=st.sampled_from([2, 4, 6]), length=st.integers(1, 90), m=st.integers(1, 60), seed=st.integers(0, 99))
+def test_order_and_number_of_positions(h, length, m, seed):
+    gen = torch.Generator().manual_seed(seed)
+    m = min(m, length)
+    chosen = torch.rand(2, h, length, generator=gen).argsort(-1)[..., :m]
+    chosen = torch.where(torch.rand(chosen.shape, generator=gen) < 0.2, -1, chosen)
+    for row, line in zip(chosen.flatten(0, 1), positions.ascending(chosen, length).flatten(0, 1), strict=True):
+        held = sorted(p for p in row.tolist() if p >= 0)
+        assert line.tolist() == held + [-1] * (m - len(held))
+    counts = positions.count_distinct(chosen, 2, length)
+    for row in range(2):
+        for head in range(2):
+            group = chosen[row, head * h // 2 : (head + 1) * h // 2].flatten().tolist()
+            assert counts[row, head] == len(set(group) - {-1})
+
+
+@pytest.mark.parametrize(("g", "d"), [(1, 8), (2, 16), (4, 24), (5, 128)])
+def test_page_bounds(g, d):
+    q, low = torch.randn(2, 2 * g, 1, d), torch.randn(2, 2, 40, d)
+    high = low + torch.rand_like(low)
+    expected = page_bound(q, low[:, :, 3:37], high[:, :, 3:37])
+    torch.testing.assert_close(rank.page_bounds(q, low, high, 3, 37), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_shortlist_is_ranked_as_its_scores_are(bits, shared):
+    gen = torch.Generator().manual_seed(bits)
+    c = 2**bits
+    q, centroids = torch.randn(2, 6, 1, 16, generator=gen), torch.randn(2, 2, 2, c, 8, generator=gen)
+    codes = torch.randint(0, c, (2, 2, 2, 300), generator=gen).to(torch.uint8)
+    heads = 1 if shared else 2
+    shortlist = torch.rand(2, heads, 300, generator=gen).argsort(-1)[..., :90].sort(-1).values
+    shortlist[0, 0, 60:] = -1
+    shortlist[1, -1, 20:] = -1  # fewer than are asked for
+    got = compiled.top_tokens(codebook.tables(q, centroids), codes, 0, [0, 0], [40, 40], shortlist)
+    every = codebook.score(q, codes, centroids).view(2, 2, 3, 300)
+    at = shortlist.expand(2, 2, -1)
+    logits = every.gather(3, at.clamp_min(0)[:, :, None].expand(-1, -1, 3, -1)).flatten(1, 2)
+    weights = group_reduce(logits.masked_fill((at < 0).repeat_interleave(3, 1), -torch.inf), 2, "sum_softmax")
+    with kernels.plain_torch():
+        slots = top_tokens(weights.masked_fill(at < 0, -torch.inf), [40, 40])
+    assert got is not None and torch.equal(got, at.gather(2, slots))
