@@ -23,12 +23,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.fields import added
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.group import MANY
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
@@ -205,9 +207,13 @@ class H2O(EvictionMethod):
         assert layer.positions is not None and isinstance(scorer, HeavyHitterScorer) and scorer.sums is not None
         length = layer.store.length
         position, sums = layer.positions.view(length), scorer.sums.view(length)
-        device = position.device
-        first = table([plan.sinks for plan in layer.plans], device)[:, None, None]
+        device, sinks = position.device, [plan.sinks for plan in layer.plans]
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
+        if position.numel() >= MANY and kernels.native(position, sums):
+            from pqcache.kernels.positions import lightest as by_kernel
+
+            return by_kernel(position, sums, sinks, ends, layer.store.lengths)
+        first = table(sinks, device)[:, None, None]
         candidate = (position >= first) & (position < table(ends, device)[:, None, None])
         valid = row_mask(layer.store.lengths, length, device)
         candidate = candidate if valid is None else candidate & valid

@@ -19,6 +19,7 @@ from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
 from .block_store import HostBlockStore
+from .in_place import attend_in_place
 from .memory import MASS, ROTATED, VALUE, BlockMemory, pure_rotation
 
 if TYPE_CHECKING:
@@ -174,12 +175,14 @@ class InfLLMLayer(SelectiveLayer):
         if max(edges):
             far_q = self._far_query(q, memory, ctx)
             ids = memory.choose_blocks(far_q[:, :, 0], rows)
+        at = [length - 1 for length in lengths]
+        out = attend_in_place(memory, rows, q, far_q, at, ids, ctx.scaling)
+        if out is None:
             if ids is not None:
                 fetched = memory.blocks.take(ids, rows, self.shape.h)
                 if isinstance(memory.blocks, HostBlockStore):
                     ctx.cache.ledger.look_up(*memory.blocks.served)
-        at = [length - 1 for length in lengths]
-        out = self._attend(memory, rows, q, far_q, at, ids, fetched, ctx.scaling)
+            out = self._attend(memory, rows, q, far_q, at, ids, fetched, ctx.scaling)
         self._report(memory, edges, ids, ctx)
         for row, length in enumerate(lengths):
             memory.advance(row, length)

@@ -93,3 +93,31 @@ def count_distinct(indices: torch.Tensor, h_kv: int, length: int) -> torch.Tenso
     counts = np.zeros((indices.shape[0], h_kv), np.int64)
     threads.run(_count, counts.size, indices.numpy(), length, counts)
     return torch.from_numpy(counts)
+
+
+@numba.njit(nogil=True, cache=True)
+def _lightest(positions, weights, first, ends, lengths, out):
+    """positions, weights (n, H, m); candidates of row r are entries below lengths[r] with a position in first[r] .. ends[r]-1."""
+    for row in range(out.shape[0]):
+        for head in range(out.shape[1]):
+            position, weight = positions[row, head], weights[row, head]
+            least, at = np.inf, -1
+            for i in range(lengths[row]):
+                if first[row] <= position[i] < ends[row] and (
+                    weight[i] < least or (weight[i] == least and (at < 0 or position[i] > position[at]))
+                ):
+                    least, at = weight[i], i
+            out[row, head] = max(at, 0)
+
+
+def lightest(
+    positions: torch.Tensor, weights: torch.Tensor, first: Sequence[int], ends: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """The entry of least weight with a position in first[r] .. ends[r]-1, among equals the latest: (n, H) int64, 0 if none is.
+
+    positions (n, H, m) int32 and weights (n, H, m) of a store's entries, lengths[r] of row r.
+    """
+    out = np.zeros(positions.shape[:2], np.int64)
+    limits = (np.asarray(x, np.int64) for x in (first, ends, lengths))
+    _lightest(positions.numpy(), weights.numpy(), *limits, out)
+    return torch.from_numpy(out)

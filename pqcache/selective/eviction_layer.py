@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pqcache.selective.attention import attend_rows, partial, row_mask
+from pqcache.selective.attention import attend_rows, attend_with_probs, row_mask
 from pqcache.selective.budget import Plan, refreshed_to
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext
@@ -290,11 +290,8 @@ class EvictionLayer(Evictor, StagedLayer):
         q, keys, values = self.rotated(q, ctx)
         lengths = self.store.lengths
         if self.method.needs_probs:
-            valid = row_mask(lengths, keys.shape[2], q.device)
-            part = partial(q, keys, values, ctx.scaling, None if valid is None else valid[:, :, None], probs=True)
-            assert part.probs is not None
-            self.scorer.observe_step(part.probs[:, :, 0], lengths)
-            out = part.out.transpose(1, 2).to(q.dtype)
+            out, probs = attend_with_probs(q, keys, values, lengths, ctx.scaling)
+            self.scorer.observe_step(probs, lengths)
         else:
             out = attend_rows(q, keys, values, lengths, ctx.scaling)
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)

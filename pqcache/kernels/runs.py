@@ -1,0 +1,132 @@
+"""Attention of one query token over runs of consecutive tokens in several buffers, and the share that each token of one got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from pqcache.kernels import threads
+from pqcache.kernels.attend import _logits_tile, _softmax_tile, _values_tile
+from pqcache.kernels.nearest import LANES
+from pqcache.kernels.vectors import STAMP, exp_below, head_block
+
+_TILE = 256  # tokens between two updates of the running maximum
+KEYS, VALUES, TOKENS, QUERY = range(
+    4
+)  # what a run says: addresses of its rows, how many they are, which query reads them
+
+
+@numba.njit(nogil=True, inline="always")
+def _fill(runs, run, start, keys, values, row_bytes):
+    """Addresses of the next rows that fit into a tile, all of one query's runs. Returns (rows, the run and row to go on with)."""
+    count, query = 0, runs[run, QUERY]
+    while count < _TILE and run < runs.shape[0] and runs[run, QUERY] == query:
+        while count < _TILE and start < runs[run, TOKENS]:
+            keys[count] = runs[run, KEYS] + start * row_bytes
+            values[count] = runs[run, VALUES] + start * row_bytes
+            count += 1
+            start += 1
+        if start == runs[run, TOKENS]:
+            run, start = run + 1, 0
+    if count:
+        for i in range(count, (count + LANES - 1) // LANES * LANES):
+            keys[i], values[i] = keys[count - 1], values[count - 1]
+    return count, run, start
+
+
+def _make_attend(stamp: str) -> Any:
+    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+
+    @numba.njit(nogil=True, cache=True)
+    def attend(first, last, queries, runs, g, block, out, sums):
+        """Task = (row, KV head); queries (n, h_kv, Q, g', d) scaled, runs (n, h_kv, R, 4), out (n, h_kv, g', d), zeros.
+
+        Adds to sums (n, h, T) the probabilities of the first run's T tokens.
+        """
+        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
+        heads, padded, d = out.shape[1], out.shape[2], out.shape[3]
+        window = sums.shape[2]
+        whole = (window + LANES - 1) // LANES * LANES
+        logits, kept = np.zeros((padded, _TILE), np.float32), np.empty((g, whole), np.float32)
+        keys, values = np.empty(_TILE, np.int64), np.empty(_TILE, np.int64)
+        high, mass = np.empty(padded, np.float32), np.empty(padded, np.float32)
+        for task in range(first, last):
+            row, head = task // heads, task % heads
+            mine, result = runs[row, head], out[row, head]
+            high[:], mass[:], kept[:] = -np.inf, 0, -np.inf
+            run, start, seen = 0, 0, 0
+            while run < mine.shape[0]:
+                query = queries[row, head, mine[run, QUERY]]
+                count, run, start = _fill(mine, run, start, keys, values, 4 * d)
+                if not count:
+                    continue
+                _logits_tile(query, keys, count, block, logits, 4 * d)
+                if seen < window:
+                    more = min(count, window - seen)
+                    kept[:, seen : seen + more] = logits[:g, :more]
+                    seen += more
+                _softmax_tile(logits, count, g, high, mass, result)
+                _values_tile(logits, values, count, block, result, 4 * d)
+            for a in range(g):
+                share = np.float32(1) / mass[a]
+                for j in range(d):
+                    result[a, j] *= share
+                exp_below(kept[a].ctypes.data, whole, high[a])
+                of_head = sums[row, head * g + a]
+                for i in range(window):
+                    of_head[i] += kept[a, i] * share
+
+    return attend
+
+
+_attend: Any = _make_attend(STAMP)
+
+
+def serves(*tensors: torch.Tensor) -> bool:
+    """Whether `attend_runs` takes rows of these tensors: fp32, d >= LANES, a run's rows side by side."""
+    return all(
+        x.dtype == torch.float32 and x.shape[-1] >= LANES and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+        for x in tensors
+    )
+
+
+def addresses(x: torch.Tensor, *dims: int) -> np.ndarray[Any, Any]:
+    """Addresses of x[i, j, ...] for every index of these leading dimensions, int64, in their shape."""
+    at = np.zeros([x.shape[dim] for dim in dims], np.int64) + x.data_ptr()
+    for place, dim in enumerate(dims):
+        shape = [1] * len(dims)
+        shape[place] = -1
+        at += np.arange(x.shape[dim]).reshape(shape) * x.stride(dim) * x.element_size()
+    return at
+
+
+def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention over all runs: (n, h, 1, d) fp32.
+
+    queries (Q, n, h, 1, d) fp32; runs (n, h_kv, R, 4) int64, whose columns are KEYS, VALUES, TOKENS, QUERY: rows of d fp32
+    numbers side by side, read by that one of the queries. Adds to sums (n, h, T) fp32 the probabilities that the first run's T
+    tokens got; the first run has a token at least. The tensors behind the addresses must live until this returns.
+    """
+    many, n, h, _, d = queries.shape
+    h_kv = runs.shape[1]
+    g = h // h_kv
+    block, padded = head_block(g)
+    query = np.zeros((n, h_kv, many, padded, d), np.float32)
+    query[:, :, :, :g] = (queries * scaling).view(many, n, h_kv, g, d).permute(1, 2, 0, 3, 4).numpy()
+    out = np.zeros((n, h_kv, padded, d), np.float32)
+    threads.run(_attend, n * h_kv, query, runs, g, block, out, sums.numpy())
+    return torch.from_numpy(out)[:, :, :g].reshape(n, h, 1, d)
+
+
+def attend_with_probs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all tokens and its probabilities: q (n, h, 1, d), k and v (n, h_kv, m, d) -> (n, h, 1, d) and (n, h, m)."""
+    n, h_kv, m, _ = k.shape
+    runs = np.zeros((n, h_kv, 1, 4), np.int64)
+    runs[:, :, 0, KEYS], runs[:, :, 0, VALUES], runs[:, :, 0, TOKENS] = addresses(k, 0, 1), addresses(v, 0, 1), m
+    probs = torch.zeros(n, q.shape[1], m)
+    return attend_runs(q[None], runs, probs, scaling), probs

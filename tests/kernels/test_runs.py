@@ -1,0 +1,60 @@
+"""Attention over runs in several buffers, and over all tokens with probabilities, against plain torch; the lightest entry."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqcache.selective.attention import merge, partial
+
+pytest.importorskip("numba")
+from pqcache.kernels import positions, runs
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 2),
+    h_kv=st.integers(1, 2),
+    g=st.sampled_from([1, 3, 4]),
+    d=st.sampled_from([16, 24]),
+    window=st.integers(1, 700),
+    tokens=st.lists(st.integers(0, 300), max_size=4),
+    scale=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_runs_of_two_queries_are_one_softmax(n, h_kv, g, d, window, tokens, scale, seed):
+    gen = torch.Generator().manual_seed(seed)
+    near = [torch.randn(n, h_kv, window + 5, d, generator=gen)[:, :, 2 : window + 2] for _ in "kv"]
+    far = [[torch.randn(n, h_kv, m + 1, d, generator=gen) for _ in "kv"] for m in tokens]
+    queries = torch.randn(2, n, h_kv * g, 1, d, generator=gen) * scale
+    table = torch.zeros(n, h_kv, 1 + len(tokens), 4, dtype=torch.long).numpy()
+    for i, (pair, m) in enumerate([(near, window), *zip(far, tokens, strict=True)]):
+        table[:, :, i, runs.TOKENS], table[:, :, i, runs.QUERY] = m, i > 0
+        for column, x in zip((runs.KEYS, runs.VALUES), pair, strict=True):
+            table[:, :, i, column] = runs.addresses(x, 0, 1)
+    sums = torch.ones(n, h_kv * g, window)
+    out = runs.attend_runs(queries, table, sums, 0.2)
+    parts = [partial(queries[0].double(), *near, 0.2, probs=True)]
+    if sum(tokens):
+        keys, values = (torch.cat([x[i][:, :, :m] for x, m in zip(far, tokens, strict=True)], 2) for i in (0, 1))
+        parts.append(partial(queries[1].double(), keys, values, 0.2))
+    joint = merge(parts)
+    share = torch.exp(parts[0].lse - joint.lse)[..., None]
+    torch.testing.assert_close(out.double(), joint.out, rtol=1e-4, atol=1e-5 * scale)
+    torch.testing.assert_close(sums.double() - 1, (parts[0].probs * share)[:, :, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_probabilities_of_all_tokens(g):
+    q, k, v = torch.randn(2, 2 * g, 1, 32), torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 32)
+    out, probs = runs.attend_with_probs(q, k, v, 0.3)
+    expected = partial(q, k, v, 0.3, probs=True)
+    torch.testing.assert_close(out, expected.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(probs, expected.probs[:, :, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_latest_of_the_lightest_entries():
+    position = torch.tensor([[[0, 5, 3, 9, 4]], [[0, 1, 2, 3, 4]]], dtype=torch.int32)
+    weight = torch.tensor([[[0.0, 1.0, 2.0, 0.0, 1.0]], [[3.0, 3.0, 3.0, 0.5, 0.0]]])
+    assert positions.lightest(position, weight, [1, 0], [9, 5], [5, 4]).tolist() == [[1], [3]]
+    assert positions.lightest(position, weight, [7, 0], [9, 3], [5, 5]).tolist() == [[0], [2]]
