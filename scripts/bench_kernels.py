@@ -3,13 +3,16 @@
     python scripts/bench_kernels.py                                    # all parts, Mistral-7B's layer geometry, fp32
     python scripts/bench_kernels.py --threads 2 --rounds 9 --json kernels.json
     python scripts/bench_kernels.py --parts kmeans --quick             # one part; small sizes, to see that it runs
+    python scripts/bench_kernels.py --parts dense --threads 2          # how fast dense attention reads the cache
 
 K-Means: one layer's 16 groups (8 KV heads x 2 sub-spaces), 5 rounds, the same init, against scikit-learn's Lloyd and faiss with
-every point used; beside them the matrix products alone. Scoring: all 32 query heads' top-k per KV head, against exact products +
-group softmax + top-k and against faiss IndexPQ (which ranks per query head, without groups). Decode: one whole attention
-step of PQCache at a budget, index look-up, encoding and storing of the new token included, against attention over the full
-cache. Rounds are interleaved and medians compared, so that a busy machine slows all alike; a ratio is the median over the
-rounds of our time / the fastest peer's time in that round. Needs scikit-learn and faiss (the dev extra).
+every point used; beside them the matrix products alone. Scoring: all 32 query heads' top-k per KV head, against exact products
++ group softmax + top-k and against faiss IndexPQ (which ranks per query head, without groups). Decode: one whole attention step
+of PQCache at a budget, index look-up, encoding and storing of the new token included, against attention over the full cache:
+torch's forms of it, and our own kernel, which Full uses. Dense: what these read per second. Rounds are interleaved and medians
+compared, so that a busy machine slows all alike; a ratio is the median over the rounds of our time / the fastest peer's time in
+that round. Ratios that miss a bar of BARS are named at the end, and the exit status is 1 (not with --quick). Needs scikit-learn
+and faiss (the dev extra).
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ from pqcache.measure.machine import device_caption
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.store.resident import ResidentStore
+from scripts.bench import read_rates
 from scripts.bench.arguments import refuse_below
+from scripts.bench.dense import attentions, native
 from scripts.bench.layer import AttentionLayer, LayerSize
 from scripts.bench.rounds import median_ratio, timed_rounds
 
@@ -46,6 +52,19 @@ SIZE = LayerSize(h=32, h_kv=8, d=128, hidden=64)
 M, B, ROUNDS, SINKS = 2, 6, 5, 32
 # Tokens of each group that is clustered.
 GROUP_TOKENS = 32_640
+
+# What ratios must reach: at most the number, but for rates at least.
+BARS = {
+    "kmeans_time_ratio": 0.4,
+    "kmeans_inertia_ratio": 1.005,
+    "score_time_ratio": 0.2,
+    "decode_ratio_32k": 0.4,
+    "decode_ratio_128k": 0.4,
+    "decode_native_32k": 0.55,
+    "decode_native_128k": 0.4,
+    "dense_read_rate": 0.7,
+    "dense_bfloat16_time": 0.65,
+}
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -218,8 +237,8 @@ def bench_score(k: int, candidates: int, machine: MachineRates, rounds: int) -> 
     )
 
 
-def bench_decode(s: int, budget: Budget, machine: MachineRates, rounds: int) -> float:
-    """Ratio of one decode attention step of one layer over s random tokens."""
+def bench_decode(s: int, budget: Budget, machine: MachineRates, rounds: int) -> tuple[float, float | None]:
+    """Ratio of one decode attention step of one layer over s random tokens: to torch's fastest, and to our dense kernel."""
     layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
     k, v, q = layer.keys(s, 0), layer.keys(s, 1), layer.queries(1)
     new_k, new_v = layer.keys(1, 3), layer.keys(1, 4)
@@ -236,13 +255,26 @@ def bench_decode(s: int, budget: Budget, machine: MachineRates, rounds: int) -> 
         "SDPA, group as query tokens": lambda: F.scaled_dot_product_attention(grouped, k, v),
         "grouped matrix products": products,
     }
-    times = timed_rounds({"PQCache": lambda: layer.decode_attention(cache, q, new_k, new_v), **peers}, rounds)
+    held = ResidentStore()  # as Full holds them
+    held.append(k, v)
+    stored = held.view()
+    ours: Calls = {"PQCache": lambda: layer.decode_attention(cache, q, new_k, new_v)}
+    if "native dense" in attentions(q, *stored):
+        ours["native dense"] = lambda: native(q, *stored, SIZE.d**-0.5)
+    times = timed_rounds({**ours, **peers}, rounds)
     plan = cache.layers[0].plans[0]
     attended = SINKS + plan.local + plan.k + 1
     row = 2 * SIZE.h_kv * SIZE.d * 4
     notes = {who: machine.bandwidth(s * row, times[who]) for who in peers if "repeated" not in who}
     notes["PQCache"] = machine.bandwidth(attended * row, times["PQCache"]) + f", {attended} tokens"
-    return show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(peers), notes)
+    if "native dense" in times:
+        notes["native dense"] = machine.bandwidth(s * row, times["native dense"])
+    ratio = show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(peers), notes)
+    if "native dense" not in times:
+        return ratio, None
+    to_native = median_ratio(times["PQCache"], times["native dense"])
+    print(f"  ratio to native dense: {to_native:.3f}")
+    return ratio, to_native
 
 
 def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]:
@@ -250,8 +282,14 @@ def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]
     shrink = 32 if args.quick else 1
     worst: dict[str, float] = {}
 
-    def add(name: str, value: float) -> None:
-        worst[name] = max(value, worst.get(name, 0.0))
+    def add(name: str, value: float | None) -> None:
+        if value is not None:
+            worst[name] = max(value, worst.get(name, 0.0))
+
+    def decode(s: int, budget: Budget, end: str = "") -> None:
+        ratio, to_native = bench_decode(s, budget, machine, args.rounds)
+        add(f"decode_ratio_{s // 1024}k{end}", ratio)
+        add(f"decode_native_{s // 1024}k{end}", to_native)
 
     if "kmeans" in args.parts:
         tokens = GROUP_TOKENS // shrink
@@ -265,16 +303,31 @@ def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]
             add("score_time_ratio", bench_score(k // shrink, candidates // shrink, machine, args.rounds))
     if "decode" in args.parts:
         for s in (length // shrink for length in args.lengths):
-            add(f"decode_ratio_{s // 1024}k", bench_decode(s, Budget(ratio=0.1), machine, args.rounds))
+            decode(s, Budget(ratio=0.1))
             if s >= 2 * 2048:
-                add(f"decode_ratio_{s // 1024}k_2048", bench_decode(s, Budget(tokens=2048), machine, args.rounds))
+                decode(s, Budget(tokens=2048), "_2048")
+    if "dense" in args.parts:
+        worst |= read_rates.bench(SIZE, 32_768 // shrink, args.rounds)
     return worst
 
 
+def missed(figures: Mapping[str, float]) -> list[str]:
+    """A line for each measured figure that misses its bar."""
+    lines = []
+    for name, bar in BARS.items():
+        each = {key: value for key, value in figures.items() if key in (name, f"{name}_2048")}
+        at_least = name.endswith("_rate")
+        for key, value in each.items():
+            if value < bar if at_least else value > bar:
+                lines.append(f"missed: {key} {value:.3f}, the bar is {'at least' if at_least else 'at most'} {bar}")
+    return lines
+
+
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["kmeans", "score", "decode"]
+    parts = ["kmeans", "score", "decode", "dense"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--threads", type=int, default=None, help="default: what torch chooses")
     parser.add_argument("--rounds", type=int, default=7)
@@ -296,7 +349,10 @@ def main(argv: list[str] | None = None) -> None:
     print("\n" + "\n".join(f"{name} {value:.3f}" for name, value in worst.items()))
     if args.json:
         args.json.write_text(json.dumps({name: round(value, 4) for name, value in worst.items()}, indent=2) + "\n")
+    failures = [] if args.quick else missed(worst)
+    print("".join(f"{line}\n" for line in failures), end="")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,10 +15,30 @@ def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba")
     pytest.importorskip("faiss")
     out = tmp_path / "kernels.json"
-    bench_kernels.main(["--quick", "--rounds", "1", "--parts", "score", "decode", "--json", str(out)])
+    bench_kernels.main(["--quick", "--rounds", "1", "--parts", "score", "decode", "dense", "--json", str(out)])
     assert set(json.loads(out.read_text())) == {
         "score_time_ratio", "decode_ratio_1k", "decode_ratio_2k", "decode_ratio_4k", "decode_ratio_4k_2048",
+        "decode_native_1k", "decode_native_2k", "decode_native_4k", "decode_native_4k_2048",
+        "dense_read_rate", "dense_bfloat16_time", "dense_float16_time",
     }  # fmt: skip
     shown = capsys.readouterr().out
-    for peer in ("exact + group softmax + top-k", "faiss IndexPQ", "SDPA, enable_gqa", "grouped matrix products"):
+    for peer in (
+        "exact + group softmax + top-k",
+        "faiss IndexPQ",
+        "SDPA, enable_gqa",
+        "grouped matrix products",
+        "torch.mv, bfloat16",
+    ):
         assert peer in shown
+
+
+def test_missed_bars_are_named() -> None:
+    reached = {
+        "decode_native_32k": 0.54,
+        "decode_ratio_128k_2048": 0.4,
+        "dense_read_rate": 0.71,
+        "decode_ratio_64k": 9.0,
+    }
+    assert bench_kernels.missed(reached) == []
+    lines = bench_kernels.missed({"decode_native_32k_2048": 0.56, "dense_read_rate": 0.69})
+    assert len(lines) == 2 and "decode_native_32k_2048 0.560" in lines[0] and "at least 0.7" in lines[1]
