@@ -47,7 +47,9 @@ class PQCache(RetrievalMethod):
     released: ClassVar[str] = "HugoZHL/PQCache: vq_method/retrieval_based/pq_search.py"
     ranks_shortlists: ClassVar[bool] = True
 
-    # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached); null: lru, under protocol=release lfu
+    # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached) | paying (no blocks: rows that a step fetched
+    # anyway, by how often they were read, so that nothing is refilled; cache_block and cache_topk have no effect); null: lru,
+    # under protocol=release lfu
     cache_policy: str | None = None  # type: ignore[assignment]
     # sub-spaces per key: 1 | 2 | 4 | 8 | 16, a divisor of the head dimension
     m: int = 2

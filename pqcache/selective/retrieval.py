@@ -33,6 +33,7 @@ from pqcache.store.base import RetrievalStore
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
+from pqcache.store.row_cache import RowCacheStore
 
 STORES = ("resident", "host", "block_cache")
 
@@ -68,7 +69,8 @@ class RetrievalMethod(Method):
     cache_tokens: int = 4096
     # store=block_cache: blocks that the policy sees per step, those with the most selected tokens
     cache_topk: int = 32
-    # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached)
+    # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached) | paying (no blocks: rows that a step fetched
+    # anyway, by how often they were read, so that nothing is refilled; cache_block and cache_topk have no effect)
     cache_policy: str = "lru"
 
     @property
@@ -103,7 +105,9 @@ class RetrievalMethod(Method):
         self.require_one_of("cache_policy", POLICIES)
 
     def unused(self) -> tuple[str, ...]:
-        return () if self.store == "block_cache" else ("cache_block", "cache_tokens", "cache_topk", "cache_policy")
+        if self.store == "block_cache":
+            return ("cache_block", "cache_topk") if self.cache_policy == "paying" else ()
+        return ("cache_block", "cache_tokens", "cache_topk", "cache_policy")
 
     def check_budget(self) -> None:
         if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + 1:
@@ -124,6 +128,8 @@ class RetrievalMethod(Method):
             return ResidentStore()
         if self.store == "host" or self.cache_policy == "none":
             return HostStore(self.n_sink, n_local, moved)
+        if self.cache_policy == "paying":
+            return RowCacheStore(self.n_sink, n_local, moved, self.cache_tokens)
         slots = self.cache_tokens // self.cache_block
         return BlockCacheStore(self.n_sink, n_local, moved, self.cache_block, slots, self.cache_topk, self.cache_policy)
 

@@ -13,7 +13,7 @@ from pqcache.store.cached import CachedStore
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import NOTHING, TO_DEVICE, Work
 
-POLICIES = ("lru", "lfu", "none")
+POLICIES = ("lru", "lfu", "none", "paying")  # paying: store/row_cache.py
 
 
 class BlockCacheStore(CachedStore):

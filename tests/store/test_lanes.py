@@ -50,6 +50,10 @@ METHODS: dict[str, Callable[[], Method]] = {
     "two_stage host": lambda: TwoStage(
         budget=Budget(ratio=0.25), n_sink=8, store="host", first_options={"page": 4}, second_options={"b": 3}
     ),
+    "pqcache paying": lambda: PQCache(budget=Budget(ratio=0.25), cache_policy="paying", **SMALL, **CACHE),
+    "infinigen paying": lambda: InfiniGen(
+        budget=Budget(ratio=0.25), calibration_tokens=32, cache_policy="paying", **CACHE
+    ),
 }
 
 

@@ -1,0 +1,226 @@
+"""Policy `paying`: never more bytes than no cache at any step, the host store's results, credits against a naive model."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from baselines.quest import Quest
+from baselines.sparq import SparQ
+from pqcache.pq import PQCache
+from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective.layer import WatchedCall, Watcher
+from pqcache.store import row_cache
+from pqcache.store.host import HostStore
+from pqcache.store.row_cache import KEPT, RowCacheStore
+from tests.invariants.conftest import _one_thread, llama
+from tests.invariants.drive import Session, logits, tokens
+from tests.thin import thin
+
+__all__ = ["_one_thread", "llama"]
+
+SINK, H_KV, D = 4, 2, 3
+OPTIONS: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 24, "cache_policy": "paying"}
+METHODS: dict[str, Callable[..., Method]] = {
+    "pqcache": lambda **o: PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **o),
+    "per query head": lambda **o: PQCache(n_sink=8, b=4, reduce="none", budget=Budget(ratio=0.2), **o),
+    "quest": lambda **o: Quest(page=4, budget=Budget(ratio=0.2), **o),
+    "sparq": lambda **o: SparQ(n_sink=8, r=2, budget=Budget(ratio=0.2), **o),
+}
+
+
+class Naive:
+    """The cache of one row and KV head, number by number."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.held: set[int] = set()
+        self.credit: Counter[int] = Counter()
+
+    def step(self, read: set[int]) -> None:
+        for i in self.credit:
+            self.credit[i] *= KEPT
+        self.credit.update(read)
+        for i in sorted(read - self.held, key=lambda i: -self.credit[i]):
+            if len(self.held) < self.tokens:
+                self.held.add(i)
+                continue
+            least = min(self.held, key=lambda j: self.credit[j])
+            if self.credit[i] > self.credit[least]:
+                self.held = self.held - {least} | {i}
+
+
+class Trace:
+    """Random selections over rows of different length; neighbouring steps share tokens, as decode steps do."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.n, self.group, self.tokens = 1 + seed % 3, (1, 3)[seed % 2], (1, 5, 17, 200)[seed % 4]
+        self.heads = (H_KV, 1, H_KV * self.group)[seed // 2 % 3]
+        self.dtype = (torch.float32, torch.bfloat16)[seed // 3 % 2]
+        self.lengths = torch.randint(1, 60, (self.n,), generator=self.generator).tolist()
+        self.hot = torch.rand(self.n, self.heads, 80, generator=self.generator)
+
+    def draw(self, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.randn(self.n, H_KV, t, D, generator=self.generator).to(self.dtype) for _ in "kv")
+        return k, v
+
+    def select(self, lengths: list[int]) -> torch.Tensor:
+        noise = torch.rand(self.n, self.heads, 80, generator=self.generator)
+        index = torch.full((self.n, self.heads, 6), -1)
+        for row, length in enumerate(lengths):
+            count = min(6, max(0, length - SINK))
+            score = (self.hot + 0.5 * noise)[row, :, : max(0, length - SINK)]
+            index[row, :, :count] = score.topk(count).indices.sort().values + SINK
+        return index
+
+
+def stores(trace: Trace) -> tuple[RowCacheStore, HostStore, Counter[str], Counter[str]]:
+    """A store with a cache and one without, over the same prompt, and the bytes that each moves from here on."""
+    with_cache, without = Counter[str](), Counter[str]()
+
+    def counter(moved: Counter[str]) -> Callable[[str, int], None]:
+        return lambda kind, nbytes: moved.update({kind: nbytes})
+
+    store, plain = RowCacheStore(SINK, 3, counter(with_cache), trace.tokens), HostStore(SINK, 3, counter(without))
+    k, v = trace.draw(max(trace.lengths))
+    for one in (store, plain):
+        one.load(k, v, trace.lengths)
+    return store, plain, with_cache, without
+
+
+def check_tables(store: RowCacheStore) -> None:
+    """Both tables say the same, and every entry holds its host row."""
+    for row in range(len(store.lengths)):
+        for head in range(H_KV):
+            there = {i: e for i, e in enumerate(store.entry[row, head].tolist()) if e >= 0}
+            assert {i: e for e, i in enumerate(store.content[row, head].tolist()) if i >= 0} == there
+            for i, entry in there.items():
+                for cache, host in zip(store.cache, store.host, strict=True):
+                    assert torch.equal(cache.data[row, head, entry], host.data[row, head, i])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_step_moves_more_than_without_a_cache(seed: int) -> None:
+    """Bytes of each step, so also of each prefix; what is read is bit by bit the host's; rows change places half-way."""
+    trace = Trace(seed)
+    store, plain, moved, base = stores(trace)
+    token = 2 * D * trace.dtype.itemsize  # K and V of one head
+    for step in range(14):
+        new = trace.draw(1)
+        store.append(*new)
+        plain.append(*new)
+        want = trace.select(store.lengths)
+        before, before_base = moved.copy(), base.copy()
+        held = (store.content >= 0).sum(2).float().mean(1).tolist()
+        got, expected = store.fetch(want, trace.group), plain.fetch(want, trace.group)
+        real = (want >= 0).expand(-1, max(trace.heads, H_KV), -1)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a[real], b[real])
+        served = store.served
+        assert served is not None and served.held == held
+        assert moved["fetch"] - before["fetch"] == (sum(served.lookups) - sum(served.hits)) * token
+        assert moved["fetch"] - before["fetch"] <= base["fetch"] - before_base["fetch"] == sum(served.lookups) * token
+        assert moved["refill"] == 0
+        check_tables(store)
+        if step == 6:
+            index = torch.randperm(trace.n, generator=trace.generator)
+            store.map_rows(index)
+            plain.map_rows(index)
+    assert trace.tokens < 17 or moved["fetch"] < base["fetch"]
+    assert moved["write_back"] == base["write_back"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_credits_are_those_of_the_naive_model(seed: int) -> None:
+    """What is held has the same credits; among equal ones either may stay, so credits are compared and not names."""
+    trace = Trace(seed)
+    store, _, _, _ = stores(trace)
+    naive = [[Naive(trace.tokens) for _ in range(H_KV)] for _ in range(trace.n)]
+    for _ in range(14):
+        store.append(*trace.draw(1))
+        want = trace.select(store.lengths)
+        store.fetch(want, trace.group)
+        by_head = want.expand(-1, max(trace.heads, H_KV), -1).reshape(trace.n, H_KV, -1)
+        for row, heads in enumerate(naive):
+            for head, one in enumerate(heads):
+                one.step({i - SINK for i in by_head[row, head].tolist() if i >= 0})
+                ours = store.content[row, head]
+                credit = store.credit[row, head, ours[ours >= 0].long()].double().sort().values
+                theirs = torch.tensor([one.credit[i] for i in one.held], dtype=torch.float64).sort().values
+                torch.testing.assert_close(credit, theirs, rtol=1e-5, atol=1e-6)
+
+
+class PerCall(Watcher):
+    """Bytes fetched and refilled up to each call of each layer."""
+
+    def __init__(self) -> None:
+        self.total: list[int] = []
+
+    def watch(self, call: WatchedCall) -> None:
+        moved = call.ctx.cache.ledger.moved
+        self.total.append(moved["fetch"] + moved["refill"])
+
+
+@pytest.mark.parametrize("name", thin(METHODS, 2))
+def test_a_whole_model_answers_the_same_and_moves_less(llama: PreTrainedModel, name: str) -> None:
+    """In a padded batch; after every call of a layer no more bytes have crossed than over a host store."""
+    prompt, fed = [tokens(160, 1), tokens(70, 2), tokens(5, 3)], [[t, t, t] for t in tokens(16, 3)]
+    results, caches, watched = [], [], []
+    for options in ({"store": "host"}, OPTIONS):
+        caches.append(SelectiveCache(llama, METHODS[name](**options)))
+        watched.append(PerCall())
+        caches[-1].watchers.append(watched[-1])
+        results.append(logits(llama, caches[-1].method, prompt, fed, cache=caches[-1]))
+    assert torch.equal(*results)
+    plain, cached = watched
+    assert len(plain.total) == len(cached.total) and plain.total[-1] > cached.total[-1]
+    assert all(a >= b for a, b in zip(plain.total, cached.total, strict=True))
+    facts, ledger = caches[1].ledger.facts, caches[1].ledger
+    assert ledger.moved["refill"] == 0 and ledger.moved["selection_keys"] == caches[0].ledger.moved["selection_keys"]
+    token = 2 * 16 * 8  # K and V of one head in float64
+    assert ledger.moved["fetch"] == (facts["cache_lookups"] - facts["cache_hits"]) * token
+    assert 0 < facts["cache_chance_rate"] < 1
+
+
+@torch.no_grad()
+def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel) -> None:
+    cache = SelectiveCache(llama, METHODS["pqcache"](**OPTIONS))
+    with attach(llama):
+        session = Session(llama, cache, [tokens(120, 1), tokens(90, 2)])
+        for token in tokens(4, 3):
+            session.step([token] * 2)
+        store = cache.layers[1].store
+        assert isinstance(store, RowCacheStore)
+        before = store.content.clone()
+        assert (before >= 0).any()
+        session.turn([tokens(20, 4)] * 2)
+        later = cache.layers[1].store
+        assert isinstance(later, RowCacheStore) and later is not store and torch.equal(later.content, before)
+        session.reorder([1, 0])
+        assert torch.equal(later.content, before[[1, 0]])
+        session.step([5, 5])
+        check_tables(later)
+        Session(llama, cache, [tokens(120, 1)])
+        fresh = cache.layers[1].store
+        assert isinstance(fresh, RowCacheStore) and not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0
+
+
+def test_it_is_not_lent_to_kernels_and_says_so_once() -> None:
+    store, _, _, _ = stores(Trace(0))
+    row_cache._note_no_kernels.cache_clear()
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        assert not store.can_lend(torch.device("cpu")) and not store.can_lend(torch.device("cpu"))
+    assert ["no GPU kernels" in str(note.message) for note in noted] == [True]
+
+
+def test_options_without_effect_are_not_shown() -> None:
+    assert PQCache(**OPTIONS).unused() == ("cache_block", "cache_topk")
+    assert PQCache(**{**OPTIONS, "cache_policy": "lfu"}).unused() == ()
