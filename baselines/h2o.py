@@ -44,6 +44,7 @@ class HeavyHitterScorer(Scorer):
     """The attention every entry has received: per query head during a prompt, then per KV head (mean of the group)."""
 
     per_row = ("sums", "prompt", "counts")
+    needs_sums = True
 
     def __init__(self, shape: ModelShape) -> None:
         self.h_kv, self.group = shape.h_kv, shape.group
@@ -58,6 +59,9 @@ class HeavyHitterScorer(Scorer):
             self.prompt = torch.zeros((*q.shape[:2], final), dtype=accumulator_dtype(q), device=q.device)
         if ctx.probs is not None:  # attn=standard has computed them
             self.prompt[:, :, : ctx.probs.shape[3]] += ctx.probs.sum(2, dtype=self.prompt.dtype)
+            return
+        if ctx.column_sums is not None:  # so has the prompt's attention
+            self.prompt += ctx.column_sums
             return
         add_column_sums(self.prompt, q, keys, stored, ctx.step.counts, ctx.scaling)
 

@@ -47,6 +47,10 @@ class SalientStore(PackedStore):
 
     # -- observing --------------------------------------------------------------------------------------------------
 
+    @property
+    def needs_sums(self) -> bool:
+        return self.rule.strategy == "all"
+
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         step, n, h_kv = ctx.step, q.shape[0], keys.shape[1]
         body, held = self.k.body or [0] * n, self.lengths or [0] * n
@@ -62,15 +66,18 @@ class SalientStore(PackedStore):
             if probes:
                 where = torch.tensor(probes, device=q.device)
                 new = torch.zeros((h_kv, stop), dtype=sums.dtype, device=q.device)
-                queries = q[row].index_select(1, where - stop + q.shape[2])
                 if ctx.probs is not None and probes == list(range(stop)):  # attn=standard has computed them
                     new += ctx.probs[row].sum(1, dtype=new.dtype).unflatten(0, (h_kv, -1)).sum(1)
+                elif ctx.column_sums is not None:  # so has the prompt's attention
+                    new += ctx.column_sums[row].unflatten(0, (h_kv, -1)).sum(1)
                 else:
+                    queries = q[row].index_select(1, where - stop + q.shape[2])
                     add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in probes], ctx.scaling)
                 sums[row, :, : stop - start] += new[:, start:]
             counted = torch.arange(first, stop, device=q.device) if self.norm == "full" else where if probes else None
             if counted is not None:
-                seen_by[row] += (column[None] <= (counted - start)[:, None]).sum(0, dtype=torch.int32)
+                earlier = torch.searchsorted(counted, column + start)  # probes before each token, which cannot see it
+                seen_by[row] += (len(counted) - earlier).to(torch.int32)
         if self.balance and not any(held):
             self._observe_queries(q, step.counts, h_kv)
 

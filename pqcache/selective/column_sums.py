@@ -6,8 +6,9 @@ Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There a
 - Two passes: the attention kernel has returned each query's log-sum-exp. The probabilities are computed again from it, for a
   tile of keys and a block of queries at a time.
 
-The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does.
-`scripts/bench_methods.py column_sums` measures both. On a CUDA device two Triton kernels do both passes, the first one for the
+The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does. A long prompt on the
+CPU gets its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
+`scripts/bench_methods.py column_sums` measures both forms. On a CUDA device two Triton kernels do both passes, the first one for the
 log-sum-exp (device/triton_sums.py).
 
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
@@ -24,6 +25,7 @@ from pqcache.device.switch import on_device
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
 LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
+LONG = 1024  # tokens of a prompt from which on its attention and its sums are computed together
 TOGETHER = 1 << 20  # several KV heads are computed at once while their logits are at most this many numbers
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the Triton kernels
 MAX_D = 256  # head dimension up to which the Triton kernels serve: a tile of queries and one of keys fit on a multiprocessor
@@ -46,6 +48,7 @@ def add_column_sums(
     *,
     windows: Sequence[int] | None = None,
     lse: torch.Tensor | None = None,
+    attended: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """sums (n, h, >= max(stored)) += the probability each key gets from the queries q (n, h, t, d), per query head.
 
@@ -57,12 +60,14 @@ def add_column_sums(
         The softmax is still over all keys that a query sees.
     lse (n, h, t): log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form. Entries of padding are
         not read. Not together with windows.
+    attended: values (n, h_kv, >= max(stored), d') and where the attention of every real query over them is written,
+        (n, t, h, d'). In one pass, without windows, on the CPU.
 
     Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
     `lse`; of several groups if that stays below TOGETHER. On a CUDA device two kernels do all blocks; beside `sums` they need
     the log-sum-exp.
     """
-    if _on_device(sums, q, k):
+    if attended is None and _on_device(sums, q, k):
         from pqcache.device import triton_sums
 
         triton_sums.add(sums, q, k, stored, counts, scaling, windows=windows, lse=lse)
@@ -94,6 +99,34 @@ def add_column_sums(
                     far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
                     probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
                 into += probs.sum(2)
+                if attended is not None:
+                    values, out = attended[0][row, heads, :m].to(dtype), attended[1].unflatten(2, (h_kv, g))
+                    new = (probs.flatten(1, 2) @ values).unflatten(1, (g, -1))
+                    out[row, start:stop, heads] = new.permute(2, 0, 1, 3)
+
+
+def attend_and_sum(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a whole prompt, and its column sums: (n, t, h, d) and (n, h, t), the latter fp32 or wider.
+
+    q (n, h, t, d), k and v (n, h_kv, t, d), no padding. The sums are those of `add_column_sums`, bit by bit. The output is that of
+    sdpa up to the order of additions.
+    """
+    n, h, t, _ = q.shape
+    sums = torch.zeros((n, h, t), dtype=accumulator_dtype(q), device=q.device)
+    out = q.new_empty((n, t, h, v.shape[3]))
+    add_column_sums(sums, q, k, [t] * n, [t] * n, scaling, attended=(v, out))
+    return out, sums
+
+
+def together(q: torch.Tensor) -> bool:
+    """Whether `attend_and_sum` is faster than attention and sums apart, for a prompt's queries q (n, h, t, d).
+
+    In 16 bits the processor's own products are faster than products of numbers that were widened first.
+    """
+    wide = q.dtype in (torch.float32, torch.float64)
+    return q.device.type == "cpu" and wide and q.shape[2] >= LONG and not (q.requires_grad and torch.is_grad_enabled())
 
 
 def _on_device(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -264,6 +264,10 @@ class EvictionLayer(Evictor, StagedLayer):
             ctx.module = Repeated(ctx.module)  # type: ignore[assignment]
         return super().prefill(q, k, v, mask, ctx)
 
+    @property
+    def needs_sums(self) -> bool:
+        return self.scorer.needs_sums
+
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.scorer.observe(q, keys, stored, ctx)
 

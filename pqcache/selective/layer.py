@@ -67,6 +67,8 @@ class LayerContext:
     scaling: float = field(init=False)  # set by the attention function
     # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
     probs: torch.Tensor | None = None
+    # of a layer that `needs_sums`: what each key of a whole prompt received from all queries (n, h, t), while it is observed
+    column_sums: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""A long prompt's attention and its column sums from the same logits: as apart, and only where the layer wants it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from baselines.h2o import H2O
+from baselines.snapkv import SnapKV
+from baselines.zipcache import MiKV, ZipCache
+from pqcache.selective import Budget, Method, SelectiveCache, column_sums, generate, staged
+from pqcache.selective.column_sums import add_column_sums, attend_and_sum, together
+from pqcache.selective.shared_prefill import record
+from pqcache.selective.staged import StagedLayer
+from tests.invariants.conftest import _one_thread, llama
+from tests.invariants.drive import logits, tokens
+
+__all__ = ["_one_thread", "llama"]
+
+PROMPT, FED = tokens(150, 1), [[token] for token in tokens(3, 2)]
+QUARTER = Budget(ratio=0.25)
+
+
+@pytest.mark.parametrize(("n", "h_kv", "g", "t"), [(1, 2, 4, 300), (2, 3, 1, 129), (1, 1, 2, 1)])
+def test_attention_is_sdpa_and_sums_are_those_of_the_pass_alone(n: int, h_kv: int, g: int, t: int) -> None:
+    generator = torch.Generator().manual_seed(t)
+    q, k, v = (torch.randn(n, heads, t, 8, generator=generator) for heads in (h_kv * g, h_kv, h_kv))
+    v = torch.cat([v, v], -1)[..., :12]  # values may be wider than keys
+    out, sums = attend_and_sum(q, k, v, 0.3)
+    apart = torch.zeros_like(sums)
+    add_column_sums(apart, q, k, [t] * n, [t] * n, 0.3)
+    assert torch.equal(sums, apart)
+    keys, values = (x.repeat_interleave(g, 1) for x in (k, v))
+    expected = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=0.3)
+    torch.testing.assert_close(out.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_serves_long_prompts_of_wide_numbers() -> None:
+    long = torch.zeros(1, 1, column_sums.LONG, 1)
+    assert together(long) and together(long.double())
+    assert not together(long[:, :, 1:]) and not together(long.bfloat16()) and not together(long.to("meta"))
+    grad = long.clone().requires_grad_()
+    assert not together(grad)
+    with torch.no_grad():
+        assert together(grad)
+
+
+def answers(
+    model: PreTrainedModel, method: Method, monkeypatch: pytest.MonkeyPatch, long: int, **options: Any
+) -> tuple[torch.Tensor, SelectiveCache, int]:
+    """Logits, the cache after them, and how many layers attended and summed at once where `long` tokens are a long prompt."""
+    calls: list[int] = []
+
+    def counted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        return attend_and_sum(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(column_sums, "LONG", long)
+        patch.setattr(staged, "attend_and_sum", counted)
+        cache = SelectiveCache(model, method, **options)
+        return logits(model, method, [PROMPT], FED, cache=cache), cache, len(calls)
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda: H2O(budget=QUARTER), True),
+        (lambda: H2O(budget=QUARTER, repeat_kv=True), True),
+        (lambda: MiKV(budget=QUARTER), True),
+        (lambda: SnapKV(budget=QUARTER), False),
+        (lambda: ZipCache(budget=QUARTER), False),
+        (lambda: H2O(budget=Budget(ratio=1.0)), False),
+    ],
+    ids=["h2o", "h2o-repeat", "mikv", "snapkv", "zipcache", "h2o-noop"],
+)
+def test_a_model_answers_as_with_both_apart(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, make: Any, wanted: bool
+) -> None:
+    """All layers but the last, which attends for one token only; other methods keep the attention they have."""
+    expected, _, none = answers(llama, make(), monkeypatch, 10**6)
+    got, cache, calls = answers(llama, make(), monkeypatch, 100)
+    layers = [layer for layer in cache.layers if isinstance(layer, StagedLayer)]
+    assert none == 0 and calls == (len(layers) - 1 if wanted else 0)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_recorded_and_standard_attention_stay_what_they_are(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answers(llama, H2O(budget=QUARTER), monkeypatch, 100, attn="standard")[2] == 0
+    monkeypatch.setattr(column_sums, "LONG", 100)
+    monkeypatch.setattr(staged, "attend_and_sum", lambda *args: pytest.fail("the attention was recorded"))
+    prefill = record(llama, torch.tensor([PROMPT]))
+    result = generate(llama, H2O(budget=QUARTER), torch.tensor([PROMPT]), max_new_tokens=3, prefill=prefill)
+    assert len(result.token_ids) == 3
