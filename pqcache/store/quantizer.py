@@ -58,9 +58,10 @@ def encode(x: torch.Tensor, step: torch.Tensor, low: torch.Tensor, bits: int) ->
 
     Where the step is zero (a constant slice, or a range that fp16 cannot tell from one) the code is 0, which decodes to low.
     """
-    safe = torch.where(step == 0, torch.ones_like(step), step).float()
-    codes = ((x.float() - low.float()) / safe).round().clamp(0, 2**bits - 1)
-    return torch.where(step == 0, torch.zeros_like(codes), codes).to(torch.uint8)
+    flat = step == 0
+    codes = x.float() - low.float()  # the only copy: a prompt's pages would be mapped anew for each
+    codes.div_(step.float().masked_fill(flat, 1)).round_().clamp_(0, 2**bits - 1)
+    return codes.masked_fill_(flat, 0).to(torch.uint8)
 
 
 def quantize(
@@ -76,7 +77,7 @@ def quantize(
 
 def dequantize(packed: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """codes * step + low, computed in fp32."""
-    return finite(packed.codes.float() * packed.step.float() + packed.low.float(), dtype)
+    return finite(packed.codes.float().mul_(packed.step.float()).add_(packed.low.float()), dtype)
 
 
 def finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

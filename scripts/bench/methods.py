@@ -199,5 +199,6 @@ def main(argv: list[str], description: str | None = __doc__) -> None:
             f"true prefill of {s} tokens, {args.prefill_rounds} rounds; finish: index, eviction or packing at its end"
         )
         figures["prefill"] = show_prefill(results)
+        figures |= {f"{label}_prefill": row["prefill_ratio"] for label, row in figures["prefill"].items()}
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from baselines.gear import GEAR
+from baselines.gear import blocks
 from baselines.gear.blocks import low_rank, split_outliers
 from baselines.gear.method import accounted_ratio
 from tests.baselines.fed import Fed, drawn, rounded
@@ -351,3 +352,26 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="group=64: allowed is a divisor of 80"):
         GEAR(backbone="kivi").check_model(config)
     GEAR.noop(backbone="kivi").check_model(config)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "few values", "constant", "nan", "short"])
+def test_outliers_are_the_same_with_and_without_ties(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short cut is taken where no choice is between equal entries, and only there."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 4, 60, generator=generator)
+    if kind == "few values":
+        x = x.round()
+    elif kind == "constant":
+        x = torch.ones_like(x)
+    elif kind == "nan":
+        x[0, 0, 7] = torch.nan
+    elif kind == "short":
+        x = x[..., :7]
+    calls: list[int] = []
+    top = blocks.top_tokens
+    monkeypatch.setattr(blocks, "top_tokens", lambda *args: calls.append(1) or top(*args))
+    got = blocks._extremes(x, 4)
+    assert bool(calls) == (kind != "distinct")
+    high = top(x, [4] * 3)
+    low = top((-x).scatter_(-1, high, -torch.inf), [4] * 3)
+    assert torch.equal(got, torch.cat([high, low], -1).sort(-1).values)

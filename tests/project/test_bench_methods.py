@@ -30,6 +30,9 @@ def test_it_measures_decode_and_prefill(tmp_path: Path, capsys: pytest.CaptureFi
     assert set(rows) == set(figures["prefill"]) == set(FAMILIES)
     assert all(shown.count(f"\n{name} ") == 2 for name in FAMILIES)
     assert rows["full"]["own_ratio"] == rows["full"]["step_ratio"] == 1.0
+    assert [figures[f"{name}_prefill"] for name in FAMILIES] == [
+        figures["prefill"][name]["prefill_ratio"] for name in FAMILIES
+    ]
     # The mean of 401 .. 403: two steps are dropped from the times only.
     assert rows["full"]["attended_tokens"] == 402
     assert rows["streaming"]["resident_bytes"]["device"] < rows["full"]["resident_bytes"]["device"]
