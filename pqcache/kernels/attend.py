@@ -13,8 +13,22 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
+from pqcache.kernels.dense import join
 from pqcache.kernels.nearest import LANES
-from pqcache.kernels.vectors import ROWS, add1, add2, add4, dot1, dot2, dot4, exp_below, fetch, head_block, largest
+from pqcache.kernels.vectors import (
+    ROWS,
+    STAMP,
+    add1,
+    add2,
+    add4,
+    dot1,
+    dot2,
+    dot4,
+    exp_below,
+    fetch,
+    head_block,
+    largest,
+)
 
 _TILE = 256  # tokens between two updates of the running maximum
 _AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
@@ -161,41 +175,50 @@ def _add_tile(positions, count, marks, shared, query, keys, values, g, block, sc
                     result[a, j] += logits[a, i] * values[positions[i], j]
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FAST)
-def _attend(first, last, q, k, v, indices, marks, span, g, block, parts, out, lse):
-    """Task = (row, KV head, part); q (n, h_kv, g', d) scaled; k, v (n, h_kv, capacity, d). span: sinks, local, length.
+def _make_attend(stamp: str) -> Any:
+    """The compiled kernel. stamp: of the vector code that becomes part of it."""
 
-    indices (n, H, chosen), -1 = nothing: what every head attends beside sinks and window. If it has no rows, marks (n, h_kv,
-    length) have a bit per query head. Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g',
-    d), lse (n, h_kv, parts, 2, g').
-    """
-    heads = q.shape[1]
-    sinks, local, length = span
-    shared = indices.shape[0] > 0
-    total = sinks + indices.shape[2] + local if shared else length
-    positions = np.empty(_TILE, np.int64)
-    scratch = np.empty(_TILE, np.int64), np.zeros((q.shape[2], _TILE), np.float32)
-    for task in range(first, last):
-        part = task % parts
-        head = task // parts % heads
-        row = task // parts // heads
-        result = out[row, head, part]
-        high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
-        high[:] = -np.inf
-        start, end = total * part // parts, total * (part + 1) // parts
-        while start < end:
-            if shared:
-                mine = indices[row, head if indices.shape[1] > 1 else 0]
-                count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
-                marked = marks[0, 0]
-            else:
-                marked = marks[row, head]
-                count, start = _fill_marked(positions, start, end, marked)
-            if count:
-                _add_tile(
-                    positions, count, marked, shared, q[row, head], k[row, head], v[row, head], g, block, scratch, high,
-                    mass, result,
-                )  # fmt: skip
+    @numba.njit(nogil=True, cache=True, fastmath=_FAST)
+    def attend(first, last, q, k, v, indices, marks, span, g, block, parts, out, lse):
+        """Task = (row, KV head, part); q (n, h_kv, g', d) scaled; k, v (n, h_kv, capacity, d). span: sinks, local, length.
+
+        indices (n, H, chosen), -1 = nothing: what every head attends beside sinks and window. If it has no rows, marks (n, h_kv,
+        length) have a bit per query head. Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g',
+        d), lse (n, h_kv, parts, 2, g').
+        """
+        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
+        heads = q.shape[1]
+        sinks, local, length = span
+        shared = indices.shape[0] > 0
+        total = sinks + indices.shape[2] + local if shared else length
+        positions = np.empty(_TILE, np.int64)
+        scratch = np.empty(_TILE, np.int64), np.zeros((q.shape[2], _TILE), np.float32)
+        for task in range(first, last):
+            part = task % parts
+            head = task // parts % heads
+            row = task // parts // heads
+            result = out[row, head, part]
+            high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
+            high[:] = -np.inf
+            start, end = total * part // parts, total * (part + 1) // parts
+            while start < end:
+                if shared:
+                    mine = indices[row, head if indices.shape[1] > 1 else 0]
+                    count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
+                    marked = marks[0, 0]
+                else:
+                    marked = marks[row, head]
+                    count, start = _fill_marked(positions, start, end, marked)
+                if count:
+                    _add_tile(
+                        positions, count, marked, shared, q[row, head], k[row, head], v[row, head], g, block, scratch, high,
+                        mass, result,
+                    )  # fmt: skip
+
+    return attend
+
+
+_attend: Any = _make_attend(STAMP)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -251,7 +274,7 @@ def attend_chosen(
     g = h // h_kv
     block, padded = head_block(g)
     query = np.zeros((n, h_kv, padded, d), np.float32)
-    query[:, :, :g] = (q * scaling).reshape(n, h_kv, g, d).numpy()
+    np.multiply(q.reshape(n, h_kv, g, d).numpy(), np.float32(scaling), out=query[:, :, :g])
     workers = torch.get_num_threads()
     parts = max(1, min(-(-2 * workers // (n * h_kv)), 8)) if workers > 1 else 1
     out = np.zeros((n, h_kv, parts, padded, d), np.float32)
@@ -263,7 +286,4 @@ def attend_chosen(
         marks, chosen = _marks(indices, h_kv, sinks, local, length), chosen[:0]
     span = (sinks, local, length)
     threads.run(_attend, n * h_kv * parts, query, k.numpy(), v.numpy(), chosen, marks, span, g, block, parts, out, lse)
-    high, mass = torch.from_numpy(lse[..., :g]).unbind(3)  # (n, h_kv, parts, g)
-    share = torch.exp(high - high.amax(2, keepdim=True))
-    joined = (torch.from_numpy(out[..., :g, :]) * share[..., None]).sum(2) / (mass * share).sum(2)[..., None]
-    return joined.reshape(n, 1, h, d)
+    return torch.from_numpy(join(out[..., :g, :], lse[..., :g])).reshape(n, 1, h, d)

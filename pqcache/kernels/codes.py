@@ -26,12 +26,22 @@ _MAX_GAP = 40.0
 def _threshold(bits, amount, k):
     """The k-th largest of `bits` (uint32), entry i counted amount[i] times, and how many entries of that value are selected."""
     prefix, mask = np.uint32(0), np.uint32(0)
+    same, filled = np.empty(bits.shape[0] + 1, np.int32), 0  # entries whose higher digits are those of the k-th largest
+    for i in range(bits.shape[0]):
+        same[filled] = i
+        filled += amount[i] > 0
+    histogram = np.empty(4096, np.int32)
     for shift, width in _RADIX:
-        histogram = np.zeros(4096, np.int64)
-        for i in range(bits.shape[0]):
-            if amount[i] > 0 and (bits[i] & mask) == prefix:
+        histogram[: width + 1] = 0
+        kept = 0
+        for j in range(filled):
+            i = same[j]
+            same[kept] = i
+            if (bits[i] & mask) == prefix:
                 histogram[(bits[i] >> np.uint32(shift)) & np.uint32(width)] += amount[i]
-        digit = 4095
+                kept += 1
+        filled = kept
+        digit = width
         while histogram[digit] < k:
             k -= histogram[digit]
             digit -= 1
@@ -102,7 +112,7 @@ def _multiply_out(power, product):
         filled *= c
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp"})
 def _joint(first, last, codes, tables, highest, lo, hi, shortlist, k, out, status):
     """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep.
 
@@ -133,8 +143,8 @@ def _joint(first, last, codes, tables, highest, lo, hi, shortlist, k, out, statu
             total, best = np.float32(0), np.float32(0)
             for i in range(size):
                 total += product[i] * amount[i]
-                if amount[i] > 0:
-                    best = max(best, product[i])
+            for i in range(size):
+                best = max(best, product[i] * min(amount[i], 1))
             if not best > np.exp(np.float32(-_MAX_GAP)):
                 status[task] = 1
                 break
@@ -251,3 +261,55 @@ def top_tokens(
         status,
     )
     return None if status.any() else torch.from_numpy(out)
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def _nearest_of_one(x, centroids, out):
+    """x (n, h_kv, m, sub), centroids (n, h_kv, m, C, sub), out (n, h_kv, m)."""
+    n, heads, m, c, sub = centroids.shape
+    for row in range(n):
+        for head in range(heads):
+            for j in range(m):
+                least = np.inf
+                for i in range(c):
+                    distance = np.float32(0)
+                    for e in range(sub):
+                        apart = x[row, head, j, e] - centroids[row, head, j, i, e]
+                        distance += apart * apart
+                    if distance < least:
+                        least, out[row, head, j] = distance, i
+
+
+def encode_one(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Codes of one key per row, x (n, h_kv, 1, d), under centroids (n, h_kv, m, C, d / m), both fp32: (n, h_kv, m, 1) int64.
+
+    The nearest centroid by L2, ties to the lowest index.
+    """
+    n, h_kv, m, _, sub = centroids.shape
+    out = np.zeros((n, h_kv, m), np.int64)
+    _nearest_of_one(x.reshape(n, h_kv, m, sub).numpy(), centroids.numpy(), out)
+    return torch.from_numpy(out)[..., None]
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def _tables(q, centroids, out):
+    """q (n, h_kv, g, m, sub), centroids (n, h_kv, m, C, sub), out (n, h_kv, m, C, g)."""
+    n, heads, m, c, sub = centroids.shape
+    for row in range(n):
+        for head in range(heads):
+            for j in range(m):
+                for i in range(c):
+                    for a in range(q.shape[2]):
+                        value = np.float32(0)
+                        for e in range(sub):
+                            value += q[row, head, a, j, e] * centroids[row, head, j, i, e]
+                        out[row, head, j, i, a] = value
+
+
+def tables(q: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Products of q (n, h, 1, d) with every centroid (n, h_kv, m, C, d / m), both fp32: (n, h_kv, m, C, g)."""
+    n, h_kv, m, c, sub = centroids.shape
+    g = q.shape[1] // h_kv
+    out = np.empty((n, h_kv, m, c, g), np.float32)
+    _tables(q.reshape(n, h_kv, g, m, sub).numpy(), centroids.numpy(), out)
+    return torch.from_numpy(out)

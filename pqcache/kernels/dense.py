@@ -160,11 +160,11 @@ def attend_all(
         tuple(size * step for step in k.stride()[:3]), tuple(size * step for step in v.stride()[:3]),
         np.array(lengths, np.int64), g, block, size * d, out, lse,
     )  # fmt: skip
-    joined = _join(out[..., :g, :], lse[..., :g])
+    joined = join(out[..., :g, :], lse[..., :g])
     return torch.from_numpy(joined).reshape(n, 1, h, d).to(q.dtype)
 
 
-def _join(out: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def join(out: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The softmax over all parts: out (n, h_kv, parts, g, d), lse (n, h_kv, parts, 2, g) -> (n, h_kv, g, d)."""
     if out.shape[2] == 1:
         return out[:, :, 0] / lse[:, :, 0, 1, :, None]
