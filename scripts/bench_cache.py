@@ -1,11 +1,11 @@
 """Bytes that the policies of the block cache move per decode step, on recorded selections.
 
     python run.py -m task=pocket task.length=4096 limit=2 method=pqcache budget=0.2,0.1 diagnostics=trace
-    python scripts/bench_cache.py outputs                           # every trace below the folder, an eighth of each prompt cached
+    python scripts/bench_cache.py outputs                    # every trace below the folder; an eighth of each prompt is cached
     python scripts/bench_cache.py outputs --cache-tokens 512 --cache-block 32 --cache-topk 32 --policies none lru paying
 
-Each layer's K and V are random numbers of the model's geometry in a store of each policy. The store then reads, step by step, what the
-trace says; what it returns must equal what the host store returns. Bytes are those that the stores report. "worst" is the
+Each layer's K and V are random numbers of the model's geometry in a store of each policy. The store then reads, step by step,
+what the trace says; what it returns must equal what the host store returns. Bytes are those that the stores report. "worst" is the
 largest ratio to `none` of all bytes moved up to a step, over every layer and step: above 1, a policy moves more than no cache.
 "fetch ms" is the time of a read with its table work and copies on this machine: median over layers and steps.
 """
@@ -151,7 +151,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help=f"a folder with *{SUFFIX} files, at any depth")
     parser.add_argument("--policies", nargs="+", default=["lru", "lfu", "paying"], choices=POLICIES)
-    parser.add_argument("--cache-tokens", type=int, help="tokens on the device per layer; default: an eighth of each prompt")
+    parser.add_argument(
+        "--cache-tokens", type=int, help="tokens on the device per layer; default: an eighth of each prompt"
+    )
     parser.add_argument("--cache-block", type=int, default=32)
     parser.add_argument("--cache-topk", type=int, default=32)
     parser.add_argument("--documents", type=int, help="at most so many traces per family, method and budget")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pqcache.pq.kmeans import assign, initial_positions
+from pqcache import kernels
+from pqcache.pq.kmeans import FEW, assign, initial_positions
 
 DISTANCES = ("cosine", "l2", "ip")
 INITS = ("random", "repeated", "plusplus")
@@ -47,16 +48,46 @@ def _plusplus(x: torch.Tensor, c: int, seed: int, distance: str) -> torch.Tensor
 
 def nearest(x: torch.Tensor, centroids: torch.Tensor, distance: str) -> torch.Tensor:
     """Each key's cluster, ties to the lowest: x (G, N, d), centroids (G, C, d) -> (G, N)."""
-    if distance == "cosine":  # on the unit sphere the nearest is the one of highest cosine
-        x, centroids = (y / (y.norm(dim=-1, keepdim=True) + 1e-8) for y in (x, centroids))
-    elif distance == "ip":  # one more coordinate makes all centroids equally long: the nearest has the largest product
-        squares = centroids.square().sum(-1, keepdim=True)
-        x = F.pad(x, (0, 1))
-        centroids = torch.cat([centroids, (squares.amax(1, keepdim=True) - squares).clamp_min(0).sqrt()], -1)
-    else:
-        middle = x.mean(1, keepdim=True)
-        x, centroids = x - middle, centroids - middle
-    return assign(x, centroids)[0]
+    return _Points(x, distance).nearest(centroids)
+
+
+class _Points:
+    """Keys x (G, N, d), brought once into the form in which a round compares them with its centroids."""
+
+    def __init__(self, x: torch.Tensor, distance: str) -> None:
+        self.distance = distance
+        self.middle = x.mean(1, keepdim=True) if distance == "l2" else None
+        if distance == "cosine":  # on the unit sphere the nearest is the one of highest cosine
+            self.x = _unit(x)
+        elif self.middle is not None:
+            self.x = x - self.middle
+        else:  # one more coordinate makes all centroids equally long: the nearest has the largest product
+            self.x = F.pad(x, (0, 1))
+
+    def nearest(self, centroids: torch.Tensor) -> torch.Tensor:
+        """The cluster of each key (G, N), by centroids (G, C, d)."""
+        if self.distance == "cosine":
+            centroids = _unit(centroids)
+        elif self.middle is not None:
+            centroids = centroids - self.middle
+        else:
+            squares = centroids.square().sum(-1, keepdim=True)
+            centroids = torch.cat([centroids, (squares.amax(1, keepdim=True) - squares).clamp_min(0).sqrt()], -1)
+        return assign(self.x, centroids)[0]
+
+
+def _sums(x: torch.Tensor, codes: torch.Tensor, flat: torch.Tensor, c: int) -> torch.Tensor:
+    """Sums (G, c, d) of the keys x (G, N, d) of each cluster; flat: codes (G, N) numbered through all groups."""
+    if x.shape[1] >= FEW and kernels.native(x, codes):
+        from pqcache.kernels.nearest import sums_by_code
+
+        return sums_by_code(x, codes, c)  # the same additions; index_add_ spreads its index over every number first
+    sums = x.new_zeros((len(x) * c, x.shape[2]))
+    return sums.index_add_(0, flat, x.flatten(0, 1)).view(len(x), c, -1)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.norm(dim=-1, keepdim=True) + 1e-8)
 
 
 def cluster(
@@ -70,14 +101,15 @@ def cluster(
     """
     x, centroids = x.float(), init.float()
     c = centroids.shape[1]
+    points = _Points(x, distance)
     codes = torch.full(x.shape[:2], -1, device=x.device)
     for done in range(max_iter):
-        new = nearest(x, centroids, distance)
+        new = points.nearest(centroids)
         if torch.equal(new, codes):
             return centroids, codes, done
         codes = new
         flat = (codes + torch.arange(len(x), device=x.device)[:, None] * c).reshape(-1)
-        sums = torch.zeros_like(centroids).flatten(0, 1).index_add_(0, flat, x.flatten(0, 1)).view_as(centroids)
+        sums = _sums(x, codes, flat, c)
         counts = torch.bincount(flat, minlength=len(x) * c).view(len(x), c)
         centroids = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centroids)
-    return centroids, nearest(x, centroids, distance), max_iter
+    return centroids, points.nearest(centroids), max_iter

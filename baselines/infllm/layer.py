@@ -11,7 +11,7 @@ import torch
 from pqcache.selective import rope
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
-from pqcache.selective.dense import dense_prefill
+from pqcache.selective.dense import dense_prefill, prefill_and_sum
 from pqcache.selective.index import Candidates, Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, Step
 from pqcache.selective.shape import ModelShape
@@ -139,7 +139,12 @@ class InfLLMLayer(SelectiveLayer):
     ) -> torch.Tensor:
         """Dense attention over everything; the scores are those that keys receive inside the window."""
         step, keys, stored = ctx.step, k, ctx.step.total
-        if step.first and step.ends_prompt and not step.padded:
+        windows = [plan.window for plan in memory.plans]
+        whole = step.first and step.ends_prompt and not step.padded
+        both = prefill_and_sum(q, k, v, mask, ctx, windows) if whole else None
+        if both is not None:
+            out = both[0]
+        elif whole:
             out = dense_prefill(q, k, v, mask, None, ctx)
         else:
             if self.staged is None:
@@ -148,9 +153,11 @@ class InfLLMLayer(SelectiveLayer):
             out = dense_prefill(q, k, v, mask, self.staged, ctx)
             keys = self.staged.view()[0]
         self._append(k, v, memory, ctx)
-        sums = k.new_zeros((k.shape[0], self.shape.h, max(stored)), dtype=accumulator_dtype(k))
-        windows = [plan.window for plan in memory.plans]
-        add_column_sums(sums, q, keys, stored, step.counts, ctx.scaling, windows=windows)
+        if both is not None:
+            sums = both[1]
+        else:
+            sums = k.new_zeros((k.shape[0], self.shape.h, max(stored)), dtype=accumulator_dtype(k))
+            add_column_sums(sums, q, keys, stored, step.counts, ctx.scaling, windows=windows)
         for row, length in enumerate(stored):
             pad = memory.near.end - length
             lo = max(memory.left[row], memory.near.base - pad)
@@ -292,4 +299,6 @@ class InfLLMLayer(SelectiveLayer):
 def add_mass(sums: torch.Tensor, local: Part, joint: Part) -> None:
     """sums (n', h, columns) += the probabilities, of the joint softmax, that the window's keys received."""
     assert local.probs is not None
-    sums += (local.probs * torch.exp(local.lse - joint.lse)[..., None]).sum(2).detach()
+    share = torch.exp(local.lse - joint.lse)[..., None]
+    probs = local.probs  # of this part alone, so that they may be written over
+    sums += (probs * share if probs.requires_grad else probs.mul_(share)).sum(2).detach()

@@ -252,6 +252,22 @@ def _moments(first, last, x, total, square):
                 square[g, block, j] += value * value
 
 
+@numba.njit(nogil=True, cache=True)
+def _sum_groups(first, last, x, codes, sums):
+    """Task = group: sums (G, C, d) += its points x (G, N, d), one after the other, each to the cluster codes (G, N) names."""
+    for g in range(first, last):
+        for i in range(codes.shape[1]):
+            for j in range(x.shape[2]):
+                sums[g, codes[g, i], j] += x[g, i, j]
+
+
+def sums_by_code(x: torch.Tensor, codes: torch.Tensor, c: int) -> torch.Tensor:
+    """Sums of each cluster's points, added in their order: x (G, N, d) fp32, codes (G, N) int64 in 0 .. c-1 -> (G, c, d)."""
+    sums = torch.zeros(len(x), c, x.shape[2])
+    threads.run(_sum_groups, len(x), x.contiguous().numpy(), codes.contiguous().numpy(), sums.numpy())
+    return sums
+
+
 def _blocks(n: int) -> int:
     return -(-n // _BLOCK)
 

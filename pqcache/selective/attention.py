@@ -103,18 +103,23 @@ def partial(
     h_kv = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).view(n, h_kv, h // h_kv * t, d)
-    logits = (grouped @ k.to(dtype).transpose(-1, -2)).view(n, h, t, -1) * scaling
+    # one buffer from here on: a copy per operation would map its pages anew, which takes longer than the operation
+    logits = (grouped @ k.to(dtype).transpose(-1, -2)).view(n, h, t, -1).mul_(scaling)
     if bias is not None:
-        logits = logits + bias
+        logits.add_(bias)
     if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    lse = torch.logsumexp(logits, -1)
-    weights = torch.exp(logits - torch.where(lse.isinf(), 0, lse)[..., None])
-    # 1; 0 where the query sees nothing; above 1 where logits are so large that fp32 rounds the logarithm away
+        logits.masked_fill_(~mask, -torch.inf)
+    recorded = logits.requires_grad  # then autograd keeps the logits
+    top = logits.detach().amax(-1, keepdim=True) if k.shape[2] else logits.new_full((n, h, t, 1), -torch.inf)
+    top = torch.where(top.isinf(), 0, top)
+    weights = (logits.clone() if recorded else logits).sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
-    total = torch.where(total == 0, 1, total)
+    lse = (top + total.log())[..., 0]
+    total = torch.where(total == 0, 1, total)  # where the query sees nothing
     out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, d) / total
-    return Part(out, lse, weights / total if probs else None)
+    if not probs:
+        return Part(out, lse)
+    return Part(out, lse, weights / total if recorded else weights.div_(total))
 
 
 def merge(parts: Sequence[Part]) -> Part:

@@ -8,8 +8,8 @@ Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There a
 
 The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does. A long prompt on the
 CPU gets its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
-`scripts/bench_methods.py column_sums` measures both forms. On a CUDA device two Triton kernels do both passes, the first one for the
-log-sum-exp (device/triton_sums.py).
+`scripts/bench_methods.py column_sums` measures both forms. On a CUDA device two Triton kernels do both passes, the first one
+for the log-sum-exp (device/triton_sums.py).
 
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
 """
@@ -61,7 +61,7 @@ def add_column_sums(
     lse (n, h, t): log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form. Entries of padding are
         not read. Not together with windows.
     attended: values (n, h_kv, >= max(stored), d') and where the attention of every real query over them is written,
-        (n, t, h, d'). In one pass, without windows, on the CPU.
+        (n, t, h, d'). In one pass, on the CPU.
 
     Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
     `lse`; of several groups if that stays below TOGETHER. On a CUDA device two kernels do all blocks; beside `sums` they need
@@ -95,28 +95,28 @@ def add_column_sums(
                     _add_tiles(into, block_q * scaling, keys, own_lse, future, scratch)
                     continue
                 probs = _probabilities(block_q, keys, scaling, future, scratch)
-                if windows is not None and m > windows[row]:
-                    far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
-                    probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
-                into += probs.sum(2)
                 if attended is not None:
                     values, out = attended[0][row, heads, :m].to(dtype), attended[1].unflatten(2, (h_kv, g))
                     new = (probs.flatten(1, 2) @ values).unflatten(1, (g, -1))
                     out[row, start:stop, heads] = new.permute(2, 0, 1, 3)
+                if windows is not None and m > windows[row]:
+                    far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
+                    probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
+                into += probs.sum(2)
 
 
 def attend_and_sum(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, windows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a whole prompt, and its column sums: (n, t, h, d) and (n, h, t), the latter fp32 or wider.
 
-    q (n, h, t, d), k and v (n, h_kv, t, d), no padding. The sums are those of `add_column_sums`, bit by bit. The output is that of
-    sdpa up to the order of additions.
+    q (n, h, t, d), k and v (n, h_kv, t, d), no padding; windows as in `add_column_sums`. The sums are those of
+    `add_column_sums`, bit by bit. The output is that of sdpa up to the order of additions.
     """
     n, h, t, _ = q.shape
     sums = torch.zeros((n, h, t), dtype=accumulator_dtype(q), device=q.device)
     out = q.new_empty((n, t, h, v.shape[3]))
-    add_column_sums(sums, q, k, [t] * n, [t] * n, scaling, attended=(v, out))
+    add_column_sums(sums, q, k, [t] * n, [t] * n, scaling, windows=windows, attended=(v, out))
     return out, sums
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 
@@ -9,6 +10,7 @@ import torch
 
 from pqcache.selective.attention import attend_rows
 from pqcache.selective.blocks import lower_right, row_by_row
+from pqcache.selective.column_sums import attend_and_sum, together
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.substitute import StepParts, Substitute, substitute_for
@@ -46,6 +48,23 @@ def dense_prefill(
     newest = q[:, :, -1:]
     out[:, -1:] = attend(newest, k, v) if same else row_by_row(newest, k, v, ends, [min(1, c) for c in counts], attend)
     return out
+
+
+def prefill_and_sum(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    ctx: LayerContext,
+    windows: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`dense_prefill` of a whole prompt in one unpadded block, and its column sums (n, h, t), from the same logits.
+
+    windows as in `add_column_sums`. None: both apart are not slower, or the attention is known or needed for one token only.
+    """
+    if ctx.recorded or ctx.last_only or mask is not None or ctx.cache.attn != "sdpa" or not together(q):
+        return None
+    return attend_and_sum(q, k, v, ctx.scaling, windows)
 
 
 def _attend_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:

@@ -8,7 +8,9 @@ another cache's layers, which evict, pack or index as after a forward pass of th
     for method in methods:
         result = generate(model, method, input_ids, max_new_tokens=32, prefill=prefill)
 
-Scores and bytes equal those of a run with a prefill of its own. Times of the prompt do not exist, so none are reported.
+Scores and bytes equal those of a run with a prefill of its own; where that takes attention and column sums from one pass
+(`dense.prefill_and_sum`: H2O and MiKV, prompts of 1024 tokens or more, fp32 on a CPU), up to the order of additions. Times of
+the prompt do not exist, so none are reported.
 A batch of left-padded prompts is recorded as one; `generate_batch` feeds it.
 """
 

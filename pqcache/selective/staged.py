@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pqcache.selective.column_sums import attend_and_sum, together
-from pqcache.selective.dense import dense_prefill
+from pqcache.selective.dense import dense_prefill, prefill_and_sum
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import standard_probabilities, weighted_values
@@ -60,11 +59,12 @@ class StagedLayer(SelectiveLayer):
             self.fresh = (k, v)
             if ctx.cache.attn == "standard":
                 ctx.probs = standard_probabilities(q, k, mask, ctx.scaling)
-            out = self._attend_and_sum(q, k, v, mask, ctx)
+            both = prefill_and_sum(q, k, v, mask, ctx) if self.needs_sums else None
+            ctx.column_sums = None if both is None else both[1]
             self.observe(q, k, step.total, ctx)
-            if out is not None:
-                ctx.column_sums = None
-                return out
+            ctx.column_sums = None
+            if both is not None:
+                return both[0]
             if ctx.probs is not None:
                 probs, ctx.probs = ctx.probs, None
                 return weighted_values(probs, v)
@@ -75,16 +75,6 @@ class StagedLayer(SelectiveLayer):
         self.staged.reserve(self.staged.length + max(a - b for a, b in zip(step.final, step.total, strict=True)))
         self.observe(q, self.staged.view()[0], self.staged.lengths, ctx)
         return dense_prefill(q, k, v, mask, self.staged, ctx)
-
-    def _attend_and_sum(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
-    ) -> torch.Tensor | None:
-        """Attention (n, t, h, d) and `ctx.column_sums` at once. None: not wanted, not faster, or the attention is known."""
-        apart = ctx.recorded or ctx.last_only or mask is not None or ctx.cache.attn != "sdpa"
-        if apart or not self.needs_sums or not together(q):
-            return None
-        out, ctx.column_sums = attend_and_sum(q, k, v, ctx.scaling)
-        return out
 
     def finish_prompt(self, ctx: LayerContext) -> None:
         if self.fresh is not None:

@@ -15,7 +15,9 @@ from pqcache.store.host import HostStore
 from pqcache.store.lanes import NOTHING, TO_DEVICE, Work
 from pqcache.store.transfer import to_device
 
-KEPT = 0.95  # of a row's credit after each step; chosen by the bytes moved on PocketBench traces (scripts/bench_cache.py)
+KEPT = (
+    0.95  # of a row's credit after each step; chosen by the bytes moved on PocketBench traces (scripts/bench_cache.py)
+)
 
 
 class RowCacheStore(CachedStore):
@@ -39,7 +41,9 @@ class RowCacheStore(CachedStore):
         self.cache: list[Buffer] = []  # K, V (n, h_kv, entries so far, d)
         self.kept: Work[None] = NOTHING
         # on the host; host row i is the token at position n_sink + i
-        self.entry = torch.zeros(0, 0, 0, dtype=torch.int32)  # (n, h_kv, rows) the entry of each host row, -1 = not cached
+        self.entry = torch.zeros(
+            0, 0, 0, dtype=torch.int32
+        )  # (n, h_kv, rows) the entry of each host row, -1 = not cached
         self.content = torch.zeros(0, 0, tokens, dtype=torch.int32)  # (n, h_kv, tokens) the host row in it, -1 = free
         self.credit = torch.zeros(0, 0, 0)  # (n, h_kv, rows) fp32, of each host row
 
@@ -88,7 +92,9 @@ class RowCacheStore(CachedStore):
         most = min(int(new.sum(2).max()), self.tokens) if new.any() else 0
         if most == 0:
             return
-        credit, column = self.credit.gather(2, at).masked_fill(~new, -torch.inf).sort(dim=2, descending=True, stable=True)
+        credit, column = (
+            self.credit.gather(2, at).masked_fill(~new, -torch.inf).sort(dim=2, descending=True, stable=True)
+        )
         least, entry = self._standing().topk(most, dim=2, largest=False)
         r, head, rank = (credit[..., :most] > least).nonzero(as_tuple=True)
         if not len(r):

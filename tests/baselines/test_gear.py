@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from baselines.gear import GEAR
-from baselines.gear import blocks
+from baselines.gear import GEAR, blocks
 from baselines.gear.blocks import low_rank, split_outliers
 from baselines.gear.method import accounted_ratio
 from tests.baselines.fed import Fed, drawn, rounded

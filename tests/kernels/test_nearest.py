@@ -183,3 +183,13 @@ def test_assign_falls_back_without_numba(monkeypatch):
     x = points(2, 200, 8, 7)
     codes, _ = assign(x, x[:, :5])
     assert codes[:, :5].eq(torch.arange(5)).all()
+
+
+def test_sums_by_code_are_those_of_index_add() -> None:
+    """Bit by bit: the points of a cluster are added in their order, on any number of threads."""
+    generator = torch.Generator().manual_seed(1)
+    x, codes = torch.randn(3, 700, 8, generator=generator), torch.randint(0, 9, (3, 700), generator=generator)
+    flat = (codes + torch.arange(3)[:, None] * 11).reshape(-1)
+    expected = torch.zeros(33, 8).index_add_(0, flat, x.flatten(0, 1)).view(3, 11, 8)
+    assert torch.equal(nearest.sums_by_code(x, codes, 11), expected)
+    assert not expected[:, 9:].any()  # clusters without points

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from baselines.h2o import H2O
+from baselines.infllm import InfLLM
 from baselines.snapkv import SnapKV
 from baselines.zipcache import MiKV, ZipCache
-from pqcache.selective import Budget, Method, SelectiveCache, column_sums, generate, staged
+from pqcache.selective import Budget, Method, SelectiveCache, column_sums, dense, generate
 from pqcache.selective.column_sums import add_column_sums, attend_and_sum, together
 from pqcache.selective.shared_prefill import record
-from pqcache.selective.staged import StagedLayer
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import logits, tokens
 
@@ -61,7 +61,7 @@ def answers(
 
     with monkeypatch.context() as patch:
         patch.setattr(column_sums, "LONG", long)
-        patch.setattr(staged, "attend_and_sum", counted)
+        patch.setattr(dense, "attend_and_sum", counted)
         cache = SelectiveCache(model, method, **options)
         return logits(model, method, [PROMPT], FED, cache=cache), cache, len(calls)
 
@@ -72,11 +72,12 @@ def answers(
         (lambda: H2O(budget=QUARTER), True),
         (lambda: H2O(budget=QUARTER, repeat_kv=True), True),
         (lambda: MiKV(budget=QUARTER), True),
+        (lambda: InfLLM(block=8, dense_prefill=True, budget=QUARTER), True),
         (lambda: SnapKV(budget=QUARTER), False),
         (lambda: ZipCache(budget=QUARTER), False),
         (lambda: H2O(budget=Budget(ratio=1.0)), False),
     ],
-    ids=["h2o", "h2o-repeat", "mikv", "snapkv", "zipcache", "h2o-noop"],
+    ids=["h2o", "h2o-repeat", "mikv", "infllm", "snapkv", "zipcache", "h2o-noop"],
 )
 def test_a_model_answers_as_with_both_apart(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, make: Any, wanted: bool
@@ -84,8 +85,7 @@ def test_a_model_answers_as_with_both_apart(
     """All layers but the last, which attends for one token only; other methods keep the attention they have."""
     expected, _, none = answers(llama, make(), monkeypatch, 10**6)
     got, cache, calls = answers(llama, make(), monkeypatch, 100)
-    layers = [layer for layer in cache.layers if isinstance(layer, StagedLayer)]
-    assert none == 0 and calls == (len(layers) - 1 if wanted else 0)
+    assert none == 0 and calls == (len(cache.layers) - 1 if wanted else 0)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -95,7 +95,7 @@ def test_recorded_and_standard_attention_stay_what_they_are(
 ) -> None:
     assert answers(llama, H2O(budget=QUARTER), monkeypatch, 100, attn="standard")[2] == 0
     monkeypatch.setattr(column_sums, "LONG", 100)
-    monkeypatch.setattr(staged, "attend_and_sum", lambda *args: pytest.fail("the attention was recorded"))
+    monkeypatch.setattr(dense, "attend_and_sum", lambda *args: pytest.fail("the attention was recorded"))
     prefill = record(llama, torch.tensor([PROMPT]))
     result = generate(llama, H2O(budget=QUARTER), torch.tensor([PROMPT]), max_new_tokens=3, prefill=prefill)
     assert len(result.token_ids) == 3
