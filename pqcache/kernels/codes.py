@@ -270,14 +270,15 @@ def _nearest_of_one(x, centroids, out):
     for row in range(n):
         for head in range(heads):
             for j in range(m):
-                least = np.inf
+                least = np.float32(np.inf)
                 for i in range(c):
                     distance = np.float32(0)
                     for e in range(sub):
                         apart = x[row, head, j, e] - centroids[row, head, j, i, e]
                         distance += apart * apart
                     if distance < least:
-                        least, out[row, head, j] = distance, i
+                        least = distance
+                        out[row, head, j] = i
 
 
 def encode_one(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,6 @@ def lightest(
     positions (n, H, m) int32 and weights (n, H, m) of a store's entries, lengths[r] of row r.
     """
     out = np.zeros(positions.shape[:2], np.int64)
-    limits = (np.asarray(x, np.int64) for x in (first, ends, lengths))
-    _lightest(positions.numpy(), weights.numpy(), *limits, out)
+    begin, end, count = (np.asarray(x, np.int64) for x in (first, ends, lengths))
+    _lightest(positions.numpy(), weights.numpy(), begin, end, count, out)
     return torch.from_numpy(out)
