@@ -18,6 +18,7 @@ RULES = {
     "ignored": "the method ignores the budget",
     "own": "what a recorded run attended",
 }
+_LARGEST = 2**63  # numbers from here on are no one's budget
 _EPS = 1e-6  # 0.1 * 8160 is 815.999... in binary floating point; without this a token is lost
 
 
@@ -39,6 +40,8 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.tokens is None):
             raise ValueError("budget: give either a ratio or a number of tokens")
+        if self.ratio is not None and MIN_TOKENS <= self.ratio < _LARGEST:
+            raise ValueError(f"budget={self.ratio}: a number of tokens is an integer, as budget={int(self.ratio)}")
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise ValueError(f"budget={self.ratio}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}")
         if self.tokens is not None and self.tokens < MIN_TOKENS:

@@ -173,10 +173,24 @@ def test_a_wrong_method_does_not_hide_other_errors(capsys: pytest.CaptureFixture
     assert "seed=x" in errors[1]
 
 
-def test_unknown_flag_ends_with_2() -> None:
-    with pytest.raises(SystemExit) as end:
-        run.main(["--multirn", "method=full"])
-    assert end.value.code == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budget", "0.2"], "error: --budget: unknown flag; options are typed as budget=<value>, without dashes"),
+        (["--budget=0.2"], "error: --budget=0.2: unknown flag; options are typed as budget=<value>, without dashes"),
+        (["method=full", "-x"], "error: -x: unknown flag; options are typed as <key>=<value>, without dashes"),
+        (["--cfg", "all"], "error: argument --cfg/-c: invalid choice: 'all' (choose from"),
+        (["budget=1e9"], "error: budget=1000000000.0: a number of tokens is an integer, as budget=1000000000"),
+        (["model=hf", "model.path=README.md"], "error: model.path=README.md: is a file; must name a folder"),
+    ],
+)
+def test_habits_of_other_programs_are_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert run.main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(said)
 
 
 def test_as_a_shell_sees_it(tmp_path: Path) -> None:

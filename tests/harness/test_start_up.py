@@ -6,21 +6,24 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import run
 from pqcache import sources
-from pqcache.fields import added_options, comments, option_fields, retired
+from pqcache.fields import added_options, coerce, comments, option_fields, retired
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.registry import METHODS, method_class
-from pqcache.selective import Method
+from pqcache.selective import Budget, Method
 
 REPO = Path(__file__).resolve().parents[2]
+ODD = [-1, 0, 1, 3, 7, 100_000, -0.5, 0.5, 1.5, None, "", "nonsense", "quest", "snapkv", [], [1.5], {}, {"no": 1}]
 COMMON = [f.name for f in fields(Method)]
 
 WRONG = [
@@ -37,12 +40,30 @@ WRONG = [
     "method=oracle method.n_sink=two",
     "method=full,oracle",
     "-m method=pqcache,oracle method.m=2,4",
+    "-m method=pqcache,oracle method.m=2,3",
+    "method=pqcache method.m=3",
+    "method=pqcache method.m=3 buget=0.2",
+    "method=kivi method.residual=7",
+    "method=replay",
+    "method=replay method.trace=/no/such/file",
+    "method=two_stage method.first=qest",
+    "method=kvcrush method.base_options={recent_ratio:7}",
+    "method=coded method.policy=pqcache method.policy_options={store:host}",
+    "method=infinigen dense_layers=0",
+    "method=snapkv budget=64",
+    "method=h2o_c protocol=release",
+    "budget=1e9",
+    "model=random task=latency model.geometry=mistral",
     "-m out=a,b",
     "launch=ray launch.workers=0",
     "experiment=pqcache_table2 budget=7",
     "report=/no/such/folder",
     "list=method",
+    "list=nothing_like_it",
     "explain=method.nothing_like_it",
+    "explain=recall",
+    "--method pqcache",
+    "--cfg",
 ]
 RIGHT = [
     "",
@@ -69,6 +90,41 @@ def test_the_source_text_says_what_the_class_says(name: str) -> None:
     assert sources.docstring(METHODS[name])[0].strip()
 
 
+def verdict(cls: type, values: dict[str, Any]) -> tuple[str, Any]:
+    """What a method says of its hyper-parameters: (its error, the line), or ("", all hyper-parameters)."""
+    try:
+        return "", cls(**values).hyper_parameters()
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_source_text_judges_as_the_class_does(name: str) -> None:
+    """Values at and beyond the bounds, under every protocol and two budgets. None of them needs torch to be judged."""
+    read, cls = sources.stand_in(METHODS[name]), method_class(name)
+    tried = [{}, {"dense_layers": 0}, {"dense_layers": -1}, {"protocol": "nonsense"}, {"budget_rule": "exact"}]
+    for key, (kind, _) in option_fields(cls, COMMON).items():
+        for value in ODD:
+            with suppress(TypeError):
+                tried.append({key: coerce(value, kind)})
+    refused = 0
+    for values in tried:
+        for common in ({"budget": Budget(ratio=0.2)}, {"budget": Budget(tokens=64), "protocol": "release"}):
+            said = verdict(cls, common | values)
+            assert verdict(read, common | values) == said, (values, common)
+            refused += said[0] != ""
+    assert refused > 2
+
+
+def test_what_only_torch_knows_is_left_to_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = sources.stand_in(METHODS["pqcache"])
+    with pytest.raises(NameError, match="torch"):
+        read(kmeans_device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (line,) = refused("method=pqcache method.kmeans_device=cuda")
+    assert line.startswith("method.kmeans_device=cuda: allowed is cpu")
+
+
 def test_a_class_that_its_text_does_not_tell_has_no_stand_in() -> None:
     assert sources.stand_in("json:JSONEncoder") is None
     assert sources.stand_in("baselines.oracle:Missing") is None
@@ -87,7 +143,8 @@ def test_wrong_commands_and_look_ups_import_neither_torch_nor_transformers(tmp_p
     path = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=path)
     assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == len(WRONG), done.stderr
+    two = ["-m method=pqcache,oracle method.m=2,3", "method=pqcache method.m=3 buget=0.2", "--method pqcache"]
+    assert len(done.stderr.splitlines()) == len(WRONG) + len(two) - 1, done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -119,9 +119,11 @@ def make_plan(request: Request) -> RunPlan:
     for composed in small:
         try:
             one = read(composed.config, composed.group_defaults)
-            if (one.errors or errors) and _undecided(composed, one.errors):
+            if (one.errors or errors) and one.skip is None and _undecided(composed, one.errors):
                 check(one)  # all errors at once, though torch has to be imported for some of them
             found.add(one.errors, composed)
+            if one.skip and _is_alone(request):
+                found.add([one.skip], composed)
             values.append((composed, one))
         except Refused as refused:
             found.add(refused.lines, composed)
@@ -137,7 +139,7 @@ def make_plan(request: Request) -> RunPlan:
         except Refused as refused:
             found.add(refused.lines, composed)
             continue
-        if checked.skip is not None and request.experiment is None and not request.sweep:
+        if checked.skip is not None and _is_alone(request):
             found.add([checked.skip], composed)
         errors += _add(cells, checked, composed, request.experiment)
     errors += found.text(small)
@@ -154,6 +156,11 @@ def make_plan(request: Request) -> RunPlan:
         request.words,
         request.summary,
     )
+
+
+def _is_alone(request: Request) -> bool:
+    """Whether a command is one cell. In a table, a method that does not apply is a line that says why."""
+    return request.experiment is None and not request.sweep
 
 
 @dataclass
@@ -184,7 +191,7 @@ def _origin(having: list[Composed], every: list[Composed]) -> str:
 
 
 def _undecided(composed: Composed, errors: list[str]) -> bool:
-    """Whether the command sets hyper-parameters that no line is of yet: only the method itself can judge their values."""
+    """Whether the command sets hyper-parameters that no line is of yet, which only the method's class can judge."""
     wrong = {line.partition("=")[0].partition(":")[0] for line in errors}
     return any((key := text.partition("=")[0]).startswith("method.") and key not in wrong for text in composed.typed)
 

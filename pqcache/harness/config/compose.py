@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -82,12 +82,28 @@ class Request:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse our own flags. run.py leaves --help, --info and the like to Hydra."""
-    parser = argparse.ArgumentParser(prog="run.py", add_help=False)
+    """Parse our own flags. run.py leaves --help, --info and the like to Hydra. Raises Refused for any other flag."""
+    parser = _Flags(prog="run.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("overrides", nargs="*")
-    return parser.parse_intermixed_args(argv)
+    known, others = parser.parse_known_intermixed_args(argv)
+    if others:
+        raise Refused([_no_flag(flag) for flag in others])
+    return known
+
+
+class _Flags(argparse.ArgumentParser):
+    """Flags whose errors are one line each, as those of options are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused([message])
+
+
+def _no_flag(text: str) -> str:
+    """What to type instead of a flag: `--budget 0.2` is a habit from other programs."""
+    key = text[2:].partition("=")[0] if text.startswith("--") else ""
+    return f"{shortened(text)}: unknown flag; options are typed as {shortened(key) or '<key>'}=<value>, without dashes"
 
 
 def compose_all(argv: list[str], config_dir: Path) -> Request:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pqcache.fields import option_fields
 from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.config.values import show
-from pqcache.registry import method_class
-from pqcache.sources import load_alone
+from pqcache.naming import suggestion
+from pqcache.registry import METHODS, method_class
+from pqcache.sources import constant, load_alone, stand_in
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map
@@ -74,6 +77,8 @@ def bad_path(text: str) -> str | None:
         return f"a folder's name has at most {NAME} bytes"
     try:
         Path(text).expanduser().resolve()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            Path(text).expanduser().stat()  # from Python 3.13 on `resolve` follows a loop in silence
     except (OSError, RuntimeError) as error:  # a link that leads to itself, a user without a home
         return " ".join(str(error).split())[:200]
     return None
@@ -107,6 +112,8 @@ def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
         errors.append(f"model.path={path}: the embedded model has no path; use model=hf model.path={path}")
     if path and (path.startswith(("/", "./", "../", "~"))) and not Path(path).expanduser().is_dir():
         errors.append(f"model.path={path}: there is no such folder")
+    elif path and Path(path).is_file():
+        errors.append(f"model.path={path}: is a file; must name a folder, or a model of the hub")
     longest = options.get("max_length")
     if isinstance(longest, int) and longest < 1:
         errors.append(f"model.max_length={longest}: must be at least 1, or null for what the model's config says")
@@ -161,9 +168,21 @@ def check_random(options: dict[str, Any], name: str, task: str, errors: list[str
         errors.append(f"model.layers={options['layers']}: must be at least 1, or null for all")
 
 
+def check_geometry_name(options: dict[str, Any], name: str, errors: list[str]) -> None:
+    """`model.geometry` of model=random where it can only be the name of a known one: neither a hub id nor a folder."""
+    text = options.get("geometry")
+    if name != "random" or not isinstance(text, str) or "/" in text or Path(text).expanduser().is_dir():
+        return
+    if text not in (known := constant("pqcache.measure.geometries", "GEOMETRIES")):
+        hint = suggestion(text, known)
+        more = "" if hint.endswith("?") else "; or a hub id or a folder"
+        errors.append(f"model.geometry={text}: unknown geometry; {hint}{more}")
+
+
 def check_geometry(options: dict[str, Any], name: str, errors: list[str]) -> None:
-    """`model.geometry` of model=random: its names are in a module that imports transformers."""
-    if name == "random" and isinstance(options.get("geometry"), str):
+    """`model.geometry` of model=random, as what reads a hub id or a folder says; that imports transformers."""
+    reported = any(line.startswith("model.geometry=") for line in errors)
+    if name == "random" and isinstance(options.get("geometry"), str) and not reported:
         from pqcache.measure.geometries import geometry
 
         try:
@@ -222,6 +241,22 @@ def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors:
             errors.append(_line(error))
 
 
+def judge_method(name: str, options: dict[str, Any], budget: Any, run: RunOptions, errors: list[str]) -> str | None:
+    """What the method's own checks say of its hyper-parameters, by its source text: in a fraction of a second.
+
+    Each bad hyper-parameter becomes a line in `errors`. Returns why the method does not apply, empty if it does; None where
+    only the class itself can tell, after torch was imported (a device, a file with tensors).
+    """
+    cls = stand_in(METHODS[name])
+    found: list[str] = []
+    try:
+        _, skip = _made(cls, name, options, _budget(budget, errors), run, errors, found) if cls else (None, None)
+    except Exception:  # a name that only torch knows: NameError, then whatever follows from it
+        return None
+    errors += found
+    return skip
+
+
 def make_method(
     name: str, options: dict[str, Any], budget: Any, run: RunOptions, errors: list[str], prompt: int | None = None
 ) -> tuple[Any, str]:
@@ -230,27 +265,52 @@ def make_method(
     (the Method, the reason) where only diagnostics=trace does not apply to it, and where its hyper-parameters override the
     budget. prompt: tokens of every prompt, if the task's options say it.
     """
-    from pqcache.selective import Budget, NotApplicable
+    found: list[str] = []
+    method, skip = _made(method_class(name), name, options, _budget(budget, errors), run, errors, found)
+    errors += found
+    if method is None:
+        return None, skip
+    if run.diagnostics == "trace" and not method.traceable:
+        why = "is not determined by the tokens it selects; diagnostics=true measures it"
+        return method, f"diagnostics=trace: {name} {why}"
+    return method, overridden_budget(method, prompt) if prompt is not None and not run.smoke else ""
 
-    cls = method_class(name)
+
+def _budget(typed: Any, errors: list[str]) -> Any:
+    """A Budget. One with everything where the typed one is wrong, which is reported already."""
+    cls = load_alone("pqcache.selective.budget").Budget
+    return cls(ratio=1.0) if any(line.startswith("budget=") for line in errors) else cls.parse(typed)
+
+
+def _made(
+    cls: type[Any],
+    name: str,
+    options: dict[str, Any],
+    budget: Any,
+    run: RunOptions,
+    errors: list[str],
+    found: list[str],
+) -> tuple[Any, str]:
+    """(the method, ""), or (None, why it does not apply). found: receives a line for each bad hyper-parameter.
+
+    errors: lines of before; the values that they name are left out.
+    """
+    if cls.ignores_budget:
+        run = replace(run, budget_rule=None, budget_of="prompt")
     hyper = {k: v for k, v in options.items() if not any(line.startswith(f"method.{k}=") for line in errors)}
-    # Wrong values of these are reported already.
-    common: dict[str, Any] = {"budget": budget or Budget(ratio=1.0)}
+    common: dict[str, Any] = {"budget": budget}
     for key in ("dense_layers", "protocol", "budget_rule", "budget_of"):
         if not any(line.startswith(f"{key}=") for line in errors):
             common[key] = getattr(run, key)
     try:
         method = cls(**hyper, **common)
         method.check_budget()
-    except NotApplicable as error:
+    except load_alone("pqcache.selective.shape").NotApplicable as error:
         return None, _own_line(name, hyper, _line(error))
     except ValueError:
-        errors += [_own_line(name, hyper, line) for line in value_errors(cls, hyper, {}, **common)]
+        found += [_own_line(name, hyper, line) for line in value_errors(cls, hyper, {}, **common)]
         return None, ""
-    if run.diagnostics == "trace" and not method.traceable:
-        why = "is not determined by the tokens it selects; diagnostics=true measures it"
-        return method, f"diagnostics=trace: {name} {why}"
-    return method, overridden_budget(method, prompt) if prompt is not None and not run.smoke else ""
+    return method, ""
 
 
 def overridden_budget(method: Any, prompt: int) -> str:

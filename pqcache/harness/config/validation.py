@@ -1,7 +1,7 @@
 """Check one composed configuration, before any model is loaded: all its errors at once.
 
-The check has two halves. `read` finds what names, types and most values show, in a fraction of a second. `check` makes the
-method, whose module imports torch and transformers.
+The check has two halves. `read` finds what names, types and values show, in a fraction of a second. `check` makes the method,
+whose module imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Values:
     decode: DecodeOptions
     budget: Any  # what was typed
     errors: list[str]
+    skip: str | None  # why the method does not apply, empty if it does; None where only `check` can tell
 
 
 @dataclass
@@ -102,10 +103,12 @@ def read(config: Options, group_defaults: dict[str, Options]) -> Values:
     rules.check_model(options["model"], names["model"], errors)
     rules.check_placement(options["model"], names["model"], names["task"], errors)
     rules.check_random(options["model"], names["model"], names["task"], errors)
+    rules.check_geometry_name(options["model"], names["model"], errors)
     rules.check_latency(names["task"], run, errors)
     if not of_lm_eval(names["task"]):  # lm-eval's index of names takes seconds to read
         rules.check_task(names["task"], options["task"], base["task"], errors)
-    return Values(names, base, run, options, launch, decode, budget, errors)
+    skip = rules.judge_method(names["method"], options["method"], budget, run, errors)
+    return Values(names, base, run, options, launch, decode, budget, errors, skip)
 
 
 def check(values: Values) -> Checked:
@@ -124,7 +127,7 @@ def check(values: Values) -> Checked:
         rules.check_task(names["task"], options["task"], base["task"], errors)
     length = options["task"].get("length")
     prompt = length if isinstance(length, int) and length < LONGEST_PROMPT and not errors else None
-    method, skip = rules.make_method(names["method"], options["method"], budget, run, errors, prompt)
+    method, skip = rules.make_method(names["method"], options["method"], values.budget, run, errors, prompt)
     skip = skip or rules.without_batches(method_type, names["task"], options["task"], run)
     if errors or budget is None:
         raise Refused(errors)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pqcache import places
 from pqcache.harness.config.options import Refused, one_line
-from pqcache.naming import suggestion
+from pqcache.naming import closest
 
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
 COMMANDS = ("list", "explain")
@@ -39,7 +39,9 @@ def answer(argv: Sequence[str]) -> int:
     elif value in listing.KINDS:
         print(listing.text(value))
     else:
-        raise Refused([f"list={one_line(value)[:60]}: allowed is {kinds}; {suggestion(value, listing.KINDS)}"])
+        close = closest(value, listing.KINDS)
+        hint = f"; did you mean {close}?" if close is not None else ""
+        raise Refused([f"list={one_line(value)[:60]}: allowed is {kinds}{hint}"])
     return 0
 
 

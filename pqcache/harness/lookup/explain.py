@@ -57,12 +57,11 @@ def text(asked: str) -> str:
     if key in GROUP_MEANINGS or key in OTHER_KEYS:
         return "\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])
     if dot and group in NODES:
-        owners = having(group)
-        return _option(key, {owner: found[name] for owner, found in owners.items() if name in found}) or _unknown(asked)
+        return _option(key, _owners(group, name)) or _unknown(asked)
     if named:
         return _name(key, GROUPS)
     if not dot:
-        bare = [(g, {o: found[key] for o, found in having(g).items() if key in found}) for g in NODES]
+        bare = [(g, _owners(g, key)) for g in NODES]
         if texts := [_option(f"{g}.{key}", owners) for g, owners in bare if owners]:
             return "\n\n".join(texts)
     return _unknown(asked)
@@ -79,18 +78,30 @@ def options(cls: type, skip: Iterable[str] = ()) -> dict[str, Option]:
 
 def having(group: str) -> dict[str, dict[str, Option]]:
     """Method, task or launch -> its options. The model's are all models', those of decode everyone's."""
+    skip = _common() if group == "method" else ()
+    return {name: options(cls, skip) for name, cls in _classes(group).items()}
+
+
+def _owners(group: str, name: str) -> dict[str, Option]:
+    """Method, task or launch that has an option -> the option."""
+    skip = _common() if group == "method" else ()
+    owners = {owner: cls for owner, cls in _classes(group).items() if name in {f.name for f in fields(cls)} - {*skip}}
+    return {owner: options(cls)[name] for owner, cls in owners.items()}
+
+
+def _classes(group: str) -> dict[str, type[Any]]:
+    """Method, task or launch -> the class whose fields are its options."""
     if group == DECODE:
-        return {"": options(DecodeOptions)}
+        return {"": DecodeOptions}
     if group == "method":
-        return {name: options(_method(name), _common()) for name in METHODS}
+        return {name: _method(name) for name in METHODS}
     if group == "task":
         from pqcache.harness.tasks import TASKS, task_class
 
-        every = {name: options(cls.Options) for name, cls in TASKS.items()}
-        return {**every, LM_EVAL: options(task_class(f"{LM_EVAL}:").Options)}
+        return {**{name: cls.Options for name, cls in TASKS.items()}, LM_EVAL: task_class(f"{LM_EVAL}:").Options}
     if group == "launch":
-        return {name: options(cls) for name, cls in LAUNCHES.items()}
-    return {"": options(ModelOptions)} if group == "model" else {}
+        return dict(LAUNCHES)
+    return {"": ModelOptions} if group == "model" else {}
 
 
 def paper(method: str) -> str:
@@ -189,7 +200,9 @@ def _unknown(asked: str) -> str:
     bare = asked.rpartition(".")[2]
     every = {name: name for name in (*option_fields(RunOptions), *GROUP_MEANINGS, *OTHER_KEYS)}
     for group in NODES:
-        every |= {f"{group}.{key}": f"{group}.{key}" for found in having(group).values() for key in found}
+        skip = _common() if group == "method" else ()
+        named = [f"{group}.{f.name}" for cls in _classes(group).values() for f in fields(cls) if f.name not in skip]
+        every |= {name: name for name in named}
         every |= {name: name for name in options_of(group, places.CONFIGS)}
     if (close := closest(asked, every)) is None:
         tails = {name.rpartition(".")[2]: name for name in every}

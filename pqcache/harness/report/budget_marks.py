@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import option_fields, retired
 from pqcache.harness.report.rows import Row
 from pqcache.registry import METHODS, method_class
+from pqcache.sources import load_alone, stand_in
 
 if TYPE_CHECKING:
     from pqcache.selective import Method
@@ -62,9 +63,8 @@ def rule(row: Row) -> str:
     if row.get("protocol") not in (None, "aligned"):
         whose += f" under protocol={row['protocol']}"
     if _at_every_step(row):
-        from pqcache.selective.budget import RULES  # with torch, which reading rows does not need
-
-        return f"{whose}, at every step: {RULES[str(row['budget_rule'])]}."
+        rules = load_alone("pqcache.selective.budget").RULES
+        return f"{whose}, at every step: {rules[str(row['budget_rule'])]}."
     tokens = round(row["prompt_tokens"] - ((row["prompt_protocol"] or {}).get("question_tokens") or 0))
     plans = _plans(row, tokens)
     if not plans:
@@ -107,22 +107,22 @@ def _keeps_the_prompt(row: Row) -> bool:
 
 def _plans(row: Row, tokens: int) -> Sequence[Plan]:
     """The plans of the layers that are not dense; empty where the method cannot be made from the row alone."""
-    try:
-        method = _method(row)
-        dense = method.dense_layers or 0
-        plans = [method.plan(tokens, layer, dense + LAYERS) for layer in range(dense, dense + LAYERS)]
-    except Exception:  # a method of an older version, or one that needs a file
-        return []
-    return [plan for plan in plans if plan is not None]
-
-
-def _method(row: Row) -> Method:
-    """The row's method with its hyper-parameters, budget and protocol."""
-    from pqcache.selective import Budget  # with torch, which reading rows does not need
-
     if row["method"] not in METHODS:
-        raise ValueError(f"method={row['method']}: unknown")
-    cls = method_class(row["method"])
+        return []
+    for class_of in (stand_in, lambda _: method_class(row["method"])):  # torch is imported only where it is needed
+        try:
+            method = _method(class_of(METHODS[row["method"]]), row)
+            dense = method.dense_layers or 0
+            plans = [method.plan(tokens, layer, dense + LAYERS) for layer in range(dense, dense + LAYERS)]
+            return [plan for plan in plans if plan is not None]
+        except Exception:  # what only torch knows; a method of an older version, or one that needs a file
+            continue
+    return []
+
+
+def _method(cls: Any, row: Row) -> Method:
+    """The row's method with its hyper-parameters, budget and protocol. cls: its class, or a stand-in."""
+    Budget = load_alone("pqcache.selective.budget").Budget
     ratio, tokens = row["budget_ratio"], row["budget_tokens"]
     budget = Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(tokens or 0))
     known = set(option_fields(cls)) - set(retired(cls))
