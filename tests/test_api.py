@@ -91,6 +91,7 @@ def test_generate_answers_as_the_harness(name: str, family: str, request: pytest
     assert (report.prompt_tokens, report.new_tokens, report.rows) == (120, 10, 1)
     assert report.attended_tokens == expected.attended_tokens
     assert session.bytes == report.bytes == expected.resident_bytes
+    assert 0 < sum(report.content_bytes.values()) <= sum(report.bytes.values())
     assert report.bytes_per_step == expected.bytes_per_step
     assert report.full_bytes == 129 * 2 * 3 * 2 * (16 if family == "llama" else 32) * 8
     assert name in str(report) and "120 prompt tokens" in str(report)

@@ -17,6 +17,7 @@ class Report:
     # mean over decode steps, query heads and the layers that select; None without a decode step. In a conversation: of all turns
     attended_tokens: float | None
     bytes: dict[str, int]  # tier (device, host) -> bytes of the cache after the call, buffer capacity included
+    content_bytes: dict[str, int]  # the same without unused capacity of buffers, which outweighs a short prompt
     peak_bytes: dict[str, int]  # tier -> its largest value
     bytes_per_step: dict[str, float]  # moved between tiers per decode step: selection, demand_fetch, refill, write_back
     full_bytes: int  # K and V of the same tokens in the model's dtype
@@ -32,9 +33,11 @@ class Report:
         if self.attended_tokens is not None:
             most = self.prompt_tokens + self.new_tokens
             lines.append(f"attended: {self.attended_tokens:.0f} of up to {most:.0f} tokens per step")
-        tiers = ", ".join(f"{_size(count)} on {tier}" for tier, count in self.bytes.items())
-        share = sum(self.bytes.values()) / max(1, self.full_bytes)
+        tiers = ", ".join(f"{_size(count)} on {tier}" for tier, count in self.content_bytes.items() if count)
+        share = sum(self.content_bytes.values()) / max(1, self.full_bytes)
         lines.append(f"cache: {tiers}; {share:.2f} of all K and V ({_size(self.full_bytes)})")
+        if unused := sum(self.bytes.values()) - sum(self.content_bytes.values()):
+            lines[-1] += f"; {_size(unused)} more are room for new tokens"
         if moved := {name: count for name, count in self.bytes_per_step.items() if count}:
             lines.append("moved per step: " + ", ".join(f"{_size(n)} {name}" for name, n in moved.items()))
         return "\n".join(lines)

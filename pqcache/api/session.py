@@ -226,6 +226,7 @@ class Session:
             new_tokens=new,
             attended_tokens=ledger.attended(all_layers=False),
             bytes=resident,
+            content_bytes=cache.content_by_tier(),
             peak_bytes=dict(ledger.peak),
             bytes_per_step=ledger.bytes_per_step(),
             full_bytes=full,

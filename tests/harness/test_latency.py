@@ -29,6 +29,7 @@ def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run.main(argv) == 0
     shown = capsys.readouterr().out
     assert "TPOT is" in shown and "link" in shown
+    assert "score     none: task=latency measures times" in shown and "Full" not in shown
     (path,) = tmp_path.glob("*/row.json")
     row = read_row(path)
     assert row is not None and row["score"] is None and row["n_samples"] == 1

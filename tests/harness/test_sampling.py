@@ -42,7 +42,9 @@ def row_of(out: Path) -> Any:
     return read_row(path)
 
 
-def test_the_same_answers_in_any_order(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_answers_in_any_order(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One by one, from one prefill, in batches, by a worker, and after an interruption."""
     recorded: list[int] = []
     original = sharing.record
@@ -51,7 +53,11 @@ def test_the_same_answers_in_any_order(command: Command, tmp_path: Path, monkeyp
     assert not recorded
     assert command(*WORDS, out=tmp_path / "shared") == 0
     assert len(recorded) == 3  # one prefill of each prompt for all answers but the first, which is timed
+    capsys.readouterr()
     assert command(*WORDS, "batch=2", out=tmp_path / "batch") == 0
+    said = capsys.readouterr().out
+    assert "loaded" not in said  # they were computed for several answers at once, and not read from the disk
+    assert "attended tokens are not measured (batch 2)" in said
     assert command(*WORDS, "limit=1", out=tmp_path / "resumed") == 0
     path = next((tmp_path / "resumed").glob("*/samples.jsonl"))
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if '"draw": 1' not in line))
@@ -59,7 +65,9 @@ def test_the_same_answers_in_any_order(command: Command, tmp_path: Path, monkeyp
     monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
     monkeypatch.setattr(engines, "engine_for", lambda _: InProcess(2))
     monkeypatch.setattr("pqcache.harness.run.units.OWN_PREFILLS", 1)
+    capsys.readouterr()
     assert command(*WORDS, "launch=ray", out=tmp_path / "worker") == 0
+    assert "loaded" not in capsys.readouterr().out
 
     alone = answers(tmp_path / "alone")
     assert alone.keys() == {(doc, draw) for doc in range(3) for draw in range(3)}

@@ -106,8 +106,9 @@ def test_one_sample_has_no_interval(tmp_path: Path) -> None:
     swept = plan("-m method=full,oracle budget=0.1")
     rows = make_rows(swept, {"full": [100.0], "oracle": [38.8]})
     oracle = next(row for row in rows.values() if row["method"] == "oracle")
-    for text in (row_text(oracle, None), tables.sweep_table(swept, rows, {})):
-        assert "-61.2" in text and "n/a" in text and "[" not in text
+    texts = {"(no interval: one sample)": row_text(oracle, None), "n/a": tables.sweep_table(swept, rows, {})}
+    for said, text in texts.items():
+        assert "-61.2" in text and said in text and "[" not in text
     old = {**oracle, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
     write_row(tmp_path / "row.json", old)  # type: ignore[arg-type]
     assert results.read_row(tmp_path / "row.json") == oracle

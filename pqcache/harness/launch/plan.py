@@ -61,7 +61,8 @@ def short(found: Survey) -> list[str]:
     memory = _most_memory(found.cells)
     time = f"time: {time_words(found)}"
     if len(found.cells) == 1:
-        return ["; ".join(["plan: " + f"{found.samples:,} samples{done}", tokens, *memory, time])]
+        samples = f"{found.samples:,} sample{'' if found.samples == 1 else 's'}"
+        return ["; ".join([f"plan: {samples}{done}", tokens, *memory, time])]
     sure = found.exact and (found.tried or not found.shared)
     prefills = f"{number(found.prefills, sure)} prefills" + (" after sharing" if found.shared else "")
     return [

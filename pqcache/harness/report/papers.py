@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -195,4 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # `... missing | head` ends in silence
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

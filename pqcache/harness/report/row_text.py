@@ -16,9 +16,8 @@ from pqcache.harness.report.tables import (
     of_samples,
     score_meaning,
     signed,
-    spread,
+    spread_words,
     tiers,
-    to_full_span,
 )
 
 
@@ -29,9 +28,12 @@ def row_text(row: Row, path: Path | None) -> str:
     elif row["paired_difference"] is None:
         to_full = "   no Full cell of this model, task and seed to compare with"
     else:
-        difference = f"{signed(row['paired_difference'])} {to_full_span(row)}{of_samples(row)}"
+        interval = spread_words(row["paired_difference"], row["paired_interval"], signed)
+        difference = f"{signed(row['paired_difference'])} {interval}{of_samples(row)}"
         to_full = f"   to Full {difference}, Full {number(row['full_score'])}"
-    lines = {"score": f"{number(row['score'])} {spread(row['score'], row['score_interval'])}{to_full}"}
+    lines = {"score": f"{number(row['score'])} {spread_words(row['score'], row['score_interval'])}{to_full}"}
+    if row["task"] == "latency":
+        lines = {"score": "none: task=latency measures times and bytes"}
     if meaning := score_meaning(row):
         lines["score is"] = meaning
     if drawn := _drawn(row):
@@ -71,7 +73,9 @@ def _drawn(row: Row) -> str:
     if not (how := decode_text(row)):
         return ""
     spans = row["pass_at_interval"] or {}
-    found = [f"pass@{k} {number(value)} {spread(value, spans.get(k))}" for k, value in (row["pass_at"] or {}).items()]
+    found = [
+        f"pass@{k} {number(value)} {spread_words(value, spans.get(k))}" for k, value in (row["pass_at"] or {}).items()
+    ]
     return "; ".join([how, *found])
 
 
@@ -85,7 +89,8 @@ def tokens_text(row: Row) -> str:
     attended, everywhere = row["attended_tokens"], row["attended_tokens_all_layers"]
     prompt = f"{number(row['prompt_tokens'], 0)} prompt tokens, {number(row['generated_tokens'])} generated"
     if attended is None:
-        return f"{prompt}, no decode step"
+        batch = row["extra"].get("batch", 1)
+        return f"{prompt}, " + ("no decode step" if batch == 1 else f"attended tokens are not measured (batch {batch})")
     text = f"{attended:.0f}{budget_marks.mark(row)} attended per step"
     if everywhere is not None and everywhere != attended:
         text += f" ({everywhere:.0f} over all layers)"
@@ -178,5 +183,5 @@ def summary_line(row: Row) -> str:
         f", TT2T {row['tt2t_s']:.3f} s" if row["tt2t_s"] is not None else "",
         f", TPOT {row['tpot_p50_ms']:.2f} ms" if row["tpot_p50_ms"] is not None else "",
     ]
-    score = f"score {number(row['score'])} {spread(row['score'], row['score_interval'])}".rstrip()
+    score = f"score {number(row['score'])} {spread_words(row['score'], row['score_interval'])}".rstrip()
     return f"{score}{''.join(times)}, {samples_text([row])}{skipped_text(row)}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pqcache.harness.report import trade_off
 from pqcache.harness.report.rows import Row, find_full
-from pqcache.harness.report.tables import budget_text, content_share, signed, spread
+from pqcache.harness.report.tables import budget_text, content_share, signed, spread_words
 from pqcache.registry import method_class
 
 DEVICE, HOST = "device", "host"
@@ -39,7 +39,7 @@ def _sentence(row: Row, full: Row) -> str:
         of = "its" if parts else "Full's"
         parts.append(f"{device:.2f} of {of} device memory" + (f" ({host:.2f} more on the host)" if host else ""))
     if row["paired_difference"] is not None:
-        interval = spread(row["paired_difference"], row["paired_interval"], signed)
+        interval = spread_words(row["paired_difference"], row["paired_interval"], signed)
         parts.append(f"{signed(row['paired_difference'])} points {interval}")
     if not parts:
         return ""

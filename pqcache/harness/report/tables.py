@@ -80,6 +80,11 @@ def spread(value: float | None, interval: list[float] | None, show: Any = number
     return MISSING if value is not None and interval is None else span(interval, show)
 
 
+def spread_words(value: float | None, interval: list[float] | None, show: Any = number) -> str:
+    """As `spread`, in a sentence: an interval that is missing is said so."""
+    return "(no interval: one sample)" if value is not None and interval is None else span(interval, show)
+
+
 def to_full_span(row: Row) -> str:
     """The interval of a row's difference to Full."""
     return spread(row["paired_difference"], row["paired_interval"], signed)

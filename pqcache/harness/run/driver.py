@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder
@@ -154,7 +154,7 @@ def _outcome(cell: Cell, session: Session, units: list[Unit], ended: _Ended) -> 
     try:
         if cell.identity["task"]["name"] == "latency":
             return _latency_outcome(cell)
-        return _reduced(cell, session)
+        return replace(_reduced(cell, session), loaded=False)  # its units computed what it lacked
     except Exception as error:  # one failed cell must not lose the others
         print(f"{cell.label}: {error}", file=sys.stderr)
         return failed(cell, error)

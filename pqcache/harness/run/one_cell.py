@@ -171,7 +171,8 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         return replace(_ended(old, failed), loaded=True, older=older)
     write_row(path, row)
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
-    return replace(_ended(row, failed), loaded=lm.resumed == len(lm.used), older=older)
+    loaded = lm.resumed == len(lm.used) and cell.name not in session.computed
+    return replace(_ended(row, failed), loaded=loaded, older=older)
 
 
 def _ended(row: Row, failed: dict[tuple[str, int], str]) -> Outcome:

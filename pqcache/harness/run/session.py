@@ -76,6 +76,8 @@ class Session:
         self._shown_prompts: set[str] = set()
         # distinct prefills of this session: shared (recorded for several cells) and own
         self.prefills: dict[str, int] = {}
+        # names of the cells of which this session computed a sample, also for several cells at once
+        self.computed: set[str] = set()
 
     def model(self, cell: Cell) -> LoadedModel:
         """The cell's model. The last one stays loaded. A model that could not be loaded raises the same error again."""
@@ -150,13 +152,14 @@ class Session:
             where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
             print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
 
-    def on_sample(self, cell: Cell) -> Callable[[Sample], None] | None:
+    def on_sample(self, cell: Cell) -> Callable[[Sample], None]:
         """What the cell's SampleLog calls with each new sample."""
         watch = self.watch
-        if watch is None:
-            return None
 
         def tell(sample: Sample) -> None:
+            self.computed.add(cell.name)
+            if watch is None:
+                return
             tpot = tpot_ms([sample.get("step_s") or []], 0.5)
             watch.sample(cell.name, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0), tpot)
 
