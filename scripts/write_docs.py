@@ -302,7 +302,9 @@ def filled(text: str, mark: str, table: str) -> str:
 
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = filled(text, "results", re.sub(r" ?\| ?", "|", trade_off.table(points())))
+    table = re.sub(r" ?\| ?", "|", trade_off.table(points()))
+    table = re.sub(r" \[(\S+), (\S+)\]\|", r"&nbsp;[\1,&nbsp;\2]|", table)  # an interval stays on one line
+    text = filled(text, "results", table)
     return filled(text, "methods", methods_table(short=True))
 
 

@@ -23,20 +23,11 @@ from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.retrieval import RetrievalMethod
 from scripts import draw_kept, write_docs
+from tests.project.pages import FILLED_IN, PAGES, REPO, typed
 
-REPO = Path(__file__).resolve().parents[2]
-PAGES = [REPO / "README.md", REPO / "SECURITY.md", *sorted((REPO / "docs").glob("*.md"))]
 LINKED = [*PAGES, REPO / "results" / "reference" / "README.md", REPO / "results" / "published" / "README.md"]
 MOST_WORDS = 900
-# what a reader fills in
-FILLED_IN = {
-    "<hub id or folder>": "someone/model",
-    "<name>": "demo",
-    "<a command>": "method=pqcache",
-    "...": "method=pqcache",
-    "<that cell's folder>": "{folder}",
-    "<folder>": "{folder}",
-}
+WIDEST = 112  # characters of a line of code
 NOT_YET = {"baselines/keynorm.py", "configs/method/keynorm.yaml", "results/runs"}  # made by whoever follows the page
 DRAWN_AGAIN = ("streaming", "snapkv", "quest", "zipcache")
 
@@ -58,26 +49,6 @@ def anchors(path: Path) -> frozenset[str]:
     text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
-
-
-def code(path: Path) -> list[str]:
-    """Everything a page shows as code: lines of blocks, continued ones joined, and inline code."""
-    text = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    lines = [line.strip() for block in blocks for line in block.splitlines()]
-    lines += [line.strip() for line in text.splitlines() if re.match(r"    \S", line)]
-    return [re.split(r"\s{2,}#? ?|\s#\s", line)[0] for line in lines] + re.findall(r"`([^`\n]+)`", prose_code(text))
-
-
-def prose_code(text: str) -> str:
-    """Text without fenced blocks, with inline code."""
-    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
-
-
-def typed(beginning: str) -> list[str]:
-    """Every command of the pages that begins so, each once."""
-    parts = [part.strip() for path in PAGES for line in code(path) for part in line.split("&&")]
-    return list(dict.fromkeys(part for part in parts if part.startswith(beginning)))
 
 
 # -- the README --------------------------------------------------------------------------------------------------------
@@ -200,6 +171,13 @@ def test_scripts_modules_and_targets_exist() -> None:
     missing += [line for line in typed("make ") if line.split()[1] not in targets]
     assert missing == []
     assert len(typed("make ")) > 10
+
+
+@pytest.mark.parametrize("path", page_ids(PAGES))
+def test_code_fits_on_a_page(path: Path) -> None:
+    """A wider block has to be scrolled where these pages are read."""
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > WIDEST] == []
 
 
 # -- links and paths ---------------------------------------------------------------------------------------------------
