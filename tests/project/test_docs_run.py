@@ -1,0 +1,217 @@
+"""Every command of README.md and docs/ that needs no hub, no network, no GPU and no cluster is run; the rest is listed here.
+
+One process runs them all, in the order of the pages and into one folder: `report=` and `tables=` find the rows of the commands
+before them, and what two commands share is computed once. Cells are made small by smoke=true; a reader's command is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import run
+from pqcache.harness import lookup
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.report import folder_command
+from tests.harness.conftest import make_tiny_model
+from tests.project.pages import FILLED_IN, REPO, typed
+
+# -- what is not run here ------------------------------------------------------------------------------------------------
+
+# why -> whether it is so of a command's words. A listed command of which it is not so could be run.
+CANNOT: dict[str, Callable[[list[str]], bool]] = {
+    "reads data of the hub": lambda words: "task=lm_eval" in words,
+    "starts a cluster": lambda words: bool({"launch=ray", "launch=slurm"} & {*words}) or words[0] in ("ray", "sbatch"),
+    "needs a GPU": lambda words: "cuda" in words,
+    "measures this machine for minutes": lambda words: "pqcache.harness.launch.profile" in words,
+    "installs from the network": lambda words: words[0] in ("pip", "conda") or words[:2] == ["make", "setup"],
+}
+NOT_OFFLINE = {
+    "python run.py task=lm_eval task.name=arc_easy": "reads data of the hub",
+    "python run.py -m task=lm_eval task.name=aime24": "reads data of the hub",
+    "python run.py experiment=pqcache_table2 launch=ray launch.address=local": "starts a cluster",
+    "python run.py experiment=pqcache_table2 launch=ray launch.address=auto": "starts a cluster",
+    "python run.py experiment=pqcache_table2 launch=slurm": "starts a cluster",
+    "python scripts/profile_schedule.py --model mistral-7b-instruct-v0.2 --dtype float16 --device cuda": "needs a GPU",
+    "python -m pqcache.harness.launch.profile": "measures this machine for minutes",
+    "ray start --head": "starts a cluster",
+    "ray start --address=<head>:6379": "starts a cluster",
+    "ray job submit --": "starts a cluster",
+    "pip install": "installs from the network",
+    "pip wheel": "installs from the network",  # what builds the wheel; tests/project/test_packaging.py builds it offline
+    "conda env create": "installs from the network",
+    "make setup": "installs from the network",
+}
+# Commands that other tests run -> the test, and words in it that show so.
+ELSEWHERE = {
+    "python run.py -m method=full,keynorm": ("test_adding_a_method.py", "keynorm"),
+    "python -m pytest tests/invariants -k keynorm": ("test_adding_a_method.py", "test_it_passes_the_invariants"),
+    "python -m pqcache.harness.report.check": ("../harness/test_check.py", "check.main"),
+    "python -m pqcache.harness.report.reproducing": ("../harness/test_check.py", "pqcache.harness.report.reproducing"),
+    "python scripts/try_architectures.py": ("test_architectures.py", "try_architectures"),
+    "python scripts/draw_architecture.py": ("test_architecture.py", "draw_architecture"),
+    "python scripts/equal_bytes.py": ("../harness/test_equal_bytes.py", "equal_bytes"),
+    "python scripts/peak_memory.py": ("../invariants/test_bytes.py", "peak_memory"),
+    "python scripts/bench_kernels.py": ("test_bench_kernels.py", "bench_kernels"),
+    "python scripts/bench_latency.py": ("test_bench_latency.py", "bench_latency"),
+    "make docs": ("test_docs.py", "write_docs.outdated"),
+    "make picture": ("test_docs.py", "write_docs.PICTURE"),
+    "make configs": ("../harness/test_configs.py", "files"),
+}
+# Targets of make that run commands of these pages, the tests or ruff and mypy; `make -n` shows what they would do.
+TARGETS = set("demo tables missing profile pocket heatmaps help lock lint test test-rest test-slow".split())
+RUN = {"scripts/bench_batch.py"}  # run below, like `python run.py` and `python -m`
+# Words that make the inputs of a task shorter than smoke=true does.
+SHORT = {
+    "gsm8k_cot": "",
+    "latency": "task.length=200 task.new_tokens=4",
+    "line_retrieval": "",
+    "longbench": "task.datasets=[qasper] task.constructed_tokens=128",
+    "needle": "task.lengths=[200]",
+    "needle_pocket": "task.length=100",
+    "pg19": "task.tokens=400",
+    "pocket": "task=pocket_qa task.length=512",
+    "ruler": "task.families=[niah_single_1] task.length=512",
+}
+# Words that leave a few cells of a large experiment; all of them are composed by test_docs.py.
+FEW = {
+    "compositions": "cell=zipcache_pqcache,snapkv_then_pqcache,pages_then_pq",
+    "diagnostics": "method=full,pqcache,quest budget=0.2",
+    "hybrids": "cell=full,pqcache_host,quest_block_cache",
+    "pocket_budget": "method=full,pqcache budget=0.2",
+    "pocket_kvcrush_fig5": "cell=full,snapkv_25",
+}
+BEGINNINGS = ("python run.py", "python -m ", "python scripts/", "make ", "pip ", "conda ", "ray ", "pqcache method=")
+
+
+def listed(command: str, names: dict) -> str | None:
+    """The longest entry of a list that a command begins with."""
+    return max((name for name in names if command.startswith(name)), key=len, default=None)
+
+
+# -- running ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reader:
+    """Someone who types the commands, one after another. out: receives all rows."""
+
+    out: Path
+    folder: Path  # with a small model and its tokenizer
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def type(self, command: str, act: Callable[[], object]) -> None:
+        """Run a command in this process. A failure is recorded; the next one is run."""
+        start = time.process_time()
+        try:
+            code = act()
+        except SystemExit as ended:
+            code = ended.code
+        except Exception as error:
+            code = f"{type(error).__name__}: {error}"
+        if code not in (0, None):
+            self.failed.append(f"{command}: {code}")
+        self.seconds[command] = time.process_time() - start
+        print(f"{self.seconds[command]:.1f} s of CPU: {command}", file=sys.stderr)
+
+    def words(self, command: str) -> list[str]:
+        """What is typed behind `python run.py`: a reader's names filled in, and what makes a run small."""
+        traces = [path.parent for path in self.out.rglob("diagnostics/*.npz") if "quest" in path.parts[-3]]
+        trace = traces[0].parent if traces else self.out
+        for shown, filling in FILLED_IN.items():
+            folder = trace if "that cell" in shown else self.folder
+            command = command.replace(shown, filling.format(folder=folder))
+        command = command.replace("someone/model", str(self.folder)).replace("results/runs", str(self.out / "smoke"))
+        words = shlex.split(command)
+        words = words[2:] if words[0] == "python" else words[1:]
+        if not words or "--help" in words or lookup.asked(words):
+            return words
+        if folder_command.asked(words):
+            return [*words, f"out={self.out}"]
+        task = compose_all(words, run.CONFIGS).composed[0].config["task"]["name"]
+        keys = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+        added = [*SHORT[task].split(), *FEW.get(keys.get("experiment", ""), "").split()]
+        short = [word for word in added if word.partition("=")[0] not in keys]
+        out = self.out / "experiments" if "experiment" in keys else self.out  # tables of few rows are made in less time
+        here = ["wandb=disabled", f"out={out}", f"cache_dir={self.out / 'cache'}"]
+        return [*words, *short, *here, *(["smoke=true"] if "smoke" not in keys else [])]
+
+
+def module(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """`python -m name arguments` in this process."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    main = importlib.import_module(name).main
+    return main(arguments) if main.__code__.co_argcount else main()
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(900)
+def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(tmp_path / "runs", make_tiny_model(tmp_path / "model"))
+    monkeypatch.chdir(REPO)
+    torch.set_num_threads(1)  # the prompts are far too short for two
+    for command in typed("python run.py"):
+        if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE)):
+            reader.type(command, lambda command=command: run.main(reader.words(command)))
+    for command in typed("pqcache method="):
+        reader.type(command, lambda command=command: run.main(reader.words(command)))
+    drawn = "python run.py task=pg19 method=pqcache"  # by report.perplexity
+    reader.type(drawn, lambda: run.main(reader.words(drawn)))
+    modules = {
+        "pqcache.harness.report.perplexity": [str(reader.out / "smoke")],
+        "pqcache.harness.report.diagnostic_figures": [str(reader.out / "experiments" / "smoke")],
+        "pqcache.harness.run.recall_sweep": ["--length", "150", "--steps", "2", "--out", str(tmp_path / "recall")],
+    }
+    batch = ["--batch", "2", "--rounds", "1", "--methods", "pqcache", "--", "task.length=512", "limit=2"]
+    modules["scripts.bench_batch"] = batch
+    for command in [*typed("python -m "), *typed("python scripts/")]:
+        if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE)):
+            name = command.split()[2 if "-m" in command else 1].removesuffix(".py").replace("/", ".")
+            reader.type(command, lambda name=name: module(name, modules[name], monkeypatch))
+    print("\n".join(f"{spent:6.1f} s  {command}" for command, spent in reader.seconds.items()))
+    assert reader.failed == []
+
+
+# -- the lists -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_run_cannot_be() -> None:
+    every = [command for beginning in BEGINNINGS for command in typed(beginning)]
+    could = []
+    for name, why in NOT_OFFLINE.items():
+        meant = [command for command in every if command.startswith(name)]
+        assert meant, f"{name}: no page shows it"
+        could += [f"{command}: {why}?" for command in meant if not CANNOT[why](command.split())]
+    assert could == []
+    offline = [command for command in every if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE))]
+    assert [c for c in offline if any(holds(c.split()) for holds in CANNOT.values())] == []
+
+
+def test_other_tests_run_what_they_are_said_to() -> None:
+    every = [command for beginning in BEGINNINGS for command in typed(beginning)]
+    for name, (file, words) in ELSEWHERE.items():
+        assert any(command.startswith(name) for command in every), f"{name}: no page shows it"
+        assert words in (Path(__file__).parent / file).read_text(encoding="utf-8"), (name, file)
+
+
+def test_scripts_and_targets_are_run_or_listed() -> None:
+    """`python run.py` and `python -m` are run unless they are listed; what else a page shows must be listed or be a target."""
+    others = [command for start in BEGINNINGS[2:-1] for command in typed(start)]
+    unknown = [c for c in others if not (listed(c, NOT_OFFLINE) or listed(c, ELSEWHERE))]
+    assert [c for c in unknown if c.split()[1] not in TARGETS | RUN] == []
+
+
+def test_targets_of_make_say_what_they_would_do() -> None:
+    for target in sorted({command.split()[1] for command in typed("make ")} - {"help"}):
+        shown = subprocess.run(["make", "-n", target], cwd=REPO, capture_output=True, text=True)
+        assert shown.returncode == 0 and shown.stdout.strip(), (target, shown.stderr)
