@@ -37,6 +37,7 @@ from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
+from pqcache.store.layout import Codes
 from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
@@ -75,6 +76,12 @@ class ChannelCodec(Codec):
         codes = unpack_codes(take_tokens(self.parts[0].data, indices, group), self.bits, self.d)
         step, low = (take_tokens(b.data, indices // self.group, group) for b in self.parts[1:])
         return dequantize(Quantized(codes, step, low), self.dtype)
+
+    def layout(self) -> list[Codes] | None:
+        if not self.parts:
+            return []
+        codes, step, low = (part.view(part.filled) for part in self.parts)
+        return [Codes(self.bits, self.d, codes, channel_step=step, channel_low=low, span=self.group)]
 
     def clear(self) -> None:
         self.parts = []

@@ -11,7 +11,7 @@ Deviations from the parts alone:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
 from pqcache.store.codec import TokenCodec
+from pqcache.store.layout import Run
 from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from pqcache.store.resident import ResidentStore
 
@@ -55,7 +56,15 @@ class SplitStore:
 
     def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """See PackedStore.tiles; the exact part is a tile of its own, not a copy."""
-        yield from self.packed.tiles(size)
+        yield from self.rest(size, [0] * len(self.lengths))
+
+    def runs(self) -> tuple[list[Run], list[int]]:
+        """See PackedStore.runs: of the packed part."""
+        return self.packed.runs()
+
+    def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """See PackedStore.rest."""
+        yield from self.packed.rest(size, read)
         keys, values = self.exact.view()
         yield keys, values, row_mask(self.exact.lengths, keys.shape[2], keys.device)
 

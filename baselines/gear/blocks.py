@@ -12,6 +12,7 @@ from pqcache.selective.budget import floor_share
 from pqcache.selective.group import top_tokens
 from pqcache.store.buffer import STEP, Buffer, take_tokens
 from pqcache.store.codec import Codec, right_align
+from pqcache.store.layout import Codes, LowRank, Outliers
 from pqcache.store.packed import PackedStream
 from pqcache.store.quantizer import Quantized, dequantize, finite, pack_codes, quantize, unpack_codes
 
@@ -138,6 +139,10 @@ class BlockCodec(Codec):
         """
         raise NotImplementedError
 
+    def describe(self, run: Run, codes: torch.Tensor, low_rank: LowRank | None) -> Codes | None:
+        """One run's parameters and outliers beside its codes (n, h_kv, tokens, bytes); None where no kernel can read them."""
+        raise NotImplementedError
+
     def outliers_per_side(self, entries: int) -> int:
         """Largest (and as many smallest) numbers of a vector of `entries` that are stored exactly."""
         if not self.released:
@@ -230,6 +235,28 @@ class BlockCodec(Codec):
             out = out + both.flatten(2, 3)
         return out[:, :, lo - offset : hi - offset]
 
+    def layout(self) -> list[Codes] | None:
+        """One run per Run, if all rows have the same."""
+        if any(runs != self.runs[0] for runs in self.runs):
+            return None
+        out = []
+        for run in self.runs[0] if self.runs else []:
+            tokens, rank = run.blocks * run.length, run.sizes[3]
+            low_rank = None
+            if rank:
+                a = self._entries("a", run.offsets[2], tokens * rank).unflatten(2, (tokens, rank))
+                b = self._entries("b", run.offsets[3], run.blocks * rank).unflatten(2, (run.blocks, rank))
+                low_rank = LowRank(a, b, run.length)
+            described = self.describe(run, self._entries("codes", run.start, tokens), low_rank)
+            if described is None:
+                return None
+            out.append(described)
+        return out
+
+    def _entries(self, name: str, start: int, count: int) -> torch.Tensor:
+        """`count` entries of a buffer from `start` on, no copy."""
+        return self.parts[name].data[:, :, start : start + count]
+
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         """Outliers of keys are stored by channel, so no token can be looked up: all are decoded, one tile at a time."""
         n, h, d = self.shape
@@ -271,6 +298,19 @@ class KeyCodec(BlockCodec):
     def tokens(self, vectors: torch.Tensor) -> torch.Tensor:
         return vectors.transpose(2, 3)
 
+    def describe(self, run: Run, codes: torch.Tensor, low_rank: LowRank | None) -> Codes | None:
+        entries, count = run.blocks * run.sizes[0], run.sizes[1]
+        step, low = (self._entries(name, run.offsets[0], entries) for name in ("step", "low"))
+        outliers = None
+        if count:
+            values, positions = (
+                self._entries(name, run.offsets[1], run.blocks * count).unflatten(2, (run.blocks, count))
+                for name in ("values", "positions")
+            )
+            outliers = Outliers(values, positions, run.length)
+        span = run.length // run.sizes[0]
+        return Codes(self.bits, self.shape[2], codes, None, None, step, low, span, outliers, low_rank)
+
     def near(
         self, rows: slice, codes: torch.Tensor, run: Run, start: int, first: int, span: tuple[int, int]
     ) -> torch.Tensor:
@@ -307,6 +347,23 @@ class ValueCodec(BlockCodec):
 
     def tokens(self, vectors: torch.Tensor) -> torch.Tensor:
         return vectors[:, 0].unflatten(2, (self.shape[1], -1)).transpose(1, 2)
+
+    def describe(self, run: Run, codes: torch.Tensor, low_rank: LowRank | None) -> Codes | None:
+        n, h, d = self.shape
+        tokens = codes.shape[2]
+        step, low, *sparse = (
+            self._entries(name, run.start, tokens)
+            for name in ("step", "low", "values", "positions")
+            if name in self.parts
+        )
+        if step.shape[3] == 1:  # one for all KV heads
+            step, low = (x.expand(n, h, -1, -1) for x in (step, low))
+        elif step.shape[3] % h == 0:
+            step, low = (x[:, 0].unflatten(2, (h, -1)).transpose(1, 2) for x in (step, low))
+        else:
+            return None
+        outliers = Outliers(*sparse) if sparse else None
+        return Codes(self.bits, d, codes, step, low, outliers=outliers, low_rank=low_rank)
 
     def near(
         self, rows: slice, codes: torch.Tensor, run: Run, start: int, first: int, span: tuple[int, int]

@@ -8,6 +8,7 @@ import torch
 
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec
+from pqcache.store.layout import Codes
 from pqcache.store.quantizer import (
     LIMIT,
     Quantized,
@@ -276,6 +277,18 @@ class MixedCodec(Codec):
         if self.by == "channel":
             step, low = self._of_segment(step, subset, slot), self._of_segment(low, subset, slot)
         return self._values(subset, subset.codes[:, :, lo:hi], step, low, slot)
+
+    def width_layout(self, which: int) -> Codes | None:
+        """How the codes of one width (0 regular, 1 salient) are stored, in slot order; None where segments have own ranges."""
+        subset = self.subsets[which]
+        assert subset.codes is not None and subset.step is not None and subset.low is not None
+        n, h_kv, slots = subset.codes.shape[:3]
+        if any(x is not None and x.shape[2] > 1 for x in (self.scale, subset.step if self.by == "channel" else None)):
+            return None
+        if self.by == "channel":
+            return Codes(subset.bits, self.d, subset.codes, None, None, subset.step, subset.low, max(1, slots))
+        step, low = (x.expand(n, h_kv, -1, -1) for x in (subset.step, subset.low))
+        return Codes(subset.bits, self.d, subset.codes, step, low, self.scale, None, max(1, slots))
 
     def _decode(self, subset: Subset, slot: torch.Tensor) -> torch.Tensor | None:
         """The tokens in slots (n, H, k) of one width: (n, H, k, d); None if there are none of this width."""

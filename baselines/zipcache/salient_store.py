@@ -9,6 +9,7 @@ import torch
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
+from pqcache.store.layout import Run
 from pqcache.store.packed import PackedStore, PackedStream
 
 from .mixed_codec import MixedCodec
@@ -167,6 +168,29 @@ class SalientStore(PackedStore):
                     filled = torch.tensor(subset.filled, device=tail.device)[..., None]
                     inside = torch.arange(lo, hi, device=tail.device) < filled
                 yield k.slots(which, lo, hi), v.slots(which, lo, hi), inside
+        yield from self.rest(size, self.k.body)
+
+    def runs(self) -> tuple[list[Run], list[int]]:
+        """One run per width, in slot order. None at all where ranges differ within a width."""
+        k, v = self.k.codec, self.v.codec
+        assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec)
+        runs = []
+        for which, subset in enumerate(k.subsets):
+            if subset.codes is None or not subset.codes.shape[2]:
+                continue
+            keys, values = k.width_layout(which), v.width_layout(which)
+            if keys is None or values is None:
+                return [], [0] * len(self.k.body)
+            runs.append(Run(keys, values, subset.filled))
+        return runs, self.k.body
+
+    def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """The exact tail, if `read` is what is packed; without a run everything."""
+        tail = self.k.tail
+        assert tail is not None and self.v.tail is not None
+        if list(read) != self.k.body:
+            yield from self.tiles(size)
+            return
         width = tail.shape[2]
         for lo in range(0, width, size):
             hi = min(lo + size, width)

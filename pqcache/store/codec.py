@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pqcache.store.buffer import STEP, Buffer, take_tokens
+from pqcache.store.layout import Codes
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 
@@ -34,6 +35,13 @@ class Codec:
         H as in `take_tokens`: 1 for all heads, h_kv, or h_kv * group (one choice per query head).
         """
         raise NotImplementedError
+
+    def layout(self) -> list[Codes] | None:
+        """How the packed tokens are stored, in runs by index, so that kernels need not decode them; None: decode instead.
+
+        Runs may name more tokens than a row has.
+        """
+        return None
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Keep only indices (n, h_kv, m), ascending: row r's new tokens are its old ones indices[r, :, :counts[r]].
@@ -124,6 +132,12 @@ class TokenCodec(BufferCodec):
         packed, step, low = parts
         codes = unpack_codes(packed, self.bits, self.d).unflatten(-1, (step.shape[-1], -1))
         return dequantize(Quantized(codes, step[..., None], low[..., None]), self.dtype).flatten(-2)
+
+    def layout(self) -> list[Codes] | None:
+        if not self.parts:
+            return []
+        codes, step, low = (part.view(part.filled) for part in self.parts)
+        return [Codes(self.bits, self.d, codes, token_step=step, token_low=low)]
 
 
 class ExactCodec(BufferCodec):

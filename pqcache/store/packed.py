@@ -10,6 +10,7 @@ import torch
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec, right_align
+from pqcache.store.layout import Run
 
 Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the oldest to pack now
 
@@ -199,6 +200,35 @@ class PackedStore(RetrievalStore):
     def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens lo .. hi-1, packed or exact: (n, h_kv, hi - lo, d). Other tiles are not decoded."""
         return self.k.tile(lo, hi), self.v.tile(lo, hi)
+
+    def runs(self) -> tuple[list[Run], list[int]]:
+        """The tokens whose K and V are packed, as kernels read them, and how many of each row's tokens these are."""
+        k, v = self.k.codec.layout(), self.v.codec.layout()
+        both = [min(pair) for pair in zip(self.k.body, self.v.body, strict=True)]
+        runs: list[Run] = []
+        start = 0
+        for keys, values in zip(k or [], v or [], strict=False):
+            tokens = min(keys.tokens, values.tokens, max(both) - start)
+            if tokens <= 0:
+                break
+            counts = [[max(0, min(end - start, tokens))] * self.k.heads for end in both]
+            runs.append(Run(keys.first(tokens), values.first(tokens), counts))
+            start += tokens
+            if keys.tokens != values.tokens:  # what follows begins at different tokens
+                break
+        return runs, [min(end, start) for end in both]
+
+    def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """As `tiles`, without each row's first read[r] tokens; `read` is what `runs` returned."""
+        ends, device = self.lengths, self.k.device
+        same = len(set(read)) == len(set(ends)) == 1
+        for lo in range(min(read), max(ends), size):
+            hi = min(lo + size, max(ends))
+            inside = None
+            if not same:
+                column = torch.arange(lo, hi, device=device)
+                inside = (column >= _rows(read, device)) & (column < _rows(ends, device))
+            yield *self.tile(lo, hi), inside
 
     def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Every token once, at most `size` at a time and in any order: K and V (n, h_kv, m, d), and which entries are tokens.

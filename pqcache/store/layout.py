@@ -1,0 +1,132 @@
+"""How packed tokens are stored, for kernels that attend to codes without decoding them.
+
+A codec describes its tokens once (`Codec.layout`); every kernel, of a CPU or a GPU, reads that description. Of token i and
+channel j, `Codes` stand for
+
+    (code[i, j] * token_step[i, j // width] + token_low[i, j // width]) * channel_step[i // span, j] + channel_low[i // span, j]
+
+where a missing step is 1 and a missing low is 0; width = d / groups. Outliers then replace single numbers, and a low-rank product
+is added. All tensors are views of what the codec holds: nothing is copied, and the bytes a method reports stay the same.
+
+Steps and lows of the query's side fold away: (q * channel_step) . code, with q . channel_low once per `span` tokens, for keys;
+(p * token_step) code, with sum(p * token_low) once per query head, for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from pqcache.store.quantizer import unpack_codes
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Numbers stored exactly, which replace what the codes stand for. Positions ascend.
+
+    length tokens per block: values (n, h_kv, blocks, count, d), the token within the block in positions.
+    length = 0, one entry per token for all KV heads: values (n, 1, tokens, count), the channel among h_kv * d in positions.
+    values have the model's type, positions int16 or int32.
+    """
+
+    values: torch.Tensor
+    positions: torch.Tensor
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added: a[i] @ b[i // length] for token i. a (n, h_kv, tokens, r), b (n, h_kv, blocks, r, d), fp16."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A run of packed tokens of K or V; see the module's formula.
+
+    bits: of a code. d: head dimension. codes: (n, h_kv, tokens, bytes) uint8, packed as by `quantizer.pack_codes`.
+    token_step, token_low: (n, h_kv, tokens, groups) fp16, expanded over KV heads where these share them. Both or none.
+    channel_step, channel_low: (n, h_kv, segments, d) fp16; channel_low is None where channels are only multiplied.
+    span: tokens per segment; only the first `tokens` of the last segment exist.
+    """
+
+    bits: int
+    d: int
+    codes: torch.Tensor
+    token_step: torch.Tensor | None = None
+    token_low: torch.Tensor | None = None
+    channel_step: torch.Tensor | None = None
+    channel_low: torch.Tensor | None = None
+    span: int = 1
+    outliers: Outliers | None = None
+    low_rank: LowRank | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.codes.shape[2]
+
+    def first(self, tokens: int) -> Codes:
+        """The run's first `tokens` tokens."""
+        cut = {name: getattr(self, name) for name in ("codes", "token_step", "token_low")}
+        return replace(self, **{name: None if x is None else x[:, :, :tokens] for name, x in cut.items()})
+
+    def row(self, row: int) -> Codes:
+        """One row's part."""
+
+        def narrow(x):
+            if isinstance(x, torch.Tensor):
+                return x[row : row + 1]
+            if isinstance(x, Outliers | LowRank):
+                return replace(x, **{field.name: narrow(getattr(x, field.name)) for field in fields(x)})
+            return x
+
+        return replace(self, **{field.name: narrow(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens whose K and V are both packed: of row r and KV head c the first counts[r][c] exist."""
+
+    k: Codes
+    v: Codes
+    counts: Sequence[Sequence[int]]
+
+
+def decoded(codes: Codes) -> torch.Tensor:
+    """What the codes stand for, by the module's formula: fp32 (n, h_kv, tokens, d). The kernels' reference."""
+    n, h_kv, tokens, _ = codes.codes.shape
+    x = unpack_codes(codes.codes, codes.bits, codes.d).float()
+    if codes.token_step is not None and codes.token_low is not None:
+        step, low = codes.token_step.float()[..., None], codes.token_low.float()[..., None]
+        x = (x.unflatten(3, (step.shape[3], -1)) * step + low).flatten(3)
+    if codes.channel_step is not None:
+        segment = torch.arange(tokens, device=x.device) // codes.span
+        x = x * codes.channel_step.float().index_select(2, segment)
+        if codes.channel_low is not None:
+            x = x + codes.channel_low.float().index_select(2, segment)
+    if codes.outliers is not None:
+        x = _with_outliers(x, codes.outliers)
+    if codes.low_rank is not None:
+        a, b, length = codes.low_rank.a[:, :, :tokens].float(), codes.low_rank.b.float(), codes.low_rank.length
+        block = torch.arange(tokens, device=x.device) // length
+        x = x + (a[..., None, :] @ b.index_select(2, block))[..., 0, :]
+    return x
+
+
+def _with_outliers(x: torch.Tensor, outliers: Outliers) -> torch.Tensor:
+    """x (n, h_kv, tokens, d) with the outliers in their places."""
+    n, h_kv, tokens, d = x.shape
+    values, positions = outliers.values.to(x.dtype), outliers.positions.long()
+    if not outliers.length:
+        joint = x.transpose(1, 2).flatten(2).scatter(2, positions[:, 0, :tokens], values[:, 0, :tokens])
+        return joint.unflatten(2, (h_kv, d)).transpose(1, 2)
+    blocks = values.shape[2]
+    padded = x.new_zeros((n, h_kv, blocks * outliers.length, d))
+    padded[:, :, :tokens] = x[:, :, : blocks * outliers.length]
+    whole = padded.unflatten(2, (blocks, outliers.length)).scatter(3, positions, values)
+    return whole.flatten(2, 3)[:, :, :tokens]

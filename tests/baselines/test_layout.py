@@ -1,0 +1,56 @@
+"""The description of packed tokens that kernels read, against what the codecs decode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baselines.zipcache import ZipCache
+from pqcache.store.layout import decoded
+
+from .coded_stores import METHODS, mean_bits, store_of
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("lengths", "steps"), [([40], 0), ([61], 21), ([37, 37], 9), ([50, 33], 11)])
+def test_the_layout_stands_for_what_the_codec_decodes(name: str, lengths: list[int], steps: int) -> None:
+    """Every token is in a run, in the rest, or in both's place once; runs have the tokens of `tiles`, in any order."""
+    store = store_of(METHODS[name], lengths, steps, seed=3)
+    runs, read = store.runs()
+    if len(lengths) == 1:
+        assert runs and max(read) == min(max(store.k.body), max(store.v.body))
+    whole = store.view()
+    for r, (length, packed) in enumerate(zip(store.lengths, read, strict=True)):
+        for head in range(store.k.heads):
+            pieces = []
+            for run in runs:
+                count = run.counts[r][head]
+                pieces.append(torch.cat([decoded(codes)[r, head, :count] for codes in (run.k, run.v)], 1))
+            assert sum(len(piece) for piece in pieces) == packed
+            for keys, values, inside in store.rest(7, read):
+                mask = slice(None) if inside is None else inside[r, min(head, inside.shape[1] - 1)]
+                pieces.append(torch.cat([keys[r, head, mask], values[r, head, mask]], 1))
+            got = torch.cat(pieces)
+            want = torch.cat([x[r, head, :length] for x in whole], 1)
+            assert got.shape == want.shape
+            distance = torch.cdist(want.double(), got.double())  # tokens are random: the nearest one is the same one
+            nearest = distance.argmin(1)
+            assert nearest.sort().values.tolist() == list(range(length))
+            torch.testing.assert_close(got[nearest], want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_a_layout_is_that_of_fewer_tokens_or_one_row() -> None:
+    store = store_of(METHODS["gear kivi"], [40, 40], 9, seed=5)
+    for run in store.runs()[0]:
+        for codes in (run.k, run.v):
+            whole = decoded(codes)
+            assert torch.equal(decoded(codes.first(5)), whole[:, :, :5])
+            assert torch.equal(decoded(codes.row(1)), whole[1:])
+
+
+def test_ranges_that_differ_within_a_width_have_no_layout() -> None:
+    method = ZipCache(budget=mean_bits(3.2), gap=4, recompress="segment")
+    assert store_of(method, [30], 0, seed=1).runs()[0]
+    store = store_of(method, [30], 9, seed=1)
+    assert store.runs() == ([], [0])
+    assert sum(keys.shape[2] for keys, _, _ in store.rest(8, [0])) == 39
