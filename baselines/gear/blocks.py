@@ -362,7 +362,7 @@ class ValueCodec(BlockCodec):
             step, low = (x[:, 0].unflatten(2, (h, -1)).transpose(1, 2) for x in (step, low))
         else:
             return None
-        outliers = Outliers(*sparse) if sparse else None
+        outliers = Outliers(sparse[0], sparse[1]) if sparse else None
         return Codes(self.bits, d, codes, step, low, outliers=outliers, low_rank=low_rank)
 
     def near(

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-_MODULES = ("attend", "codes", "dense", "nearest", "positions", "rank", "runs", "vectors")
+_MODULES = ("attend", "codes", "dense", "nearest", "packed", "positions", "rank", "runs", "vectors")
 _on = {"compiled": True, "numba": True}  # compiled: any kernel, a GPU's included; numba: the kernels of this package
 
 

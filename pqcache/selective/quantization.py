@@ -1,7 +1,7 @@
 """Family: keep every token in fewer bits.
 
 A method writes a codec (and, if its bit widths depend on attention, a store that observes it). Prompt attention is exact;
-decode attends to the body, decoded tile by tile, and an exact tail of recent tokens.
+decode attends to the body, by a kernel as codes or decoded tile by tile, and to an exact tail of recent tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext
@@ -28,15 +29,29 @@ TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow w
 def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int | None = None) -> Part:
     """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
 
-    `tile` tokens (default TILE) are decoded, attended and joined to what came before, then forgotten.
+    Where a kernel serves, packed tokens are attended as codes, and only the others are tiles. `tile` tokens (default TILE) are
+    decoded, attended and joined to what came before, then forgotten.
     """
-    joined: Part | None = None
-    for keys, values, inside in store.tiles(tile or TILE):
+    joined, read = _attend_runs(q, store, scaling)
+    for keys, values, inside in store.tiles(tile or TILE) if joined is None else store.rest(tile or TILE, read):
         mask = None if inside is None else per_head(inside, q.shape[1])[:, :, None]
         part = partial(q, keys, values, scaling, mask)
         joined = part if joined is None else merge([joined, part])
     assert joined is not None
     return joined
+
+
+def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[Part | None, list[int]]:
+    """Attention over the packed tokens by a kernel, and how many of each row's tokens that are; None: no kernel serves."""
+    if not kernels.native(q):
+        return None, []
+    from pqcache.kernels.packed import attend_codes, serves
+
+    runs, read = store.runs()
+    if not runs or not all(serves(q, run) for run in runs):
+        return None, []
+    parts = [Part(*attend_codes(q, run, scaling)) for run in runs]
+    return parts[0] if len(parts) == 1 else merge(parts), read
 
 
 class QuantizationLayer(StagedLayer):

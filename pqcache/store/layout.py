@@ -72,8 +72,8 @@ class Codes:
 
     def first(self, tokens: int) -> Codes:
         """The run's first `tokens` tokens."""
-        cut = {name: getattr(self, name) for name in ("codes", "token_step", "token_low")}
-        return replace(self, **{name: None if x is None else x[:, :, :tokens] for name, x in cut.items()})
+        step, low = (None if x is None else x[:, :, :tokens] for x in (self.token_step, self.token_low))
+        return replace(self, codes=self.codes[:, :, :tokens], token_step=step, token_low=low)
 
     def row(self, row: int) -> Codes:
         """One row's part."""

@@ -1,0 +1,179 @@
+"""What the kernel reads and what it adds up, as addresses and sizes; codes, steps and lows of one tile."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from pqcache.kernels.packed import registers
+from pqcache.kernels.packed.registers import LANES
+from pqcache.kernels.packed.tiles import HEADS, expand
+
+TILE = 128  # tokens between two updates of the running maximum; a multiple of LANES; its codes fit the nearest cache
+LINE = TILE + LANES  # floats of a head's logits: the last product may write past the tile
+FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
+
+# Codes of K or V as numbers: addresses, strides in bytes (of row, KV head, token, ...), sizes. Address 0: there is none.
+_FIELDS = (
+    "bits",
+    "planes",  # 1, 2 or 4: codes are read in place; 0: tiles are first spread to one byte per code
+    "width",  # bytes of a token, padded
+    "bits_read",  # of a code as the tiles read it: `bits`, or 8 after spreading
+    *("codes", "codes_row", "codes_head", "codes_token"),
+    "groups",  # of a token; 0: no steps and lows per token
+    *("token_step", "token_low", "token_row", "token_head", "token_token"),
+    "span",  # tokens per segment of channel steps
+    *("channel_step", "channel_low", "channel_row", "channel_head", "channel_segment"),
+    "outliers",  # per block and channel (keys), or per token (values)
+    *("values", "positions", "position_bytes"),
+    *("entry_row", "entry_head", "entry_block", "entry_next"),  # strides in entries
+    "rank",
+    *("a", "a_row", "a_head", "a_token", "b", "b_row", "b_head", "b_block"),
+    "length",  # tokens per block of outliers by channel, and of the low-rank part; 0: no blocks
+)
+STREAM = np.dtype([(name, np.int64) for name in _FIELDS])
+
+
+class Scratch(NamedTuple):
+    """Addresses of a thread's memory for one tile: fp32 arrays unless stated. Arrays would count references at every use."""
+
+    logits: int  # (HEADS, LINE); later the probabilities
+    beside: int  # (TILE, HEADS): what outliers add to the logits; later the probabilities, a token's heads side by side
+    spread: int  # (TILE, width) bytes: codes, one byte each
+    steps: int  # (TILE, groups): of the tile's tokens
+    lows: int
+    wide_steps: int  # (TILE, width): the same for every byte
+    wide_lows: int
+    channels: int  # (4, widest): steps (1 where there are none) and lows of a segment's channels; the same in planes
+    query: int  # (HEADS, planes * width): in planes
+    folded: int  # (HEADS, planes * width): times the segment's steps
+    beside_query: int  # (d, HEADS): a channel's heads side by side
+    sums: int  # (2, HEADS): of the query times the segment's lows, of the folded query
+    factors: int  # (rank, TILE): low-rank factors of the tile's tokens
+    seen: int  # (rank, HEADS): the query times the other factor of the block
+    line: int  # (d,)
+    cursor: int  # (d,) int32: each channel's next outlier
+
+
+class Sums(NamedTuple):
+    """Addresses of what a task adds up: fp32."""
+
+    codes: int  # (HEADS, planes * width): weighted codes
+    dense: int  # (HEADS, d): the low-rank part
+    sparse: int  # (d, HEADS): outliers' differences
+    lows: int  # (HEADS,): weighted lows of tokens with one group
+    low_rank: int  # (rank, HEADS): weighted factors of the current block
+    high: int  # (HEADS,): the running maximum
+    mass: int  # (HEADS,)
+
+
+@numba.njit(nogil=True)
+def laid_out(base, sizes):
+    """Addresses of consecutive arrays of so many floats, each at the start of a cache line."""
+    out = np.zeros(sizes.shape[0] + 1, np.int64)
+    out[0] = base
+    for i in range(sizes.shape[0]):
+        out[i + 1] = out[i] + (sizes[i] * 4 + 63) // 64 * 64
+    return out
+
+
+def scratch_sizes(k: Any, v: Any, d: int) -> np.ndarray:
+    """Floats of each array of Scratch."""
+    width, groups = max(k["width"], v["width"]), max(1, k["groups"], v["groups"])
+    wide = TILE * width if max(k["groups"], v["groups"]) > 1 else 0
+    query = HEADS * max(1, k["planes"]) * k["width"]
+    return np.array([
+        HEADS * LINE, TILE * HEADS, TILE * width // 4, TILE * groups, TILE * groups, wide, wide, 4 * max(d, query // HEADS),
+        query, query, d * HEADS, 2 * HEADS, k["rank"] * TILE if k["rank"] > v["rank"] else v["rank"] * TILE,
+        k["rank"] * HEADS, d, d,
+    ], np.int64)  # fmt: skip
+
+
+def sums_sizes(v: Any, d: int) -> np.ndarray:
+    """Floats of each array of Sums."""
+    codes = HEADS * max(1, v["planes"]) * v["width"]
+    return np.array([codes, HEADS * d, d * HEADS, HEADS, max(1, v["rank"]) * HEADS, HEADS, HEADS], np.int64)
+
+
+@numba.njit(nogil=True)
+def _spread_codes(stream, base, count, d, out):
+    """Write the codes of `count` tokens at `base` to `out` (TILE, width), one byte each, in order.
+
+    Eight codes are a word of `bits` bytes; its halves, quarters and eighths are moved apart.
+    """
+    one, bits = np.uint64(1), np.uint64(stream.bits)
+    half = (one << bits * np.uint64(4)) - one
+    quarter = (one << bits * np.uint64(2)) - one
+    eighth = (one << bits) - one
+    quarter |= quarter << np.uint64(32)
+    eighth |= eighth << np.uint64(16)
+    eighth |= eighth << np.uint64(32)
+    for i in range(count):
+        at = base + i * stream.codes_token
+        for j in range(d // 8):
+            word = np.uint64(0)
+            for m in range(stream.bits):
+                word |= np.uint64(registers.read_byte(at + m)) << np.uint64(8 * m)
+            word = (word & half) | (word >> bits * np.uint64(4) & half) << np.uint64(32)
+            word = (word & quarter) | (word >> bits * np.uint64(2) & quarter) << np.uint64(16)
+            registers.write_word(
+                out + i * stream.width + 8 * j, (word & eighth) | (word >> bits & eighth) << np.uint64(8)
+            )
+            at += stream.bits
+
+
+@numba.njit(nogil=True)
+def _read_pairs(stream, row, head, start, count, d, source, out, wide):
+    """A tile's steps, or lows, in fp32: out (TILE, groups), and where there are several groups `wide` (TILE, width)."""
+    groups = stream.groups
+    at = source + row * stream.token_row + head * stream.token_head + start * stream.token_token
+    if stream.token_token == 2 * groups:
+        registers.widen(at, out, count * groups)
+    else:
+        for i in range(count):
+            registers.widen(at + i * stream.token_token, out + 4 * i * groups, groups)
+    if groups > 1:
+        each = d // max(1, stream.planes) // groups
+        for i in range(count):
+            expand(out + 4 * i * groups, groups, each, wide + 4 * i * stream.width)
+
+
+@numba.njit(nogil=True)
+def prepare_tile(stream, row, head, start, count, d, scratch):
+    """Read a tile's steps and lows, and its codes, spread if need be: their address and stride."""
+    if stream.groups:
+        _read_pairs(stream, row, head, start, count, d, stream.token_step, scratch.steps, scratch.wide_steps)
+        _read_pairs(stream, row, head, start, count, d, stream.token_low, scratch.lows, scratch.wide_lows)
+    codes = stream.codes + row * stream.codes_row + head * stream.codes_head + start * stream.codes_token
+    if stream.planes:
+        return codes, stream.codes_token
+    _spread_codes(stream, codes, count, d, scratch.spread)
+    return scratch.spread, stream.width
+
+
+@numba.njit(nogil=True)
+def code_at(at, bits, channel):
+    """One code of a token at an address: codes are a stream of bits, the lowest first."""
+    bit = channel * bits
+    word = registers.read_byte(at + (bit >> 3))
+    if (bit & 7) + bits > 8:
+        word |= registers.read_byte(at + (bit >> 3) + 1) << 8
+    return np.float32((word >> (bit & 7)) & ((1 << bits) - 1))
+
+
+@numba.njit(nogil=True)
+def position_at(positions, size, entry):
+    """Outliers' positions have `size` bytes."""
+    return registers.read_short(positions + 2 * entry) if size == 2 else registers.read_int(positions + 4 * entry)
+
+
+@numba.njit(nogil=True)
+def read_factors(stream, row, head, start, count, scratch):
+    """The low-rank factors of a tile's tokens, by rank."""
+    factors = registers.floats_at(scratch.factors, (stream.rank, TILE))
+    at, stride = stream.a + row * stream.a_row + head * stream.a_head + start * stream.a_token, stream.a_token
+    for r in range(stream.rank):
+        for i in range(count):
+            factors[r, i] = registers.read_half(at + i * stride + 2 * r)

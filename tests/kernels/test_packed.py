@@ -1,0 +1,110 @@
+"""The compiled attention over packed codes against attention over what the codes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pqcache import kernels
+from pqcache.kernels import threads
+from pqcache.selective.attention import partial
+from pqcache.selective.quantization import attend_coded
+from pqcache.store.layout import Codes, Run, decoded
+from tests.baselines.coded_stores import METHODS, store_of
+from tests.baselines.fed import drawn
+
+pytest.importorskip("numba")
+from pqcache.kernels import packed
+
+CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head dimension
+    ([150, 150], 9, 3, 64),
+    ([50, 133], 11, 5, 16),
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("lengths", "steps", "group", "d"), CASES)
+def test_equals_attention_over_decoded_tokens(name: str, lengths: list[int], steps: int, group: int, d: int) -> None:
+    store = store_of(METHODS[name], lengths, steps, seed=1, d=d)
+    q = drawn(9, len(lengths), 2 * group, 1, d)
+    for run in store.runs()[0]:
+        assert packed.serves(q, run)
+        out, lse = packed.attend_codes(q, run, d**-0.5)
+        counts = torch.tensor(run.counts).repeat_interleave(group, 1)[:, :, None, None]
+        k, v = decoded(run.k), decoded(run.v)
+        want = partial(q, k, v, d**-0.5, torch.arange(k.shape[2]) < counts)
+        torch.testing.assert_close(out, want.out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "kivi 2", "zipcache", "mikv", "gear", "gear kivi"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs, tails and all; the packed tokens really go to the kernel, in several parts where there are threads."""
+    store = store_of(METHODS[name], [300], 13, seed=2)
+    q = drawn(3, 1, 8, 1, 16)
+    with kernels.plain_torch():
+        want = attend_coded(q, store, 0.25)
+    tasks = []
+    run = threads.run
+    monkeypatch.setattr(threads, "run", lambda kernel, count, *args: (tasks.append(count), run(kernel, count, *args)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(workers)
+    try:
+        got = attend_coded(q, store, 0.25)
+    finally:
+        torch.set_num_threads(before)
+    assert tasks and max(tasks) == 2 * workers
+    torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_of_32_bits() -> None:
+    store = store_of(METHODS["gear"], [700], 40, seed=4)
+    q = drawn(5, 1, 4, 1, 16)
+
+    def widened(codes: Codes) -> Codes:
+        assert codes.outliers is not None
+        positions = codes.outliers.positions
+        wide = torch.empty_strided(positions.shape, positions.stride(), dtype=torch.int32).copy_(positions)
+        return replace(codes, outliers=replace(codes.outliers, positions=wide))
+
+    run = store.runs()[0][0]
+    wide = Run(widened(run.k), widened(run.v), run.counts)
+    assert packed.serves(q, wide)
+    for x, y in zip(packed.attend_codes(q, run, 0.25), packed.attend_codes(q, wide, 0.25), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_large_logits_and_heads_without_tokens() -> None:
+    store = store_of(METHODS["zipcache"], [90], 0, seed=6)
+    run = store.runs()[0][0]
+    empty = Run(run.k, run.v, [[0, run.counts[0][1]]])
+    q = 200 * drawn(7, 1, 4, 1, 16)
+    out, lse = packed.attend_codes(q, empty, 0.25)
+    assert torch.equal(out[:, :2], torch.zeros(1, 2, 1, 16)) and torch.equal(
+        lse[:, :2], torch.full((1, 2, 1), -torch.inf)
+    )
+    count = run.counts[0][1]
+    want = partial(q, decoded(run.k)[:, :, :count], decoded(run.v)[:, :, :count], 0.25)
+    torch.testing.assert_close(out[:, 2:], want.out[:, 2:], rtol=1e-4, atol=1e-4)  # logits of hundreds round by 1e-5
+    torch.testing.assert_close(lse[:, 2:], want.lse[:, 2:], rtol=1e-6, atol=1e-4)
+
+
+def test_nan_stays_nan() -> None:
+    run = store_of(METHODS["kivi 2"], [90], 0, seed=8).runs()[0][0]
+    q = drawn(7, 1, 4, 1, 16)
+    q[0, 1] = torch.nan
+    out, _ = packed.attend_codes(q, run, 0.25)
+    assert out[0, 1].isnan().all() and out[0, [0, 2, 3]].isfinite().all()
+
+
+def test_who_is_served() -> None:
+    run = store_of(METHODS["gear"], [90], 0, seed=8).runs()[0][0]
+    q = drawn(7, 1, 4, 1, 16)
+    assert packed.serves(q, run)
+    assert not packed.serves(q.bfloat16(), run) and not packed.serves(q.double(), run)
+    assert not packed.serves(q, Run(run.v, run.k, run.counts))  # outliers of keys belong to channels
+    assert not packed.serves(q, Run(replace(run.k, d=12), run.v, run.counts))
