@@ -32,7 +32,9 @@ from scripts.bench_latency import parse_row
 
 PROMPT, STEPS = 300, 3
 OWN = "transformers' DynamicCache"
-DEFAULT = ["full", "pqcache", "pqcache:store=host", "pqcache:store=block_cache", "snapkv", "streaming"]
+DEFAULT = [
+    "full", "pqcache", "pqcache:store=host", "pqcache:store=block_cache", "snapkv", "streaming", "kivi", "zipcache", "gear",
+]  # fmt: skip
 
 
 class Counts(NamedTuple):
@@ -74,7 +76,7 @@ def counted_launches() -> Iterator[list[str]]:
 def model_of(layers: int) -> PreTrainedModel:
     """Small random weights."""
     config = MistralConfig(
-        hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128,
+        hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=128,
         num_hidden_layers=layers, max_position_embeddings=4096, sliding_window=None,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -36,6 +36,7 @@ from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
 from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import exact_copy
+from pqcache.selective.substitute import StepParts
 from pqcache.store.resident import ResidentStore
 
 
@@ -85,7 +86,7 @@ class CodedRetrievalLayer(RetrievalLayer):
         mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
         bias = None if log_weight is None else log_weight[:, :, None]
         part = partial(q, keys, values, ctx.scaling, mask, bias=bias)
-        self.packed.observe_step(q, part.lse, ctx)
+        self.packed.observe_step(q, part.lse, ctx.scaling)
         return part.out.transpose(1, 2).to(q.dtype)
 
     def map_rows(self, index: torch.Tensor) -> None:
@@ -102,6 +103,8 @@ class CodedRetrievalLayer(RetrievalLayer):
 
 class CodedEvictionLayer(EvictionLayer):
     """Holds what `method` keeps, packed. What was packed stays packed when a later turn evicts again."""
+
+    offers_steps = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod, codec: QuantizationMethod) -> None:
         self.codec = codec
@@ -132,6 +135,10 @@ class CodedEvictionLayer(EvictionLayer):
     ) -> None:
         self.packed.retain(slots, counts)
 
+    def step_parts(self) -> StepParts | None:
+        """Where nothing is dropped after the prompt, a step is that of the codec."""
+        return None if self.method.refreshes else StepParts(self.packed)
+
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         out = attend_all(self, q, k, v, ctx)
         self.packed.pack()
@@ -150,7 +157,7 @@ def attend_all(
     layer.add(k, v, ctx)
     lengths = layer.packed.lengths
     part = attend_coded(q, layer.packed, ctx.scaling)
-    layer.packed.observe_step(q, part.lse, ctx)
+    layer.packed.observe_step(q, part.lse, ctx.scaling)
     ctx.cache.ledger.attend(layer.layer_idx, fmean(lengths), selecting=True)
     return part.out.transpose(1, 2).to(q.dtype)
 

@@ -98,22 +98,28 @@ class SalientStore(PackedStore):
         largest = size.masked_fill(~real[:, None, :, None], 0).amax(2)
         self.query_max = largest if self.query_max is None else torch.maximum(self.query_max, largest)
 
-    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: LayerContext) -> None:
+    def _is_probe(self, row: int, ahead: int = 0) -> bool:
+        """Whether the newest exact token of a row is a probe, or the one that will be the newest `ahead` steps later."""
+        place = (self.k.tails[row] + ahead - 1) % self.gap
+        return place in ((self.gap - 1,) if self.last_step else self.rule.positions(self.gap, self.k.body[row]))
+
+    def observes_step(self, ahead: int) -> bool:
+        counts_all = self.norm == "full" and not self.last_step
+        return counts_all or any(self._is_probe(row, ahead) for row in range(len(self.k.tails)))
+
+    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
         """The newest token as a probe of the tokens that are still exact."""
         assert self.k.tail is not None
         n, h_kv, width, _ = self.k.tail.shape
         sums, seen_by = self._reserve(max(self.k.tails), q, h_kv)
-        is_probe = [
-            (tail - 1) % self.gap in ((self.gap - 1,) if self.last_step else self.rule.positions(self.gap, body))
-            for body, tail in zip(self.k.body, self.k.tails, strict=True)
-        ]
+        is_probe = [self._is_probe(row) for row in range(n)]
         for row, (probe, tail) in enumerate(zip(is_probe, self.k.tails, strict=True)):
             if probe or (self.norm == "full" and not self.last_step):
                 seen_by[row, :, :tail] += 1
         if not any(is_probe):
             return
         queries = q.to(sums.dtype).view(n, h_kv, -1, q.shape[3])
-        logits = queries @ self.k.tail.to(sums.dtype).transpose(-1, -2) * ctx.scaling
+        logits = queries @ self.k.tail.to(sums.dtype).transpose(-1, -2) * scaling
         above = logits - lse.to(sums.dtype).view(n, h_kv, -1, 1)
         probs = above.clamp(max=0).exp().sum(2)  # (n, h_kv, width); huge logits are rounded differently in a tile
         for row, (probe, tail) in enumerate(zip(is_probe, self.k.tails, strict=True)):

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pqcache.device.packed_step import PackedStep, attend_packed
 from pqcache.device.step import DeviceStep, serves
+from pqcache.store.packed import PackedStore
+
+__all__ = ["attend_packed", "substitute_for"]
 
 if TYPE_CHECKING:
     from pqcache.selective.ledger import Ledger
@@ -16,8 +20,8 @@ if TYPE_CHECKING:
 
 def substitute_for(
     q: torch.Tensor, parts: Callable[[], StepParts | None], ledger: Ledger | None = None
-) -> DeviceStep | None:
-    """The DeviceStep that replaces a layer's decode step for queries like q (n, h, 1, d). None: the layer does it itself.
+) -> DeviceStep | PackedStep | None:
+    """What replaces a layer's decode step for queries like q (n, h, 1, d). None: the layer does it itself.
 
     parts: returns what the step depends on; called only if the kernels serve such queries. The store is lent from here on.
     """
@@ -26,6 +30,8 @@ def substitute_for(
     step = parts()
     if step is None or not step.store.can_lend(q.device):
         return None
+    if isinstance(step.store, PackedStore):
+        return PackedStep.over(step.store, q.device)
     if step.codes is None and not step.store.whole:  # no kernel attends to everything while it is on the host
         return None
     return DeviceStep(step, q.device, ledger)

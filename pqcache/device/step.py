@@ -34,6 +34,8 @@ class DeviceStep:
     See selective/substitute.py for the interface. ledger: gets what a block cache on loan counts on the device.
     """
 
+    version = 0  # buffers that may grow have been reserved before a recording
+
     def __init__(self, parts: StepParts, device: torch.device, ledger: Ledger | None = None) -> None:
         self.store, self.codes, self.n_sink = parts.store, parts.codes, parts.n_sink
         self.device = device
@@ -122,6 +124,10 @@ class DeviceStep:
         if self.codes is None:
             return sum(self.store.lengths) / n
         return self.n_sink + sum(a + b + 1 for a, b in zip(self.chosen, self.local, strict=True)) / n
+
+    def needs_host(self, ahead: int = 1) -> bool:
+        """Never: the host only counts."""
+        return False
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
         """Chosen positions as a layer names them: int64, -1 = padding."""

@@ -21,7 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest, triton_sums
+from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest, triton_packed, triton_sums
+from pqcache.store.layout import Codes, LowRank, Outliers
+from pqcache.store.quantizer import packed_width
 
 CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  # sub-spaces, centroids, type of a code
 # dimensions and centroids of K-Means: the first is 2 x 6 bits; 129 are ClusterKV's inner products
@@ -64,6 +66,7 @@ def calls(quick: bool) -> None:
         )
         triton_attend.gather(*store, chosen, plan, sinks)
         _block_cache(store, chosen, cursor, plan, sinks, quick)
+        _packed(dtype, n, h_kv, g, d, quick)
         block = torch.zeros((n, h_kv * g, 1024, d), dtype=dtype)
         for windows in (None,) if quick else (None, [64]):
             sums = torch.zeros((n, h_kv * g, 1024))
@@ -113,6 +116,51 @@ def _block_cache(
         )  # fmt: skip
         rows = store[0].transpose(1, 2), store[1].transpose(1, 2)
         triton_blocks.refill(rows, rows, incoming, block)
+
+
+def _packed(dtype: torch.dtype, n: int, h_kv: int, g: int, d: int, quick: bool) -> None:
+    """Attention over codes: KIVI's and Int8's, ZipCache's (a range per width; a scale per channel), GEAR's."""
+    tokens, group, ring = 8192, 32, 128
+
+    def half(*sizes: int) -> torch.Tensor:
+        return torch.zeros((n, h_kv, *sizes), dtype=torch.float16)
+
+    def made(bits: int, **parts: Any) -> Codes:
+        return Codes(bits, d, torch.zeros((n, h_kv, tokens, packed_width(d, bits)), dtype=torch.uint8), **parts)
+
+    def by_token(bits: int, groups: int, **parts: Any) -> Codes:
+        return made(bits, token_step=half(tokens, groups), token_low=half(tokens, groups), **parts)
+
+    def by_channel(bits: int, span: int, **parts: Any) -> Codes:
+        lines = tokens // span
+        return made(bits, channel_step=half(lines, d), channel_low=half(lines, d), span=span, **parts)
+
+    pairs: list[tuple[Codes | None, Codes | None]] = [
+        (by_channel(bits, group), by_token(bits, d // group)) for bits in ((2,) if quick else (2, 3, 4, 8))
+    ]
+    if not quick:
+        few, rank = (
+            Outliers(torch.zeros((n, 1, tokens, 20), dtype=dtype), half(1).short()),
+            LowRank(half(tokens, 4), half(1, 4, d), tokens),
+        )
+        many = Outliers(torch.zeros((n, h_kv, 1, 160, d), dtype=dtype), half(1).short(), tokens)
+        pairs += [(by_token(8, 1), by_token(8, 1)), (None, None)]
+        pairs += [
+            (by_channel(bits, tokens), by_token(bits, 1, channel_step=half(1, d), span=tokens)) for bits in (2, 4)
+        ]
+        pairs += [
+            (by_channel(4, tokens, outliers=many, low_rank=rank), by_token(4, 1, outliers=few, low_rank=rank)),
+        ]
+    exact = torch.zeros((n, h_kv, ring, d), dtype=dtype), torch.zeros((n, h_kv, ring, d), dtype=dtype)
+    counts = torch.zeros((n, h_kv, triton_packed.COLUMNS), dtype=torch.int32)
+    new, q = torch.zeros((n, h_kv, 1, d), dtype=dtype), torch.zeros((n, h_kv * g, 1, d), dtype=dtype)
+    for k, v in pairs:
+        last = triton_packed.TokenList(k, v, exact, counts, tokens)
+        triton_packed.add_exact(new, new, last)
+        triton_packed.attend(q, [last], 1.0)
+        for of_values, codes in enumerate((k, v)):
+            if codes is not None and triton_packed.can_pack(codes):
+                triton_packed.pack_oldest(last, bool(of_values), ring - 1)
 
 
 def compile_all(target: int = 90, quick: bool = False, calls: Callable[[bool], None] = calls) -> list[dict[str, Any]]:

@@ -19,21 +19,26 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer, exact_copy
+from pqcache.selective.substitute import StepParts, attend_packed
 from pqcache.store.codec import Codec
 from pqcache.store.packed import PackedStore, PackedStream, Schedule, pack_all_but
 from pqcache.store.resident import ResidentStore
 
 TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache
+DEVICE_TILE = 16384  # on a GPU, where launches count: for codes that no kernel reads
 
 
 def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int | None = None) -> Part:
     """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
 
-    Where a kernel serves, packed tokens are attended as codes, and only the others are tiles. `tile` tokens (default TILE) are
-    decoded, attended and joined to what came before, then forgotten.
+    By kernels where they read the codes: on a GPU all tokens, on a CPU the packed ones. Of the others, `tile` tokens (default TILE,
+    DEVICE_TILE on a GPU) are decoded, attended and joined to what came before, then forgotten.
     """
+    if tile is None and (fused := attend_packed(q, store, scaling)) is not None:
+        return Part(fused[0].transpose(1, 2), fused[1])
+    size = tile or (DEVICE_TILE if q.is_cuda else TILE)
     joined, read = _attend_runs(q, store, scaling)
-    for keys, values, inside in store.tiles(tile or TILE) if joined is None else store.rest(tile or TILE, read):
+    for keys, values, inside in store.tiles(size) if joined is None else store.rest(size, read):
         mask = None if inside is None else per_head(inside, q.shape[1])[:, :, None]
         part = partial(q, keys, values, scaling, mask)
         joined = part if joined is None else merge([joined, part])
@@ -58,6 +63,7 @@ class QuantizationLayer(StagedLayer):
     """Packed body + exact tail; see PackedStore for when a tail token is packed."""
 
     attends_all = True
+    offers_steps = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: QuantizationMethod) -> None:
         self.method = method
@@ -86,9 +92,12 @@ class QuantizationLayer(StagedLayer):
         part = attend_coded(q, self.store, ctx.scaling)
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=False)
-        self.store.observe_step(q, part.lse, ctx)
+        self.store.observe_step(q, part.lse, ctx.scaling)
         self.store.pack()
         return part.out.transpose(1, 2).to(q.dtype)
+
+    def step_parts(self) -> StepParts:
+        return StepParts(self.store)
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)

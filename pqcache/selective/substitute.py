@@ -19,6 +19,7 @@ from pqcache.store.buffer import Buffer
 if TYPE_CHECKING:
     from pqcache.selective.budget import Plan
     from pqcache.selective.ledger import Ledger
+    from pqcache.store.packed import PackedStore
 
 
 class PQCodes(NamedTuple):
@@ -55,6 +56,13 @@ class Substitute(Protocol):
     def note(self) -> float:
         """Update the host's counters after one step. Returns the tokens attended per query head, mean over rows."""
 
+    @property
+    def version(self) -> int:
+        """Changes when a recording of the step no longer does what `run` would do."""
+
+    def needs_host(self, ahead: int = 1) -> bool:
+        """Whether the step number `ahead` of those to come needs the host in its middle: it then cannot be a replay."""
+
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
         """A selection by `run` as positions (n, h_kv, k) int64, -1 = padding."""
 
@@ -82,3 +90,8 @@ def substitute_for(
     parts: returns what the step depends on, or None if it cannot be substituted. Called only if such queries are served.
     """
     return seam.substitute_for(q, parts, ledger)
+
+
+def attend_packed(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention of q (n, h, 1, d) over a packed store, by kernels: out (n, 1, h, d), lse (n, h, 1); None: none serves."""
+    return seam.attend_packed(q, store, scaling)

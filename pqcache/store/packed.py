@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,19 @@ from pqcache.store.layout import Run
 Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the oldest to pack now
 
 
+@dataclass(frozen=True)
+class KeepNewest:
+    """The schedule that keeps the newest `residual` tokens exact and packs the rest at once."""
+
+    residual: int
+
+    def __call__(self, tail: int) -> int:
+        return max(0, tail - self.residual)
+
+
 def pack_all_but(residual: int) -> Schedule:
     """Keep the newest `residual` tokens exact, pack the rest at once."""
-    return lambda tail: max(0, tail - residual)
+    return KeepNewest(residual)
 
 
 def _rows(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -194,8 +205,15 @@ class PackedStore(RetrievalStore):
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
         """A block of the prompt attends; arguments as in StagedLayer.observe. For bit widths that depend on attention."""
 
-    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: Any) -> None:
+    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
         """A decode step attended, its token in the tail: q (n, h, 1, d), lse (n, h, 1) fp32 over all that it attended to."""
+
+    def observes_step(self, ahead: int) -> bool:
+        """Whether `observe_step` has something to do at the step number `ahead` of those to come."""
+        return False
+
+    def can_lend(self, device: torch.device) -> bool:
+        return bool(self.lengths)
 
     def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens lo .. hi-1, packed or exact: (n, h_kv, hi - lo, d). Other tiles are not decoded."""

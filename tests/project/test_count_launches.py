@@ -18,6 +18,14 @@ def test_a_step_of_pqcache_takes_no_more_than_it_did() -> None:
     assert 99 < python <= 199  # transformers' own cache takes 99
 
 
+@pytest.mark.parametrize("row", ["kivi", *(pytest.param(row, marks=pytest.mark.rest) for row in ("zipcache", "gear"))])
+def test_a_step_over_codes_takes_no_more_at_any_length(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model itself takes, and five launches. Tile by tile it was 237 kernels at 3,000 tokens, more with each tile."""
+    monkeypatch.setattr(count_launches, "PROMPT", 1100)
+    torch_kernels, triton, _ = count_launches.per_layer(row)
+    assert 20 < torch_kernels <= 33 and 3 <= triton <= 5
+
+
 def test_bad_methods_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         count_launches.main(["--methods", "pqcash"])
