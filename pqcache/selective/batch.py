@@ -19,6 +19,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import Clock, GenerationResult, NonFinite, chunk_of, planned_tokens, report
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
+from pqcache.selective.recording import StepRecorder, check
 from pqcache.selective.sampling import Sampling
 from pqcache.selective.shared_prefill import Prefill, feed, record
 from pqcache.store.lanes import Lanes
@@ -66,6 +67,11 @@ class _Row:
         """Whether the next choice is the answer's first token."""
         return not self.waiting and not self.tokens
 
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be fed at most."""
+        return 0 if self.ended else len(self.waiting) + self.request.max_new_tokens - len(self.tokens)
+
     def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
         """The token that is drawn from logits (vocabulary,); None where the likeliest is taken, or none is needed."""
         sampling = self.request.sampling
@@ -103,10 +109,11 @@ def batch_loop(
     *,
     prefill_chunk: int | None = None,
     prefill: Prefill | None = None,
+    graph: str = "off",
 ) -> tuple[list[_Row], list[float]]:
     """The answered rows, and the time of each step since submission. The cache was begun, `left_padded`.
 
-    prefill_chunk: columns per prefill block. prefill: the recorded prompts, in place of forward passes.
+    prefill_chunk: columns per prefill block. prefill: the recorded prompts, in place of forward passes. graph: see `decode_loop`.
     """
     ids, pads = (x.to(home(model)) for x in pad_left(requests))
     clock = Clock(ids.device)
@@ -120,6 +127,7 @@ def batch_loop(
         for block, where in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
             logits = _logits(model, cache, block, where)
     running = rows
+    recorder = StepRecorder(model, cache, graph, fed=True)
     while True:
         for slot, row in enumerate(running):
             if row.begins and row.request.not_first:
@@ -140,6 +148,11 @@ def batch_loop(
             index = torch.tensor(left)
             cache.map_rows(index)
             running, fed, at = [running[slot] for slot in left], [fed[slot] for slot in left], at[index.to(at.device)]
+            recorder.forget()
+        recorded = recorder.step(fed, max(row.left for row in running))
+        if recorded is not None:
+            logits = recorded
+            continue
         logits = _logits(model, cache, torch.tensor(fed, device=ids.device)[:, None], at)
 
 
@@ -158,13 +171,14 @@ def generate_batch(
     attn: str = "auto",
     lanes: Lanes | None = None,
     prefill: Prefill | None = None,
+    graph: str = "auto",
 ) -> list[GenerationResult | NonFinite]:
     """Generation of several prompts at once under `method`, without times and bytes; in the order of the requests.
 
     NonFinite stands where a row's logits held NaN or infinity. prefill: what `record_batch` made of the same requests. Arguments
     and errors as of `generate`.
     """
-    cache, rows, _ = _run(model, method, requests, prefill_chunk, attn, lanes, prefill=prefill)
+    cache, rows, _ = _run(model, method, requests, prefill_chunk, attn, lanes, prefill=prefill, graph=graph)
     results: list[GenerationResult | NonFinite] = []
     for row in rows:
         if not row.finite:
@@ -214,13 +228,14 @@ def time_batch(
     prefill_chunk: int | None = None,
     attn: str = "auto",
     lanes: Lanes | None = None,
+    graph: str = "auto",
 ) -> GenerationResult:
     """Times and bytes of a whole batch: ids (n, s), prompts of one length, each answered by max_new_tokens tokens.
 
     Bytes are sums over the rows, attended tokens means; token_ids are the first row's.
     """
     requests = [Request(row, max_new_tokens) for row in ids.tolist()]
-    cache, rows, marks = _run(model, method, requests, prefill_chunk, attn, lanes, close=False)
+    cache, rows, marks = _run(model, method, requests, prefill_chunk, attn, lanes, close=False, graph=graph)
     try:
         if not all(row.finite for row in rows):
             raise NonFinite("NaN or infinity in the logits")
@@ -238,10 +253,12 @@ def _run(
     lanes: Lanes | None,
     close: bool = True,
     prefill: Prefill | None = None,
+    graph: str = "auto",
 ) -> tuple[SelectiveCache, list[_Row], list[float]]:
     """A begun cache, the answered rows and the times. close: end what runs beside the model."""
     if not requests:
         raise ValueError("requests: allowed is at least one")
+    check(graph)
     lengths = [request.body for request in requests]
     if prefill is not None and [prefill.tokens - pad for pad in prefill.pads] != lengths:
         raise ValueError(f"prefill of other prompts: allowed are prompts of {', '.join(map(str, lengths))} tokens")
@@ -254,7 +271,7 @@ def _run(
     done = False
     try:
         with attach(model):
-            rows, marks = batch_loop(model, cache, requests, prefill_chunk=chunk, prefill=prefill)
+            rows, marks = batch_loop(model, cache, requests, prefill_chunk=chunk, prefill=prefill, graph=graph)
         done = True
     finally:
         if close or not done:

@@ -1,4 +1,4 @@
-"""Greedy decode steps of one request, recorded once as a CUDA graph: a step is one launch, and nothing waits for the host.
+"""Decode steps of one request, recorded once as a CUDA graph: a step is one launch, and nothing waits for the host.
 
     with attach(model), torch.no_grad():
         cache = SelectiveCache(model, method)
@@ -7,9 +7,12 @@
         for _ in range(256):
             token = steps.replay()                      # on the device; reading it waits
 
+A step feeds the likeliest token of the one before, or the token that `replay` is given.
+
 Only counters on the device may differ between two steps. So a substitute (substitute.py) must do every layer's step and read
-the counters there. There is one for PQCache with its codes on the device, over any store, one for full attention, and one for
-evictors that evict when a prompt ends. Other layers raise NotApplicable.
+the counters there. There is one for PQCache with its codes on the device, over any store, one for full attention, one for
+evictors that evict when a prompt ends, and one for codecs. Other layers raise NotApplicable. A step in which the host packs
+tokens, or observes, runs unrecorded; where that moves tensors, the step after it is recorded anew.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.placement import places
 from pqcache.selective.shape import NotApplicable
 from pqcache.store.transfer import send
+
+FEW = 8  # steps in a row that all need the host: there is nothing to record. With as few to come, nothing is recorded anew
 
 
 class CaptureFailed(RuntimeError):
@@ -51,6 +56,8 @@ class CapturedSteps:
         cache.check_window(cache.columns + tokens)  # a replay does not check it again
         # One pass is run and a second one recorded. No buffer may grow while recording, so there is room for at least two.
         self.steps = [layer.prepare_capture(max(cache.past) + max(tokens, 2)) for layer in cache.layers]
+        if all(any(step.needs_host(ahead) for step in self.steps) for ahead in range(1, FEW + 1)):
+            raise NotApplicable("decode steps cannot be recorded: the host packs tokens, or observes, in every one")
         self.cache = cache
         self.token = token.clone()
         self.position = send(cache.past, torch.long, token.device)[:, None]
@@ -68,6 +75,13 @@ class CapturedSteps:
             self.logits = self.forward()
         current.wait_stream(stream)
         self.fresh = True  # the first step's token has not been returned yet
+        self.stream = stream
+        self._capture(token)
+
+    def _capture(self, token: torch.Tensor) -> None:
+        """Record a step, which does not run."""
+        stream, current = self.stream, torch.cuda.current_stream(token.device)
+        self.versions = [step.version for step in self.steps]
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(token.device)
         self.cache.recording = True
@@ -96,8 +110,11 @@ class CapturedSteps:
             step.join()  # a graph ends with one stream
         return logits
 
-    def replay(self) -> torch.Tensor:
-        """One step: the next token of each row, (n, 1), overwritten by the next replay."""
+    def replay(self, token: torch.Tensor | None = None) -> torch.Tensor:
+        """One step: the next token of each row, (n, 1), overwritten by the next replay.
+
+        token (n, 1): what it feeds; None: the likeliest of the step before. The first step fed its token when it was recorded.
+        """
         cache = self.cache
         if self.left == 0:
             raise ValueError("all recorded steps are used: there is no room for another token")
@@ -108,9 +125,24 @@ class CapturedSteps:
         if self.fresh:
             self.fresh = False
             return self.token
+        if token is not None:
+            self.token.copy_(token, non_blocking=True)
         with device_of(self.token):
-            self.graph.replay()
-        cache.note_step()  # the host counts while the device works
+            if self._ready():
+                self.graph.replay()
+                cache.note_step()  # the host counts while the device works
+                self.logits = self.recorded
+            else:
+                self.logits = self.forward()
         self.columns = cache.columns
-        self.logits = self.recorded
         return self.token
+
+    def _ready(self) -> bool:
+        """Whether the graph does the step to come; records it anew where tensors have moved."""
+        if any(step.needs_host() for step in self.steps):
+            return False
+        if self.versions != [step.version for step in self.steps]:
+            if self.left < FEW:
+                return False
+            self._capture(self.token)
+        return True

@@ -97,8 +97,7 @@ def decode_loop(
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
     feed: fills the cache with the prompt before the question, in place of a forward pass; returns its logits (1, vocabulary).
     not_first: tokens that cannot be the answer's first one. sampling: how tokens are drawn; None: the likeliest is taken.
-    graph: auto records the decode steps of a SelectiveCache on a CUDA device and replays them; off runs each from Python, as
-    do drawn tokens.
+    graph: auto records the decode steps of a SelectiveCache on a CUDA device and replays them; off runs each from Python.
     Raises NonFinite at the end if any step's logits held NaN or +infinity; nothing waits for the device to know.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
@@ -116,8 +115,7 @@ def decode_loop(
     if not_first:  # a copy: a recorded prompt's logits serve other methods too
         logits = logits.index_fill(-1, torch.tensor(sorted(not_first), device=ids.device), -torch.inf)
     finite = torch.ones((), dtype=torch.bool, device=ids.device)
-    # recorded steps feed the likeliest token
-    recorder = StepRecorder(model, cache, graph if sampling is None else "off")
+    recorder = StepRecorder(model, cache, graph, fed=sampling is not None)
     while True:
         finite &= logits[0, -1].amax() < torch.inf  # false for NaN too
         token = int(logits[0, -1].argmax() if sampling is None else sampling.draw(logits[0, -1], len(tokens)))
@@ -127,7 +125,7 @@ def decode_loop(
             if not finite:
                 raise NonFinite("NaN or infinity in the logits")
             return tokens, clock.marks
-        recorded = recorder.step(token, max_new_tokens - len(tokens))
+        recorded = recorder.step([token], max_new_tokens - len(tokens))
         if recorded is not None:
             logits = recorded[:, None]
             continue

@@ -1,7 +1,7 @@
 """Recorded decode steps for `generate`: a request's steps are recorded once one has run, and replayed to its end.
 
     recorder = StepRecorder(model, cache, graph="auto")
-    logits = recorder.step(token, left)     # None: this step is not recorded, run it as usual
+    logits = recorder.step(tokens, left)     # None: this step is not recorded, run it as usual
 
 Where steps cannot be recorded they run as usual, and one note per process and reason says why.
 """
@@ -9,6 +9,7 @@ Where steps cannot be recorded they run as usual, and one note per process and r
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.captured import CapturedSteps, CaptureFailed
 from pqcache.selective.placement import home
 from pqcache.selective.shape import NotApplicable
+from pqcache.store.transfer import send
 
 GRAPHS = ("auto", "off")
 LEAST = 8  # steps to come for which a recording pays: it takes the time of about two
@@ -36,18 +38,30 @@ def _recordable(device: torch.device) -> bool:
 
 
 class StepRecorder:
-    """Decode steps of one request of one row or more, greedy. graph: auto, or off to record nothing."""
+    """Decode steps of one request of one row or more. graph: auto, or off to record nothing.
 
-    def __init__(self, model: PreTrainedModel, cache: Any, graph: str) -> None:
+    fed: tokens may differ from the likeliest ones (drawn answers, questions): each step sends its own to the device.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Any, graph: str, *, fed: bool = False) -> None:
         check(graph)
+        self.fed = fed
+        self.first = 1  # ordinary steps of the request before one is recorded: they make and compile what it reuses
         self.model, self.cache = model, cache
         self.on = graph == "auto" and isinstance(cache, SelectiveCache) and _recordable(home(model))
         self.steps: CapturedSteps | None = None
 
-    def step(self, token: int, left: int) -> torch.Tensor | None:
-        """Logits (n, vocabulary) of a step that feeds `token`, after which at most `left` - 1 follow. None: run it as usual.
+    def forget(self) -> None:
+        """Rows were dropped or reordered: the next step is an ordinary one, and the one after it recorded anew."""
+        if self.on and self.steps is not None:
+            self.steps = None
+        if self.on:
+            self.first = self.cache.ledger.steps + 1
 
-        A recording goes on from the token it chose itself, the likeliest, which must be `token`.
+    def step(self, tokens: Sequence[int], left: int) -> torch.Tensor | None:
+        """Logits (n, vocabulary) of a step that feeds `tokens`, after which at most `left` - 1 follow. None: run it as usual.
+
+        Unless `fed`, a recording goes on from the tokens it chose itself, the likeliest, which must be `tokens`.
         """
         if not self.on:
             return None
@@ -55,19 +69,21 @@ class StepRecorder:
             if self.cache.observers or self.cache.watchers or left < LEAST:
                 self.on = False
                 return None
-            if not self.cache.ledger.steps:  # an ordinary step makes and compiles what recorded ones reuse
+            if self.cache.ledger.steps < self.first:
                 return None
-            device = home(self.model)
             try:
-                self.steps = CapturedSteps(self.model, self.cache, torch.tensor([[token]], device=device), left)
+                self.steps = CapturedSteps(self.model, self.cache, self._sent(tokens), left)
             except CaptureFailed as failure:  # one step has run
                 self._give_up(failure)
                 return failure.logits
             except NotApplicable as reason:
                 self._give_up(reason)
                 return None
-        self.steps.replay()
+        self.steps.replay(self._sent(tokens) if self.fed else None)
         return self.steps.logits
+
+    def _sent(self, tokens: Sequence[int]) -> torch.Tensor:
+        return send(tokens, torch.long, home(self.model))[:, None]
 
     def _give_up(self, reason: Exception) -> None:
         self.on = False

@@ -9,13 +9,19 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.h2o import H2O
+from baselines.int8 import Int8
+from baselines.kivi import KIVI
 from baselines.snapkv import SnapKV
+from baselines.streaming import StreamingLLM
+from baselines.zipcache import MiKV, ZipCache
 from pqcache import kernels
 from pqcache.device.switch import interpreted
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, generate, recording
+from pqcache.selective.batch import Request, generate_batch
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.method import Method
+from pqcache.selective.sampling import Sampling
 from pqcache.selective.shape import NotApplicable
 from tests.invariants.conftest import _one_thread
 from tests.invariants.drive import tokens
@@ -215,6 +221,56 @@ def test_generate_records_its_steps(llama: PreTrainedModel, recordable: list[int
     assert not recordable
     assert answer(llama, METHODS[name](), "auto") == expected
     assert len(recordable) == 9
+
+
+def prompt(*lengths: int) -> list[list[int]]:
+    return [tokens(length, i) for i, length in enumerate(lengths)]
+
+
+# of the decode steps the first is an ordinary one, and the second runs before it is recorded
+@pytest.mark.parametrize(
+    ("method", "new_tokens", "replays"),
+    [
+        (lambda: KIVI(group=8, residual=8), 14, 10),  # the 8th packs keys; values are packed one by one, on the device
+        pytest.param(lambda: Int8(), 14, 11, marks=pytest.mark.rest),
+        pytest.param(
+            lambda: ZipCache(budget=Budget(ratio=0.2), gap=6), 20, 8, marks=pytest.mark.rest
+        ),  # the 6th and 12th; then few
+        pytest.param(lambda: StreamingLLM(budget=Budget(ratio=0.5)), 14, 11, marks=pytest.mark.rest),
+    ],
+)
+def test_steps_that_pack_run_unrecorded(
+    llama: PreTrainedModel, recordable: list[int], method, new_tokens: int, replays: int
+) -> None:
+    ids = torch.tensor(prompt(40))
+    results = []
+    for graph in ("off", "auto"):
+        result = generate(llama, method(), ids, max_new_tokens=new_tokens, graph=graph)
+        results.append((result.token_ids, result.attended_tokens_all_layers, result.bytes_per_step))
+    assert results[0] == results[1] and len(recordable) == replays
+
+
+def test_nothing_is_recorded_where_the_host_acts_in_every_step(llama: PreTrainedModel, recordable: list[int]) -> None:
+    method, ids = MiKV(budget=Budget(ratio=0.2), gap=6), torch.tensor(prompt(30))
+    with pytest.warns(RuntimeWarning, match="observes, in every one"):
+        generate(llama, method, ids, max_new_tokens=11)
+    assert not recordable
+
+
+def test_drawn_answers_are_recorded(llama: PreTrainedModel, recordable: list[int]) -> None:
+    ids, how = torch.tensor(prompt(30)), Sampling(temperature=1.5, key="a")
+    drawn = [generate(llama, Full(), ids, max_new_tokens=11, sampling=how, graph=g).token_ids for g in ("off", "auto")]
+    greedy = generate(llama, Full(), ids, max_new_tokens=11, graph="off").token_ids
+    assert drawn[0] == drawn[1] != greedy and len(recordable) == 8
+
+
+def test_batches_are_recorded_and_again_after_rows_have_left(llama: PreTrainedModel, recordable: list[int]) -> None:
+    """One row of two ends with its 12th token; a question's tokens are fed one by one. The last steps are too few."""
+    first, second = prompt(30, 24)
+    requests = [Request(first, 12, question_tokens=2), Request(second, 24)]
+    off, auto = ([r.token_ids for r in generate_batch(llama, Full(), requests, graph=g)] for g in ("off", "auto"))
+    assert off == auto and [len(row) for row in auto] == [12, 24]
+    assert len(recordable) == 19
 
 
 def test_one_note_where_steps_cannot_be_recorded(llama: PreTrainedModel, recordable: list[int]) -> None:

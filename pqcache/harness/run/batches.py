@@ -137,8 +137,9 @@ def _answer(lm: HarnessLM, group: Sequence[Todo], prefill: Prefill | None = None
     rows = _rows(lm, group)
     chunk = lm.chunks.of(lm.loaded.model, max(row.body for row in rows))
     results = generate_batch(
-        lm.loaded.model, lm.method, rows, attn=lm.attn, prefill_chunk=None if prefill else chunk, prefill=prefill
-    )
+        lm.loaded.model, lm.method, rows, attn=lm.attn, prefill_chunk=None if prefill else chunk, prefill=prefill,
+        graph=lm.graph,
+    )  # fmt: skip
     for (prepared, request), row, result in zip(group, rows, results, strict=True):
         key = prepared.task, prepared.doc_id
         if isinstance(result, NonFinite):

@@ -98,9 +98,14 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
 
     def generated(new_tokens: int, lanes: Lanes | None = None) -> GenerationResult:
         prompts = ids.to(device)
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, "attn": cell.run.attn, "lanes": lanes}
+        options: dict[str, Any] = {
+            "max_new_tokens": new_tokens,
+            "attn": cell.run.attn,
+            "lanes": lanes,
+            "graph": cell.run.graph,
+        }
         if batch == 1:
-            return generate(model, cell.method, prompts, prefill_chunk=chunk, graph=cell.run.graph, **options)
+            return generate(model, cell.method, prompts, prefill_chunk=chunk, **options)
         return time_batch(model, cell.method, prompts, prefill_chunk=chunk, **options)
 
     samples: list[Sample] = []
