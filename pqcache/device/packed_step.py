@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 
 from pqcache.device.step import serves
-from pqcache.device.switch import power_of_2
+from pqcache.device.switch import power_of_2, still_served
 from pqcache.store.layout import Codes, Run
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from pqcache.store.transfer import send
@@ -198,7 +198,7 @@ class PackedStep:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def serves(self, q: torch.Tensor) -> bool:
-        return self.served and serves(q)
+        return self.served and still_served(q)
 
     def reserve(self, tokens: int) -> None:
         """Make room for codes of `tokens` tokens per row, in the streams that a kernel packs."""

@@ -8,18 +8,20 @@ chain can also be recorded once as a CUDA graph and replayed (`pqcache.selective
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from pqcache.device.block_tables import BlocksOnDevice
-from pqcache.device.switch import on_device
+from pqcache.device.switch import HERE, device_of, on_device, still_served
 from pqcache.store.transfer import send
 
 if TYPE_CHECKING:
     from pqcache.selective.ledger import Ledger
     from pqcache.selective.substitute import StepParts
 
+Chain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor | None]"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -53,13 +55,22 @@ class DeviceStep:
             codes = self.codes.codes.data
             self.amount = triton_codes.histogram(codes, self.cursor, self.plan, self.n_sink, h_kv, m, c)
         self.lent = self.store.lend()
+        self.length, self.room = max(self.store.lengths), 0  # tokens of the longest row, and for which there is room
+        self.chain: Chain | None = None  # a step's launches, until a buffer grows
+        self.key: tuple = ()  # what they were made for
+        # tokens attended per query head in each step, mean over rows; None: all of them
+        self.attended: float | None = None
+        if self.codes is not None:
+            pairs = zip(self.chosen, self.local, strict=True)
+            self.attended = self.n_sink + sum(a + b + 1 for a, b in pairs) / len(self.store.lengths)
         self.blocks: BlocksOnDevice | None = None
         if self.lent.blocks is not None:
             assert ledger is not None
             self.blocks = BlocksOnDevice(self.lent, device, ledger)
+        # tokens that cross in a step; with a block cache only the device knows: `BlocksOnDevice.report` counts them
+        self.fetched = 0 if self.blocks is not None else sum(self.chosen)
 
-    def serves(self, q: torch.Tensor) -> bool:
-        return serves(q)
+    serves = staticmethod(still_served)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens per row in all. A recorded step keeps addresses, so buffers must not grow later."""
@@ -70,6 +81,9 @@ class DeviceStep:
             self.blocks.reserve()
         if self.codes is not None:
             self.codes.codes.reserve(tokens - self.n_sink)
+        self.room, self.chain = self.store.room, None
+        if self.codes is not None:
+            self.room = min(self.room, self.n_sink + self.codes.codes.capacity)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
@@ -79,51 +93,82 @@ class DeviceStep:
         Returns the output (n, 1, h, d) and the chosen positions (n, h_kv, max(k)) int32, of which row r's first k[r] count.
         `note` must follow, once per run.
         """
+        if self.length >= self.room:
+            self.reserve(self.length + 1)
+        key = scaling, q.shape, q.dtype
+        if self.chain is None or key != self.key:
+            self.key = key
+            with device_of(q):
+                self.chain = self._chain(q, scaling)
+        device = device_of(q)
+        if device is HERE:  # most often: two Python calls less
+            return self.chain(q, k, v)
+        with device:
+            return self.chain(q, k, v)
+
+    def _chain(self, q: torch.Tensor, scaling: float) -> Chain:
+        """The launches of a step for queries like q, with all that stays the same until a buffer grows."""
         from pqcache.device import triton_attend, triton_codes
 
-        self.reserve(self.store.length + 1)
-        lent = self.lent
+        lent, cursor, plan, n_sink, blocks = self.lent, self.cursor, self.plan, self.n_sink, self.blocks
         near = lent.near[0].data, lent.near[1].data
         far = None if lent.far is None else (lent.far[0].data, lent.far[1].data)
         sinks = near if lent.sinks is None else lent.sinks
         one = far is None  # one buffer for sinks, chosen tokens and local window
         ring = near[0].shape[2]
+        sizes = {"ring": ring, "scaling": scaling, "one": one, "advance": True}
         if self.codes is None:
-            triton_codes.enter(k, v, near, ring, self.cursor, self.plan, far=far, n_sink=self.n_sink)
-            out = triton_attend.attend(
-                q, sinks, None, near, None, self.cursor, self.plan, ring=ring, tokens=ring, scaling=scaling, one=one,
-                advance=True,
-            )  # fmt: skip
-            return out, None
-        codes = self.codes.codes.data
-        tables = triton_codes.enter(
-            k, v, near, ring, self.cursor, self.plan, far=far, n_sink=self.n_sink, q=q, centroids=self.codes.centroids,
-            codes=codes, amount=self.amount, scaling=scaling,
+            enter = triton_codes.prepare_enter(near, ring, cursor, plan, 1, far=far, n_sink=n_sink)
+            attend = triton_attend.prepare_attend(q, sinks, None, near, cursor, plan, tokens=ring, widest=0, **sizes)
+
+            def everything(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
+                enter(k, v, k)
+                return attend(q, None, None), None
+
+            return everything
+        (centroids, codes), widest = (self.codes.centroids, self.codes.codes.data), max(self.chosen)
+        g = q.shape[1] // centroids.shape[1]
+        enter = triton_codes.prepare_enter(
+            near, ring, cursor, plan, g, far=far, n_sink=n_sink, centroids=centroids, codes=codes, amount=self.amount,
+            scaling=scaling,
         )  # fmt: skip
-        indices = triton_codes.select(
-            tables, self.amount, codes, self.cursor, self.plan, self.n_sink, max(self.chosen), codes.shape[2]
+        shape = (*centroids.shape[:2], g, *centroids.shape[2:4])
+        select = triton_codes.prepare_select(shape, self.amount, codes, cursor, plan, n_sink, widest, codes.shape[2])
+        tokens = n_sink + widest + max(self.local) + 1
+        if one:
+            attend = triton_attend.prepare_attend(
+                q, sinks, near, near, cursor, plan, tokens=tokens, widest=widest, **sizes
+            )
+
+            def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                indices = select(enter(k, v, q))
+                return attend(q, indices, near), indices
+
+            return resident
+        assert far is not None
+        gather = triton_attend.prepare_gather(*far, plan, n_sink, widest)
+        like = q.new_empty((*centroids.shape[:2], widest, q.shape[3]))  # what is gathered, for its strides
+        attend = triton_attend.prepare_attend(
+            q, sinks, (like, like), near, cursor, plan, tokens=tokens, widest=0, **sizes
         )
-        if self.blocks is not None:
-            chosen = self.blocks.read(indices, self.cursor, self.plan)
-        else:
-            chosen = near if far is None else triton_attend.gather(*far, indices, self.plan, self.n_sink)
-        tokens = self.n_sink + max(self.chosen) + max(self.local) + 1
-        out = triton_attend.attend(
-            q, sinks, chosen, near, indices if one else None, self.cursor, self.plan,
-            ring=ring, tokens=tokens, scaling=scaling, one=one, advance=True,
-        )  # fmt: skip
-        if self.blocks is not None:
-            self.blocks.change(self.cursor, self.plan)
-        return out, indices
+
+        def hosted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            indices = select(enter(k, v, q))
+            chosen = gather(indices) if blocks is None else blocks.read(indices, cursor, plan)
+            out = attend(q, None, chosen)
+            if blocks is not None:
+                blocks.change(cursor, plan)
+            return out, indices
+
+        return hosted
 
     def note(self) -> float:
         """Count one more step: lengths and bytes moved. Returns the tokens it attended per query head, mean over rows."""
-        # with a block cache only the device knows how many tokens crossed: `BlocksOnDevice.report` counts them
-        self.store.note_token(0 if self.blocks is not None else sum(self.chosen))
-        n = len(self.store.lengths)
-        if self.codes is None:
-            return sum(self.store.lengths) / n
-        return self.n_sink + sum(a + b + 1 for a, b in zip(self.chosen, self.local, strict=True)) / n
+        self.store.note_token(self.fetched)
+        self.length += 1
+        if self.attended is None:
+            return sum(self.store.lengths) / len(self.store.lengths)
+        return self.attended
 
     def needs_host(self, ahead: int = 1) -> bool:
         """Never: the host only counts."""

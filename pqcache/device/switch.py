@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from pqcache import kernels
 
 _state = {"interpreted": False}
-_HERE = contextlib.nullcontext()
+HERE = contextlib.nullcontext()
 
 
 @cache
@@ -31,14 +31,14 @@ def on_device(*tensors: torch.Tensor) -> bool:
 def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which x's CUDA device is the current one: Triton launches on the current device and its stream."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _HERE
+        return HERE
     return torch.cuda.device(x.device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor) -> Callable[..., None]:
     """A function that launches a Triton kernel with its arguments on the device of x, whatever the current device is."""
     device = device_of(x)
-    if device is _HERE:  # nothing to change: a step makes seven launches per layer
+    if device is HERE:  # nothing to change: a step makes seven launches per layer
         return kernel[grid]
 
     def call(*args: Any, **options: Any) -> None:
@@ -46,6 +46,23 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor) -> Callable[...,
             kernel[grid](*args, **options)
 
     return call
+
+
+def prepared(kernel: Any, grid: tuple[int, ...], **constants: Any) -> Callable[..., None]:
+    """A launch with its grid and compile-time arguments, made once and called at every step; its device must be the current one.
+
+    What `kernel[grid]` calls, without the two Python calls on the way there.
+    """
+    return partial(kernel.run, grid=grid, warmup=False, **constants)
+
+
+def still_served(q: torch.Tensor) -> bool:
+    """Whether the kernels, which served tensors of this model before, serve q: one call, as each layer asks at each step."""
+    return (
+        (q.is_cuda or _state["interpreted"])
+        and kernels.switches["compiled"]
+        and not (q.requires_grad and torch.is_grad_enabled())
+    )
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ The query heads of a group share one read of K and V. Chosen tokens are read thr
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import cdiv, launch, power_of_2
+from pqcache.device.switch import cdiv, device_of, power_of_2, prepared
 
 _TILE = 64  # tokens per visit
 _ROWS = 16  # rows of the query tile, the least that a matrix instruction takes; a group is padded to it
@@ -194,22 +195,34 @@ def _gather(
     tl.store(out_v + to, value, mask=both)
 
 
+Gather = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Attend = Callable[[torch.Tensor, "torch.Tensor | None", "tuple[torch.Tensor, torch.Tensor] | None"], torch.Tensor]
+
+
+def prepare_gather(k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, n_sink: int, widest: int) -> Gather:
+    """A function of indices (n, h_kv, widest) int32: rows indices - n_sink of k, v (n, h_kv, capacity, d) in pinned memory.
+
+    Row r needs its first plan[r][1]; the others stay undefined. It returns two (n, h_kv, widest, d) on the device of `plan`.
+    """
+    n, h_kv, _, d = k.shape
+    tile, size, dtype, device = 32, (n, h_kv, widest, d), k.dtype, plan.device
+    fixed = plan, n_sink, widest, k.stride(0), k.stride(1), k.stride(2)
+    run = prepared(_gather, (cdiv(widest, tile), n * h_kv), HEADS=h_kv, D=d, DIMS=power_of_2(d), TILE=tile)
+
+    def gather(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out_k, out_v = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
+        run(k, v, indices, fixed[0], out_k, out_v, *fixed[1:])
+        return out_k, out_v
+
+    return gather
+
+
 def gather(
     k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, plan: torch.Tensor, n_sink: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows indices - n_sink of k, v (n, h_kv, capacity, d) in pinned memory, onto the device of indices (n, h_kv, k) int32.
-
-    Row r needs its first plan[r][1]; the others stay undefined. Returns two (n, h_kv, k, d).
-    """
-    n, h_kv, widest = indices.shape
-    d = k.shape[-1]
-    out = [torch.empty((n, h_kv, widest, d), dtype=k.dtype, device=indices.device) for _ in range(2)]
-    tile = 32
-    launch(_gather, (cdiv(widest, tile), n * h_kv), indices)(
-        k, v, indices, plan, *out, n_sink, widest, k.stride(0), k.stride(1), k.stride(2),
-        HEADS=h_kv, D=d, DIMS=power_of_2(d), TILE=tile,
-    )  # fmt: skip
-    return out[0], out[1]
+    """One call of what `prepare_gather` makes."""
+    with device_of(indices):
+        return prepare_gather(k, v, plan, n_sink, indices.shape[2])(indices)
 
 
 def splits_for(device: torch.device, tasks: int, tokens: int) -> int:
@@ -248,13 +261,38 @@ def attend(
     one: all three are the same buffer, by position. tokens: estimated number of attended tokens; it sets the number of splits.
     advance: cursor += 1 afterwards.
     """
+    widest = 0 if indices is None else indices.shape[2]
+    with device_of(q):
+        return prepare_attend(
+            q, sinks, chosen, local, cursor, plan, ring=ring, tokens=tokens, scaling=scaling, widest=widest, n_sink=n_sink,
+            one=one, advance=advance,
+        )(q, indices, chosen)  # fmt: skip
+
+
+def prepare_attend(
+    q: torch.Tensor,
+    sinks: tuple[torch.Tensor, torch.Tensor],
+    chosen: tuple[torch.Tensor, torch.Tensor] | None,
+    local: tuple[torch.Tensor, torch.Tensor],
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    *,
+    ring: int,
+    tokens: int,
+    scaling: float,
+    widest: int,
+    n_sink: int = 0,
+    one: bool = False,
+    advance: bool = False,
+) -> Attend:
+    """`attend` as a function of q, indices (n, h_kv, widest) or None (widest = 0), and the chosen tokens.
+
+    q and chosen here are like those of the steps in shape, strides and dtype.
+    """
     n, h, _, d = q.shape
     h_kv = sinks[0].shape[1]
     g = h // h_kv
     splits = splits_for(q.device, n * h_kv, tokens)
-    parts = torch.empty((n, h_kv, splits, g, d), dtype=torch.float32, device=q.device)
-    lse = torch.empty((n, h_kv, splits, g), dtype=torch.float32, device=q.device)
-    out = torch.empty((n, 1, h, d), dtype=q.dtype, device=q.device)
     dims = max(16, power_of_2(d))
     middle = sinks if chosen is None else chosen
     strides = [x.stride(i) for x in (sinks[0], middle[0], local[0]) for i in range(3)]
@@ -263,15 +301,25 @@ def attend(
     # where K and V are read through indices, the compiler spends two stages on the indices: only with five does a tile of
     # K and V arrive while the one before is multiplied
     stages = 5 if one and chosen is not None and q.dtype.itemsize == 2 else 3
-    launch(_attend, (n * h_kv, splits), q)(
-        q.contiguous(), *sinks, *middle, *local, cursor if indices is None else indices, cursor, plan, parts, lse,
-        scaling, ring, n_sink, 0 if indices is None else indices.shape[2], splits, *strides,
-        HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, power_of_2(g)), TILE=_TILE,
-        CHOSEN=chosen is not None, CHOSEN_KIND=_IN_ORDER if indices is None else _PICKED, ONE=one, WIDE=wide,
+    run = prepared(
+        _attend, (n * h_kv, splits), HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, power_of_2(g)), TILE=_TILE,
+        CHOSEN=chosen is not None, CHOSEN_KIND=_PICKED if widest else _IN_ORDER, ONE=one, WIDE=wide,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
-    launch(_merge, (n * h,), q)(
-        parts, lse, out, cursor, splits,
-        HEADS=h_kv, G=g, D=d, DIMS=power_of_2(d), SPLITS=power_of_2(splits), ADVANCE=advance,
-    )  # fmt: skip
-    return out
+    merge = prepared(
+        _merge, (n * h,), HEADS=h_kv, G=g, D=d, DIMS=power_of_2(d), SPLITS=power_of_2(splits), ADVANCE=advance
+    )
+    size, numbers = (n, h_kv, splits, g, d), (scaling, ring, n_sink, widest, splits, *strides)
+    fp32, dtype, device = torch.float32, q.dtype, q.device
+
+    def attend(
+        q: torch.Tensor, indices: torch.Tensor | None, chosen: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        parts, lse = torch.empty(size, dtype=fp32, device=device), torch.empty(size[:4], dtype=fp32, device=device)
+        out = torch.empty((n, 1, h, d), dtype=dtype, device=device)
+        middle, picks = sinks if chosen is None else chosen, cursor if indices is None else indices
+        run(q.contiguous(), *sinks, *middle, *local, picks, cursor, plan, parts, lse, *numbers)
+        merge(parts, lse, out, cursor, splits)
+        return out
+
+    return attend

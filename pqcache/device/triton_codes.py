@@ -13,11 +13,13 @@ Ties go to the lower position.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import cdiv, launch, power_of_2
+from pqcache.device.switch import cdiv, device_of, launch, power_of_2, prepared
 
 _JOINT = 4096  # entries of a table of joint codes that one program holds
 _BLOCK = 4096  # tokens per program
@@ -344,22 +346,51 @@ def enter(
     centroids (n, h_kv, m, C, d / m); codes (n, h_kv * m, capacity) get the token's own at p - n_sink; amount: see `histogram`.
     Returns the scaled products (n, h_kv, g, m, C) fp32.
     """
-    n, h_kv, _, d = k.shape
-    m, c = (1, 1) if centroids is None else centroids.shape[2:4]
-    g = 1 if q is None else q.shape[1] // h_kv
-    tables = torch.empty((n, h_kv, g, m, c), dtype=torch.float32, device=k.device)
+    with device_of(k):
+        g = 1 if q is None else q.shape[1] // k.shape[1]
+        step = prepare_enter(
+            near, ring, cursor, plan, g, far=far, n_sink=n_sink, centroids=centroids, codes=codes, amount=amount,
+            scaling=scaling,
+        )  # fmt: skip
+        return step(k, v, k if q is None else q)
+
+
+def prepare_enter(
+    near: tuple[torch.Tensor, torch.Tensor],
+    ring: int,
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    g: int,
+    *,
+    far: tuple[torch.Tensor, torch.Tensor] | None = None,
+    n_sink: int = 0,
+    centroids: torch.Tensor | None = None,
+    codes: torch.Tensor | None = None,
+    amount: torch.Tensor | None = None,
+    scaling: float = 1.0,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`enter` as a function of k, v and q; without an index q is not read. g: query heads of a KV head."""
     a, b = near
     x, y = near if far is None else far
-    launch(_enter, (n * h_kv * m,), k)(
-        k.contiguous(), v.contiguous(), k if q is None else q.contiguous(), k if centroids is None else centroids,
-        k if codes is None else codes, a, b, x, y, cursor, plan, tables, tables if amount is None else amount,
-        scaling, ring, n_sink, 0 if codes is None else codes.stride(0), 0 if codes is None else codes.stride(1),
-        a.stride(0), a.stride(1), a.stride(2), x.stride(0), x.stride(1), x.stride(2),
-        HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=power_of_2(d // m), G=g,
+    n, h_kv, _, d = a.shape
+    m, c = (1, 1) if centroids is None else centroids.shape[2:4]
+    size, fp32, device = (n, h_kv, g, m, c), torch.float32, a.device
+    run = prepared(
+        _enter, (n * h_kv * m,), HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=power_of_2(d // m), G=g,
         CHUNK=min(64, max(16, power_of_2(c))), SIZE=0 if amount is None else amount.shape[2],
         CODED=centroids is not None, FAR=far is not None,
     )  # fmt: skip
-    return tables
+    lines = (0, 0) if codes is None else (codes.stride(0), codes.stride(1))
+    numbers = (scaling, ring, n_sink, *lines, *(z.stride(i) for z in (a, x) for i in range(3)))
+    tensors = a if centroids is None else centroids, a if codes is None else codes, a, b, x, y, cursor, plan
+
+    def enter(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        tables = torch.empty(size, dtype=fp32, device=device)
+        last = tables if amount is None else amount
+        run(k.contiguous(), v.contiguous(), q.contiguous(), *tensors, tables, last, *numbers)
+        return tables
+
+    return enter
 
 
 def select(
@@ -378,39 +409,76 @@ def select(
     cursor[r] - plan[r][2] - 1. capacity: upper bound of the number of codes. Returns (n, h_kv, widest) int32; row r's first
     plan[r][1] entries are valid.
     """
-    n, h_kv, g, m, c = tables.shape
+    with device_of(codes):
+        return prepare_select(tables.shape, amount, codes, cursor, plan, n_sink, widest, capacity)(tables)
+
+
+def prepare_select(
+    shape: Sequence[int],
+    amount: torch.Tensor | None,
+    codes: torch.Tensor,
+    cursor: torch.Tensor,
+    plan: torch.Tensor,
+    n_sink: int,
+    widest: int,
+    capacity: int,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`select` as a function of tables, whose shape is (n, h_kv, g, m, C)."""
+    n, h_kv, g, m, c = shape
     blocks = max(1, cdiv(capacity, _BLOCK))
     grid = (blocks, n * h_kv)
     line = (n_sink, codes.stride(0), codes.stride(1))
-    level = torch.empty((n, h_kv, 2), dtype=torch.int32, device=codes.device)
+    int32, device = torch.int32, codes.device
     wide = amount is None
     width = blocks * _BLOCK if amount is None else amount.shape[2]
-    bits = torch.empty((n, h_kv, width), dtype=torch.int32, device=codes.device)
-    shape = {"HEADS": h_kv, "M": m, "C": c}
+    sizes = {"HEADS": h_kv, "M": m, "C": c}
     block = {"BLOCK": _BLOCK, "num_warps": 8}
     padded = power_of_2(blocks)
-    if amount is not None:
-        launch(_weigh, (n * h_kv,), codes)(tables, amount, plan, bits, level, **shape, G=g, SIZE=width, num_warps=8)
+    if wide:
+        weigh_wide = _prepare_wide(n, h_kv, g, m, c, codes, cursor, plan, n_sink, blocks)
     else:
-        sums = torch.empty((n, h_kv, g, blocks, 2), dtype=torch.float32, device=codes.device)
-        launch(_wide_sums, grid, codes)(codes, cursor, plan, tables, sums, *line, blocks, **shape, G=g, **block)
-        launch(_wide_weigh, grid, codes)(
-            codes, cursor, plan, tables, sums, bits, *line, blocks, width, **shape, G=g, BLOCKS=padded, **block
-        )
-        # digit by digit, each by the whole device: one program per head would be the slowest part of a long step
-        digits = torch.zeros((n, h_kv, 4, 256), dtype=torch.int32, device=codes.device)
-        for digit in range(4):
-            launch(_wide_digits, grid, codes)(
-                bits, cursor, plan, digits, n_sink, width, HEADS=h_kv, DIGIT=digit, **block
-            )
-        launch(_wide_level, (n * h_kv,), codes)(digits, plan, level, HEADS=h_kv, num_warps=4)
-    counts = torch.empty((n, h_kv, 2, blocks), dtype=torch.int32, device=codes.device)
-    out = torch.empty((n, h_kv, widest), dtype=torch.int32, device=codes.device)
-    launch(_count, grid, codes)(
-        codes, bits, cursor, plan, level, counts, *line, width, blocks, **shape, WIDE=wide, **block
-    )
-    launch(_compact, grid, codes)(
-        codes, bits, cursor, plan, level, counts, out, *line, width, blocks, widest,
-        **shape, BLOCKS=padded, WIDE=wide, **block,
-    )  # fmt: skip
-    return out
+        weigh = prepared(_weigh, (n * h_kv,), **sizes, G=g, SIZE=width, num_warps=8)
+    count = prepared(_count, grid, **sizes, WIDE=wide, **block)
+    compact = prepared(_compact, grid, **sizes, BLOCKS=padded, WIDE=wide, **block)
+
+    def select(tables: torch.Tensor) -> torch.Tensor:
+        level = torch.empty((n, h_kv, 2), dtype=int32, device=device)
+        bits = torch.empty((n, h_kv, width), dtype=int32, device=device)
+        if wide:
+            weigh_wide(tables, bits, level)
+        else:
+            weigh(tables, amount, plan, bits, level)
+        counts = torch.empty((n, h_kv, 2, blocks), dtype=int32, device=device)
+        out = torch.empty((n, h_kv, widest), dtype=int32, device=device)
+        count(codes, bits, cursor, plan, level, counts, *line, width, blocks)
+        compact(codes, bits, cursor, plan, level, counts, out, *line, width, blocks, widest)
+        return out
+
+    return select
+
+
+def _prepare_wide(
+    n: int, h_kv: int, g: int, m: int, c: int, codes: torch.Tensor, cursor: torch.Tensor, plan: torch.Tensor,
+    n_sink: int, blocks: int,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:  # fmt: skip
+    """The part of `select` before its last two kernels, with more joint codes than `_JOINT`: each token has a weight."""
+    grid, width, device = (blocks, n * h_kv), blocks * _BLOCK, codes.device
+    line = (n_sink, codes.stride(0), codes.stride(1))
+    sizes = {"HEADS": h_kv, "M": m, "C": c, "G": g}
+    block = {"BLOCK": _BLOCK, "num_warps": 8}
+    wide_sums = prepared(_wide_sums, grid, **sizes, **block)
+    wide_weigh = prepared(_wide_weigh, grid, **sizes, BLOCKS=power_of_2(blocks), **block)
+    # digit by digit, each by the whole device: one program per head would be the slowest part of a long step
+    wide_digits = [prepared(_wide_digits, grid, HEADS=h_kv, DIGIT=digit, **block) for digit in range(4)]
+    wide_level = prepared(_wide_level, (n * h_kv,), HEADS=h_kv, num_warps=4)
+
+    def weigh(tables: torch.Tensor, bits: torch.Tensor, level: torch.Tensor) -> None:
+        sums = torch.empty((n, h_kv, g, blocks, 2), dtype=torch.float32, device=device)
+        wide_sums(codes, cursor, plan, tables, sums, *line, blocks)
+        wide_weigh(codes, cursor, plan, tables, sums, bits, *line, blocks, width)
+        digits = torch.zeros((n, h_kv, 4, 256), dtype=torch.int32, device=device)
+        for one in wide_digits:
+            one(bits, cursor, plan, digits, n_sink, width)
+        wide_level(digits, plan, level)
+
+    return weigh

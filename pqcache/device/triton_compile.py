@@ -170,20 +170,17 @@ def compile_all(target: int = 90, quick: bool = False, calls: Callable[[bool], N
     """
     built: dict[int, tuple[str, Any]] = {}
 
-    def compile_only(kernel: JITFunction, grid: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> None:
-            binary = JITFunction.run(kernel, *args, grid=grid, warmup=True, **kwargs)
-            built[id(binary)] = (kernel.__name__, binary)
+    def compile_only(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        binary = run(kernel, *args, **{**kwargs, "warmup": True})
+        built[id(binary)] = (kernel.__name__, binary)
 
-        return call
-
-    before = JITFunction.__getitem__
+    run = JITFunction.run
     triton.runtime.driver.set_active(_NoDevice(target))
-    JITFunction.__getitem__ = compile_only
+    JITFunction.run = compile_only
     try:
         calls(quick)
     finally:
-        JITFunction.__getitem__ = before
+        JITFunction.run = run
     return [{"kernel": name, **_resources(binary, target)} for name, binary in built.values()]
 
 

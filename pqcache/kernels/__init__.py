@@ -16,7 +16,8 @@ from functools import cache
 import torch
 
 _MODULES = ("attend", "codes", "dense", "nearest", "packed", "positions", "rank", "runs", "vectors")
-_on = {"compiled": True, "numba": True}  # compiled: any kernel, a GPU's included; numba: the kernels of this package
+# compiled: any kernel, a GPU's included; numba: the kernels of this package
+switches = {"compiled": True, "numba": True}
 
 
 @cache
@@ -51,21 +52,21 @@ def usable() -> bool:
 
 def allowed(*tensors: torch.Tensor) -> bool:
     """Whether compiled kernels, a GPU's included, may serve at all: not switched off, no gradient to record."""
-    return _on["compiled"] and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return switches["compiled"] and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def native(*tensors: torch.Tensor) -> bool:
     """Whether the CPU kernels serve these tensors."""
-    return _on["numba"] and all(t.device.type == "cpu" for t in tensors) and allowed(*tensors) and usable()
+    return switches["numba"] and all(t.device.type == "cpu" for t in tensors) and allowed(*tensors) and usable()
 
 
 @contextlib.contextmanager
 def _off(which: str) -> Iterator[None]:
-    before, _on[which] = _on[which], False
+    before, switches[which] = switches[which], False
     try:
         yield
     finally:
-        _on[which] = before
+        switches[which] = before
 
 
 def plain_torch() -> contextlib.AbstractContextManager[None]:

@@ -182,8 +182,8 @@ class Hooks:
     def before_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """An attention module is about to run: store its context, and let its layer and the next one start early work."""
         module.__dict__.pop(_CONTEXT, None)  # left by a pass that failed between here and the attention function
-        cache = cache_of(kwargs)
-        if cache is None:
+        cache = kwargs.get("past_key_values")
+        if type(cache) is not SelectiveCache and not isinstance(cache, SelectiveCache):
             return
         cos, sin = kwargs["position_embeddings"]
         index: int = module.layer_idx  # type: ignore[assignment]
@@ -198,7 +198,7 @@ class Hooks:
             position_ids=kwargs.get("position_ids"),
             modules=self.modules,
             rotary=self.rotary[index],
-            step=cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
+            step=cache.step or cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
             last_only=cache.last_only and index == len(self.modules) - 1,
         )
         module.__dict__[_CONTEXT] = ctx

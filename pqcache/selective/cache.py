@@ -63,6 +63,7 @@ class SelectiveCache(Cache):
         super().__init__(layers=method.layers(self.shape))
         for layer in self.layers:
             layer.owner = weakref.ref(self)
+        self._checking = [layer for layer in self.layers if type(layer).check_step is not SelectiveLayer.check_step]
         self._forget()
 
     # -- one request ------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class SelectiveCache(Cache):
             return self.step
         try:
             step = self._plan(n, t, None if self.recording else mask)  # looking at a mask would wait for the device
-            for layer in self.layers:
+            for layer in self._checking:
                 layer.check_step(step)
         except ValueError:
             self._open = False
@@ -238,10 +239,12 @@ class SelectiveCache(Cache):
 
     def enter_layer(self, ctx: LayerContext) -> None:
         """The attention module of this context is about to run: its layer and the next one may start what they need."""
-        self.bound = ctx.layer_idx
-        self.layers[ctx.layer_idx].on_layer_input(ctx)
-        if ctx.layer_idx + 1 < len(self.layers):
-            self.layers[ctx.layer_idx + 1].on_previous_input(ctx)
+        index, layers = ctx.layer_idx, self.layers
+        self.bound = index
+        if layers[index].substitute is None:  # a substitute starts nothing early
+            layers[index].on_layer_input(ctx)
+        if index + 1 < len(layers) and layers[index + 1].substitute is None:
+            layers[index + 1].on_previous_input(ctx)
 
     def check_bound(self, layer_idx: int) -> None:
         if self.bound != layer_idx:

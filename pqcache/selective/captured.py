@@ -127,13 +127,13 @@ class CapturedSteps:
             return self.token
         if token is not None:
             self.token.copy_(token, non_blocking=True)
-        with device_of(self.token):
-            if self._ready():
+        if self._ready():
+            with device_of(self.token):
                 self.graph.replay()
-                cache.note_step()  # the host counts while the device works
-                self.logits = self.recorded
-            else:
-                self.logits = self.forward()
+            cache.note_step()  # the host counts while the device works
+            self.logits = self.recorded
+        else:
+            self.logits = self.forward()
         self.columns = cache.columns
         return self.token
 
@@ -144,5 +144,6 @@ class CapturedSteps:
         if self.versions != [step.version for step in self.steps]:
             if self.left < FEW:
                 return False
-            self._capture(self.token)
+            with device_of(self.token):
+                self._capture(self.token)
         return True

@@ -179,10 +179,11 @@ class SelectiveLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Route one call of the attention function to its phase."""
         if ctx.step.decode:
-            out = self._decode(q, k, v, ctx)
-            for observer in ctx.cache.observers:
-                observer(self, q, self.selected)
-            self._show(q, k, v, out, ctx)
+            out, cache = self._decode(q, k, v, ctx), ctx.cache
+            if cache.observers or cache.watchers:
+                for observer in cache.observers:
+                    observer(self, q, self.selected)
+                self._show(q, k, v, out, ctx)
             self.selected = None
             return out
         self.take_back()
@@ -211,13 +212,15 @@ class SelectiveLayer(CacheLayerMixin):
             self.substitute = substitute_for(q, self.step_parts, ctx.cache.ledger)
         elif self.substitute is not None and not self.substitute.serves(q):
             self.take_back()
-        if self.substitute is None:
+        substitute = self.substitute
+        if substitute is None:
             return self.decode(q, k, v, ctx)
-        out, indices = self.substitute.run(q, k, v, ctx.scaling)
-        if not ctx.cache.recording:
-            self.note_step(ctx.cache.ledger)
-        if indices is not None and (ctx.cache.observers or ctx.cache.watchers):
-            self.selected = self.selection_of(self.substitute.positions(indices))
+        out, indices = substitute.run(q, k, v, ctx.scaling)
+        cache = ctx.cache
+        if not cache.recording:
+            self.note_step(cache.ledger)
+        if indices is not None and (cache.observers or cache.watchers):
+            self.selected = self.selection_of(substitute.positions(indices))
         return out
 
     def note_step(self, ledger: Ledger) -> None:
@@ -251,7 +254,8 @@ class SelectiveLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cache = None if self.owner is None else self.owner()
         assert cache is not None
-        cache.check_bound(self.layer_idx)
+        if cache.bound != self.layer_idx:
+            cache.check_bound(self.layer_idx)
         self.is_initialized = True
         self.columns += 0 if cache.recording else key_states.shape[-2]
         return key_states, value_states

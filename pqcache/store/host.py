@@ -241,7 +241,8 @@ class HostStore(RetrievalStore):
 
     def note_token(self, fetched: int) -> None:
         self.lengths = [length + 1 for length in self.lengths]
-        token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in self.sinks)  # bytes: K and V of all heads
+        k, v = self.sinks
+        token = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()  # bytes: K and V of all heads
         self.moved("write_back", len(self.lengths) * token)
         if fetched:
             self.moved("fetch", fetched * token)

@@ -9,9 +9,10 @@ import torch
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
-from pqcache.device import switch, triton_codes, triton_compile
+from pqcache.device import step, switch, triton_attend, triton_codes, triton_compile
 from pqcache.selective import captured
 from pqcache.selective.captured import CapturedSteps
+from tests.device.driven import Driven, made
 
 if torch.cuda.is_available():
     pytest.skip("a second device would be needed", allow_module_level=True)
@@ -34,7 +35,13 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
     there = SimpleNamespace(is_cuda=True, device=SECOND, get_device=lambda: 1)
-    for module in (switch, captured):  # the CPU's tensors stand for the second device's
+    for module in (
+        switch,
+        captured,
+        triton_attend,
+        triton_codes,
+        step,
+    ):  # the CPU's tensors stand for the second device's
         monkeypatch.setattr(module, "device_of", lambda x: own(there))
     return now
 
@@ -42,13 +49,24 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_kernel_is_launched_on_its_tensors_device(current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     launched: dict[str, set[int]] = {}
 
-    def note(kernel, grid):
-        return lambda *args, **options: launched.setdefault(kernel.__name__, set()).add(current[0])
+    def note(kernel, *args, **options):
+        launched.setdefault(kernel.__name__, set()).add(current[0])
 
-    monkeypatch.setattr(type(triton_codes._enter), "__getitem__", note)
+    monkeypatch.setattr(type(triton_codes._enter), "run", note)
     triton_compile.calls(quick=True)
     assert len(launched) >= 15, launched
     assert set().union(*launched.values()) == {1}, launched
+
+
+@pytest.mark.parametrize("store", ["resident", pytest.param("host", marks=pytest.mark.rest)])
+def test_a_prepared_step_is_launched_there_too(current: list[int], monkeypatch: pytest.MonkeyPatch, store: str) -> None:
+    run = Driven(made(store), [60])
+    launched: list[int] = []
+    monkeypatch.setattr(type(triton_codes._enter), "run", lambda *args, **options: launched.append(current[0]))
+    with switch.interpreted():
+        run.step()
+        run.step()
+    assert len(launched) >= 12 and set(launched) == {1} and current == [0]
 
 
 def test_the_current_device_comes_back(current: list[int]) -> None:

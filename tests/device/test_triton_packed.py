@@ -20,7 +20,7 @@ from pqcache.store.codec import TokenCodec
 from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
 from tests.baselines.coded_stores import METHODS as STORES
 from tests.baselines.coded_stores import store_of
-from tests.device.driven import CLOSE, SHAPE, Driven
+from tests.device.driven import CLOSE, DEVICE, SHAPE, Driven
 from tests.device.tables import counted_tables
 from tests.invariants.drive import tokens
 from tests.thin import thin
@@ -28,6 +28,7 @@ from tests.thin import thin
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are the CPU's")
 FIFTH = Budget(ratio=0.2)
 METHODS = {
     "kivi": lambda: KIVI(bits=3, group=8, residual=8),
@@ -80,6 +81,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 # every method of which some store has a layout, and rows of different length
+@on_cpu
 @pytest.mark.parametrize("name", thin(sorted(STORES), 6))
 def test_a_store_that_keeps_its_tensors_is_attended_too(name: str) -> None:
     store = store_of(STORES[name], [40], 5, seed=2)
@@ -105,8 +107,8 @@ def test_a_kernel_packs_the_very_codes_of_the_quantizer(bits: int, group: int | 
         streams = [PackedStream(TokenCodec(bits, group), pack_all_but(2)) for _ in "kv"]
         store = PackedStore(streams[0], streams[1])
         gen.manual_seed(bits)
-        x = torch.randn(1, 1, 12, 24, generator=gen)
-        x[:, :, 9], x[:, :, 10, ::2], x[0, :, 11] = 3.0, 1e6, torch.arange(24) / 2
+        x = torch.randn(1, 1, 12, 24, generator=gen).to(DEVICE)
+        x[:, :, 9], x[:, :, 10, ::2], x[0, :, 11] = 3.0, 1e6, torch.arange(24, device=DEVICE) / 2
         store.append(x[:, :, :9], -x[:, :, :9])
         store.pack()
         with mode():
@@ -117,7 +119,7 @@ def test_a_kernel_packs_the_very_codes_of_the_quantizer(bits: int, group: int | 
                     store.append(*new)
                     store.pack()
                 else:
-                    step.run(torch.zeros(1, 1, 1, 24), *new, 1.0)
+                    step.run(x[:, :, :1], *new, 1.0)
                     step.note()
             if step is not None:
                 assert len(step.packs) == 2
@@ -139,6 +141,7 @@ def test_a_ring_holds_each_token_once() -> None:
         assert [i for tokens, _ in pairs for i in range(tokens.start, tokens.stop)] == list(range(count))
 
 
+@on_cpu
 @pytest.mark.parametrize("name", ["zipcache", pytest.param("kivi", marks=pytest.mark.rest)])
 def test_rings_are_all_that_a_device_holds_more(llama: PreTrainedModel, name: str) -> None:
     ids = torch.tensor([tokens(40, 1)])
@@ -150,6 +153,7 @@ def test_rings_are_all_that_a_device_holds_more(llama: PreTrainedModel, name: st
     assert kernel.resident_bytes == {"device": plain.resident_bytes["device"] + tables.bytes}
 
 
+@on_cpu
 @pytest.mark.rest
 def test_an_evictor_with_a_codec_takes_the_same_way(llama: PreTrainedModel) -> None:
     ids = torch.tensor([tokens(60, 1)])
@@ -163,6 +167,7 @@ def test_an_evictor_with_a_codec_takes_the_same_way(llama: PreTrainedModel) -> N
     assert plain.token_ids == kernel.token_ids and plain.attended_tokens == kernel.attended_tokens
 
 
+@on_cpu
 def test_codes_that_no_kernel_reads_are_decoded() -> None:
     """Ranges that differ within a width, and rows with blocks of their own."""
     segments = ZipCache(budget=FIFTH, gap=3, recompress="segment")

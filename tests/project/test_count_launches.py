@@ -15,7 +15,9 @@ def test_a_step_of_pqcache_takes_no_more_than_it_did() -> None:
     """Fewer of each are welcome: lower the bounds then."""
     torch_kernels, triton, python = count_launches.per_layer("pqcache:store=host")
     assert 20 < torch_kernels <= 33 and triton == 7
-    assert 99 < python <= 199  # transformers' own cache takes 99
+    assert (
+        89 < python <= 130
+    )  # the model's own layer takes 89; the interpreter's launches one more each than the compiler's
 
 
 @pytest.mark.parametrize("row", ["kivi", *(pytest.param(row, marks=pytest.mark.rest) for row in ("zipcache", "gear"))])
