@@ -22,6 +22,7 @@ from pqcache.store.quantizer import (
     quantize,
     unpack_codes,
 )
+from pqcache.store.transfer import send, table
 
 from .widths import Widths, grow
 
@@ -171,7 +172,7 @@ class MixedCodec(Codec):
     def _open_segment(self, subset: Subset, n: int, h_kv: int) -> None:
         """Slots from here on belong to a new segment."""
         device = self.widths.coming[0].device
-        start = torch.tensor(subset.filled or [[0] * h_kv] * n, dtype=torch.int32, device=device)[..., None]
+        start = send(subset.filled or [[0] * h_kv] * n, torch.int32, device)[..., None]
         old = torch.zeros_like(start) if subset.first is None else subset.first
         subset.first = torch.cat([old, start], 2)
 
@@ -216,7 +217,7 @@ class MixedCodec(Codec):
         assert subset.step is not None and subset.low is not None and subset.codes is not None
         top = 2**subset.bits - 1
         minimum, maximum = subset.low.float(), subset.low.float() + top * subset.step.float()
-        held = torch.tensor([any(filled) for filled in subset.filled], device=minimum.device)[:, None, None, None]
+        held = table([any(filled) for filled in subset.filled], minimum.device)[:, None, None, None]
         inside = held.expand_as(minimum).clone()
         minimum, maximum = minimum.masked_fill(~held, torch.inf), maximum.masked_fill(~held, -torch.inf)
         for row, part in enumerate(new):
@@ -325,7 +326,7 @@ class MixedCodec(Codec):
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         salient, slot = self.widths.rank(indices)
         column = torch.arange(indices.shape[2], device=indices.device)
-        valid = column < torch.tensor(counts, device=indices.device)[:, None, None]
+        valid = column < table(counts, indices.device)[:, None, None]
         for which, subset in enumerate(self.subsets):
             if subset.codes is None or subset.step is None or subset.low is None:
                 continue

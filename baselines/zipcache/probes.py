@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.selective.budget import floor_share
+from pqcache.store.transfer import table
 
 PROBES = ("random_recent", "random", "recent", "special", "all")
 BLOCK = 128  # probes whose logits exist at a time
@@ -94,7 +95,7 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
     for start in range(0, len(seen), BLOCK):
         block = seen[start : start + BLOCK]
-        hidden = torch.arange(block[-1], device=k.device)[None] >= torch.tensor(block, device=k.device)[:, None]
+        hidden = torch.arange(block[-1], device=k.device)[None] >= table(block, k.device)[:, None]
         for head in range(h_kv):
             queries = q[head * g : (head + 1) * g, start : start + BLOCK].to(sums.dtype) * scaling
             logits = queries @ k[head, : block[-1]].to(sums.dtype).T  # (g, b, m)

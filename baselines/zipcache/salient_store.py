@@ -11,6 +11,7 @@ from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
 from pqcache.store.layout import Run
 from pqcache.store.packed import PackedStore, PackedStream
+from pqcache.store.transfer import table
 
 from .mixed_codec import MixedCodec
 from .probes import ProbeRule, add_probe_sums
@@ -65,7 +66,7 @@ class SalientStore(PackedStore):
             ]
             probes = [p for p in probes if first <= p < stop]
             if probes:
-                where = torch.tensor(probes, device=q.device)
+                where = table(probes, q.device)
                 new = torch.zeros((h_kv, stop), dtype=sums.dtype, device=q.device)
                 if ctx.probs is not None and probes == list(range(stop)):  # attn=standard has computed them
                     new += ctx.probs[row].sum(1, dtype=new.dtype).unflatten(0, (h_kv, -1)).sum(1)
@@ -94,7 +95,7 @@ class SalientStore(PackedStore):
     def _observe_queries(self, q: torch.Tensor, counts: list[int], h_kv: int) -> None:
         """Raise `query_max` to the largest |q| of a block's real queries, q (n, h, t, d), per KV head and channel."""
         t, size = q.shape[2], q.float().abs().unflatten(1, (h_kv, -1)).amax(2)
-        real = torch.arange(t, device=q.device)[None] >= t - torch.tensor(counts, device=q.device)[:, None]
+        real = torch.arange(t, device=q.device)[None] >= t - table(counts, q.device)[:, None]
         largest = size.masked_fill(~real[:, None, :, None], 0).amax(2)
         self.query_max = largest if self.query_max is None else torch.maximum(self.query_max, largest)
 
@@ -171,7 +172,7 @@ class SalientStore(PackedStore):
                 hi = min(lo + size, slots)
                 inside = None
                 if shortest < hi:
-                    filled = torch.tensor(subset.filled, device=tail.device)[..., None]
+                    filled = table(subset.filled, tail.device)[..., None]
                     inside = torch.arange(lo, hi, device=tail.device) < filled
                 yield k.slots(which, lo, hi), v.slots(which, lo, hi), inside
         yield from self.rest(size, self.k.body)
@@ -203,7 +204,7 @@ class SalientStore(PackedStore):
             column = torch.arange(lo, hi, device=tail.device)
             inside = None
             if min(self.k.tails) < width:
-                inside = column >= width - torch.tensor(self.k.tails, device=tail.device)[:, None, None]
+                inside = column >= width - table(self.k.tails, tail.device)[:, None, None]
             yield tail[:, :, lo:hi], self.v.tail[:, :, lo:hi], inside
 
     # -- rows -------------------------------------------------------------------------------------------------------

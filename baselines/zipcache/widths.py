@@ -8,6 +8,7 @@ import torch
 
 from pqcache.store.buffer import take_tokens
 from pqcache.store.quantizer import pack_codes, popcount, unpack_codes
+from pqcache.store.transfer import table
 
 BLOCK = 64  # tokens per count of salient tokens before them
 
@@ -88,7 +89,7 @@ class Widths:
         """Row r's tokens are now its old indices[r, :, :counts[r]]."""
         bits, _ = self.rank(indices)
         column = torch.arange(indices.shape[2], device=indices.device)
-        self.write(bits & (column < torch.tensor(counts, device=indices.device)[:, None, None]))
+        self.write(bits & (column < table(counts, indices.device)[:, None, None]))
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.marks is not None and self.before is not None:

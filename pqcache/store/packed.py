@@ -12,6 +12,7 @@ from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec, right_align
 from pqcache.store.layout import Run
+from pqcache.store.transfer import table
 
 Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the oldest to pack now
 
@@ -33,7 +34,7 @@ def pack_all_but(residual: int) -> Schedule:
 
 def _rows(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """One number per row, to be compared with indices: (n, 1, 1)."""
-    return torch.tensor(values, device=device)[:, None, None]
+    return table(values, device)[:, None, None]
 
 
 class PackedStream:

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from baselines.clusterkv import ClusterKV
 from baselines.h2o import H2O
 from baselines.infllm import InfLLM
+from baselines.kivi import KIVI
 from baselines.quest import Quest
+from baselines.zipcache import ZipCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.invariants.drive import tokens
 
@@ -19,6 +21,8 @@ METHODS = {
     "h2o": lambda: H2O(budget=Budget(ratio=0.3)),
     "clusterkv": lambda: ClusterKV(budget=Budget(ratio=0.3), n_sink=4, clusters=5),
     "infllm": lambda: InfLLM(budget=Budget(ratio=0.5)),
+    "kivi": lambda: KIVI(group=8, residual=16),
+    "zipcache": lambda: ZipCache(budget=Budget(ratio=0.2)),
 }
 
 
