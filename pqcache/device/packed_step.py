@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 
 from pqcache.device.step import serves
-from pqcache.device.switch import power_of_2, still_served
+from pqcache.device.switch import HERE, device_of, power_of_2, still_served
 from pqcache.store.layout import Codes, Run
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from pqcache.store.transfer import send
@@ -104,6 +104,8 @@ class PackedStep:
         self.counts: torch.Tensor | None = None
         self.served = True
         self._key: tuple = ()
+        self.chain: tuple | None = None  # the launches of a step, until a tensor moves
+        self.shaped: tuple = ()  # the queries that they were made for
         self._lend()
 
     @classmethod
@@ -190,7 +192,7 @@ class PackedStep:
             for x in (each.counts, each.splits, *each.arguments, *each.sizes.values())
         )
         if key != self._key:
-            self._key, self.version = key, self.version + 1
+            self._key, self.version, self.chain = key, self.version + 1, None
 
     def _packed_here(self) -> list[tuple[PackedStream, int]]:
         return [((self.store.k, self.store.v)[of_values], residual) for of_values, residual in self.packs]
@@ -212,17 +214,29 @@ class PackedStep:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the token k, v (n, h_kv, 1, d), attend q (n, h, 1, d) to everything: (n, 1, h, d). `note` must follow."""
-        from pqcache.device import triton_packed
+        if self.packs and self.store.length >= self.room:
+            self.reserve(self.store.length + 1)
+        device = device_of(q)
+        if device is HERE:
+            return self._launch(q, k, v, scaling), None
+        with device:
+            return self._launch(q, k, v, scaling), None
 
-        length = self.store.length + 1
-        if self.packs and length > self.room:
-            self.reserve(length)
-        triton_packed.add_exact(k, v, self.last)
-        out, lse = triton_packed.attend(q, self.lists, scaling)
-        for of_values, residual in self.packs:
-            triton_packed.pack_oldest(self.last, of_values, residual)
+    def _launch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        key = scaling, q.shape, q.dtype
+        if self.chain is None or key != self.shaped:
+            from pqcache.device import triton_packed
+
+            packs = [triton_packed.prepare_pack(self.last, of_values, residual) for of_values, residual in self.packs]
+            attend = triton_packed.prepare_attend(q, self.lists, scaling)
+            self.chain, self.shaped = (triton_packed.prepare_add(self.last), attend, packs), key
+        add, attend, packs = self.chain
+        add(k, v)
+        out, lse = attend(q)
+        for pack in packs:
+            pack()
         self.seen = q, lse, scaling
-        return out, None
+        return out
 
     def note(self) -> float:
         """Count one more step, and do the host's part of it. Returns the tokens it attended, mean over rows."""

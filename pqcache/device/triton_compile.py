@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest, triton_packed, triton_sums
+from pqcache.device.switch import device_of
 from pqcache.store.layout import Codes, LowRank, Outliers
 from pqcache.store.quantizer import packed_width
 
@@ -156,11 +158,14 @@ def _packed(dtype: torch.dtype, n: int, h_kv: int, g: int, d: int, quick: bool) 
     new, q = torch.zeros((n, h_kv, 1, d), dtype=dtype), torch.zeros((n, h_kv * g, 1, d), dtype=dtype)
     for k, v in pairs:
         last = triton_packed.TokenList(k, v, exact, counts, tokens)
-        triton_packed.add_exact(new, new, last)
+        launches = [partial(triton_packed.prepare_add(last), new, new)]
         triton_packed.attend(q, [last], 1.0)
         for of_values, codes in enumerate((k, v)):
             if codes is not None and triton_packed.can_pack(codes):
-                triton_packed.pack_oldest(last, bool(of_values), ring - 1)
+                launches.append(triton_packed.prepare_pack(last, bool(of_values), ring - 1))
+        with device_of(new):
+            for launch in launches:
+                launch()
 
 
 def compile_all(target: int = 90, quick: bool = False, calls: Callable[[bool], None] = calls) -> list[dict[str, Any]]:

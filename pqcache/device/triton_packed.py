@@ -9,13 +9,15 @@ replayed. The reference is `pqcache.selective.quantization.attend_coded` over `P
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import launch, power_of_2
+from pqcache.device.switch import device_of, power_of_2, prepared
 from pqcache.device.triton_attend import splits_for
 from pqcache.store.layout import Codes
 
@@ -389,41 +391,59 @@ def _sizes(codes: Codes | None) -> dict[str, int]:
 
 def attend(q: torch.Tensor, lists: list[TokenList], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q (n, h, 1, d) over all tokens of all lists: out (n, 1, h, d), and lse (n, h, 1) fp32."""
+    with device_of(q):
+        return prepare_attend(q, lists, scaling)(q)
+
+
+def prepare_attend(
+    q: torch.Tensor, lists: list[TokenList], scaling: float
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """`attend` as a function of queries like q, for as long as no tensor of the lists moves."""
     n, h, _, d = q.shape
     h_kv = lists[0].counts.shape[1]
-    g = h // h_kv
-    splits = sum(each.splits for each in lists)
-    parts = torch.empty((n, h_kv, splits, g, d), dtype=torch.float32, device=q.device)
-    lse = torch.empty((n, h_kv, splits, g), dtype=torch.float32, device=q.device)
-    out = torch.empty((n, 1, h, d), dtype=q.dtype, device=q.device)
-    joined = torch.empty((n, h, 1), dtype=torch.float32, device=q.device)
-    q = q.contiguous()
+    g, splits = h // h_kv, sum(each.splits for each in lists)
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
     wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"
-    base = 0
+    launches, base = [], 0
     for each in lists:
-        launch(_attend_packed, (n * h_kv, each.splits), q)(
-            q, each.counts, parts, lse, scaling, splits, each.splits, base, *each.arguments,
-            HEADS=h_kv, G=g, D=d, DIMS=max(16, power_of_2(d)), ROWS=max(_ROWS, power_of_2(g)),
-            TILE=_TILE * 2 // q.dtype.itemsize, WIDE=wide, HALF=q.dtype == torch.float16, **each.sizes, num_warps=4, num_stages=2,
+        run = prepared(
+            _attend_packed, (n * h_kv, each.splits), HEADS=h_kv, G=g, D=d, DIMS=max(16, power_of_2(d)),
+            ROWS=max(_ROWS, power_of_2(g)), TILE=_TILE * 2 // q.dtype.itemsize, WIDE=wide, HALF=q.dtype == torch.float16,
+            **each.sizes, num_warps=4, num_stages=2,
         )  # fmt: skip
+        launches.append((run, each.counts, (scaling, splits, each.splits, base, *each.arguments)))
         base += each.splits
-    launch(_join, (n * h,), q)(parts, lse, out, joined, splits, G=g, D=d, DIMS=power_of_2(d), SPLITS=power_of_2(splits))
-    return out, joined
+    join = prepared(_join, (n * h,), G=g, D=d, DIMS=power_of_2(d), SPLITS=power_of_2(splits))
+    size, fp32, dtype, device = (n, h_kv, splits, g, d), torch.float32, q.dtype, q.device
+
+    def attend(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts, lse = torch.empty(size, dtype=fp32, device=device), torch.empty(size[:4], dtype=fp32, device=device)
+        out = torch.empty((n, 1, h, d), dtype=dtype, device=device)
+        joined = torch.empty((n, h, 1), dtype=fp32, device=device)
+        q = q.contiguous()
+        for run, counts, rest in launches:
+            run(q, counts, parts, lse, *rest)
+        join(parts, lse, out, joined, splits)
+        return out, joined
+
+    return attend
 
 
-def add_exact(k: torch.Tensor, v: torch.Tensor, target: TokenList) -> None:
-    """One token per row, k and v (n, h_kv, 1, d), exact, at the end of a list."""
-    n, h_kv, _, d = k.shape
-    exact_k, exact_v = target.exact
-    launch(_add_exact, (n * h_kv,), k)(
-        k.contiguous(), v.contiguous(), target.counts, exact_k, exact_v, exact_k.shape[2], exact_v.shape[2],
-        D=d, DIMS=power_of_2(d),
-    )  # fmt: skip
+def prepare_add(target: TokenList) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A function that puts one token per row, k and v (n, h_kv, 1, d), exact, at the end of a list."""
+    counts, (exact_k, exact_v) = target.counts, target.exact
+    n, h_kv, ring, d = exact_k.shape
+    run = prepared(_add_exact, (n * h_kv,), D=d, DIMS=power_of_2(d))
+    rest = counts, exact_k, exact_v, ring, exact_v.shape[2]
+
+    def add(k: torch.Tensor, v: torch.Tensor) -> None:
+        run(k.contiguous(), v.contiguous(), *rest)
+
+    return add
 
 
 def can_pack(codes: Codes) -> bool:
-    """Whether `pack_oldest` makes such codes: each token by itself, groups of 2^i channels or one of all, whole words."""
+    """Whether a kernel makes such codes: each token by itself, groups of 2^i channels or one of all, whole words."""
     step = codes.token_step
     if step is None or codes.channel_step is not None or codes.outliers is not None or codes.low_rank is not None:
         return False
@@ -431,15 +451,16 @@ def can_pack(codes: Codes) -> bool:
     return codes.d % 8 == 0 and (step.shape[3] == 1 or (group >= 8 and group == power_of_2(group)))
 
 
-def pack_oldest(target: TokenList, of_values: bool, residual: int) -> None:
-    """Rows with more than `residual` exact tokens of a stream code the oldest of them, in place: step one of its codes."""
+def prepare_pack(target: TokenList, of_values: bool, residual: int) -> Callable[[], None]:
+    """A launch by which rows with more than `residual` exact tokens of a stream code the oldest of them, in place."""
     codes, exact = target.v if of_values else target.k, target.exact[of_values]
     assert codes is not None and codes.token_step is not None
     n, h_kv, _, d = exact.shape
     word, size = (8 // codes.bits, 1) if 8 % codes.bits == 0 else (8, codes.bits)
-    launch(_pack_oldest, (n * h_kv,), exact)(
-        exact, codes.codes, codes.token_step, codes.token_low, target.counts, exact.shape[2], residual,
-        *(x.stride(i) for x in (codes.codes, codes.token_step) for i in range(3)),
-        HEADS=h_kv, D=d, DIMS=max(16, power_of_2(d)), BITS=codes.bits, BYTES=codes.codes.shape[3],
+    run = prepared(
+        _pack_oldest, (n * h_kv,), HEADS=h_kv, D=d, DIMS=max(16, power_of_2(d)), BITS=codes.bits, BYTES=codes.codes.shape[3],
         GROUPS=codes.token_step.shape[3], WORD=word, SIZE=size, COLUMN=2 if of_values else 1, num_warps=1,
     )  # fmt: skip
+    tensors = exact, codes.codes, codes.token_step, codes.token_low, target.counts
+    strides = [x.stride(i) for x in (codes.codes, codes.token_step) for i in range(3)]
+    return partial(run, *tensors, exact.shape[2], residual, *strides)

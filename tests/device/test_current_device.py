@@ -9,10 +9,11 @@ import torch
 
 if sys.platform != "linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
-from pqcache.device import step, switch, triton_attend, triton_codes, triton_compile
+from baselines.kivi import KIVI
+from pqcache.device import packed_step, step, switch, triton_attend, triton_codes, triton_compile, triton_packed
 from pqcache.selective import captured
 from pqcache.selective.captured import CapturedSteps
-from tests.device.driven import Driven, made
+from tests.device.driven import SHAPE, Driven, made
 
 if torch.cuda.is_available():
     pytest.skip("a second device would be needed", allow_module_level=True)
@@ -35,13 +36,8 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
     there = SimpleNamespace(is_cuda=True, device=SECOND, get_device=lambda: 1)
-    for module in (
-        switch,
-        captured,
-        triton_attend,
-        triton_codes,
-        step,
-    ):  # the CPU's tensors stand for the second device's
+    for module in (switch, captured, triton_attend, triton_codes, triton_packed, triton_compile, packed_step, step):
+        # the CPU's tensors stand for the second device's
         monkeypatch.setattr(module, "device_of", lambda x: own(there))
     return now
 
@@ -58,15 +54,15 @@ def test_every_kernel_is_launched_on_its_tensors_device(current: list[int], monk
     assert set().union(*launched.values()) == {1}, launched
 
 
-@pytest.mark.parametrize("store", ["resident", pytest.param("host", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("store", ["codes", "resident", pytest.param("host", marks=pytest.mark.rest)])
 def test_a_prepared_step_is_launched_there_too(current: list[int], monkeypatch: pytest.MonkeyPatch, store: str) -> None:
-    run = Driven(made(store), [60])
+    run = Driven(KIVI(group=8, residual=8).make_layer(0, SHAPE) if store == "codes" else made(store), [60])
     launched: list[int] = []
     monkeypatch.setattr(type(triton_codes._enter), "run", lambda *args, **options: launched.append(current[0]))
     with switch.interpreted():
         run.step()
         run.step()
-    assert len(launched) >= 12 and set(launched) == {1} and current == [0]
+    assert len(launched) >= 8 and set(launched) == {1} and current == [0]
 
 
 def test_the_current_device_comes_back(current: list[int]) -> None:
