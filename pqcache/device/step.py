@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -116,7 +116,7 @@ class DeviceStep:
         sinks = near if lent.sinks is None else lent.sinks
         one = far is None  # one buffer for sinks, chosen tokens and local window
         ring = near[0].shape[2]
-        sizes = {"ring": ring, "scaling": scaling, "one": one, "advance": True}
+        sizes: dict[str, Any] = {"ring": ring, "scaling": scaling, "one": one, "advance": True}
         if self.codes is None:
             enter = triton_codes.prepare_enter(near, ring, cursor, plan, 1, far=far, n_sink=n_sink)
             attend = triton_attend.prepare_attend(q, sinks, None, near, cursor, plan, tokens=ring, widest=0, **sizes)

@@ -158,7 +158,7 @@ def _packed(dtype: torch.dtype, n: int, h_kv: int, g: int, d: int, quick: bool) 
     new, q = torch.zeros((n, h_kv, 1, d), dtype=dtype), torch.zeros((n, h_kv * g, 1, d), dtype=dtype)
     for k, v in pairs:
         last = triton_packed.TokenList(k, v, exact, counts, tokens)
-        launches = [partial(triton_packed.prepare_add(last), new, new)]
+        launches: list[Callable[[], None]] = [partial(triton_packed.prepare_add(last), new, new)]
         triton_packed.attend(q, [last], 1.0)
         for of_values, codes in enumerate((k, v)):
             if codes is not None and triton_packed.can_pack(codes):
