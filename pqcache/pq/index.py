@@ -51,6 +51,7 @@ class PQIndex(Index):
         self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
+        self.refits = 0  # how often rows were clustered again during the answer
         self.building: _Building | None = None
         self.far: FarCodes | None = None
 
@@ -88,14 +89,31 @@ class PQIndex(Index):
         counts = [max(0, length - self.method.n_sink) for length in lengths]
         due = [r for r in rows if counts[r] > 2**self.method.b]
         if due:
-            self.wait()
-            self._note_fit(counts, due, ctx)
-            self._start(self.layer.store.view()[0], counts, due, ctx)
-            assert self.building is not None
-            # a store in few bits has lost the keys that the other rows' codes are of
-            self.building.rows = {r: counts[r] for r in due}
-            self.wait()
+            self._fit_now(self.layer.store.view()[0], counts, due, ctx)
         return [self.fitted[r] > 0 for r in rows]
+
+    def _fit_now(self, k: torch.Tensor | None, counts: list[int], due: list[int], ctx: LayerContext) -> None:
+        """Cluster rows `due` during the answer, as `_start` does. The step waits for it."""
+        self.wait()
+        self._note_fit(counts, due, ctx)
+        self._start(k, counts, due, ctx)
+        assert self.building is not None
+        # a store in few bits has lost the keys that the other rows' codes are of
+        self.building.rows = {r: counts[r] for r in due}
+        self.wait()
+
+    def _refit(self, lengths: list[int], ctx: LayerContext) -> None:
+        """Cluster again, over all keys so far, the rows that got `refit_every` tokens since their last fit."""
+        every = self.method.refit_every
+        counts = [max(0, length - self.method.n_sink) for length in lengths]
+        rows = zip(counts, self.fitted, self.layer.dense, strict=True)
+        due = [r for r, (count, fitted, dense) in enumerate(rows) if fitted and not dense and count - fitted >= every]
+        if not due:
+            return
+        self._fit_now(None, counts, due, ctx)
+        self.refits += 1
+        facts = ctx.cache.ledger.facts
+        facts["refits"] = max(self.refits, facts.get("refits", 0))
 
     def _note_fit(self, counts: list[int], due: list[int], ctx: LayerContext) -> None:
         """Rows `due` are about to be clustered, with counts[r] keys."""
@@ -115,20 +133,26 @@ class PQIndex(Index):
         """Whether `past` tokens and the current one have no more keys after the sinks than there are centroids."""
         return past + 1 - self.method.n_sink <= 2**self.method.b
 
-    def _start(self, k: torch.Tensor, counts: list[int], due: list[int], ctx: LayerContext) -> None:
-        """Start the fit on the device where K-Means runs. A store on the host has the keys there already."""
+    def _start(self, k: torch.Tensor | None, counts: list[int], due: list[int], ctx: LayerContext) -> None:
+        """Start the fit on the device where K-Means runs. A store on the host has the keys there already.
+
+        k (n, h_kv, >= tokens, d): all keys from the first token on; None: those after the sinks are read from the store.
+        """
         assert self.centroids is not None and self.codes is not None
-        method, ledger, lanes = self.method, ctx.cache.ledger, ctx.cache.lanes.on(k.device)
-        home = self.codes.data.device
-        where = k.device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
-        old, longest, code_dtype = self.centroids, max(counts), self.codes.data.dtype
-        keys, written, sources = k[:, :, method.n_sink : method.n_sink + longest], NOTHING, [k, old]
-        assert self.layer.store is not None
-        if where.type != k.device.type:
-            on_host = self.layer.store.host_keys(longest) if where.type == "cpu" else None
-            if on_host is not None:
-                (keys, written), sources = on_host, [old]
-            else:
+        method, ledger, device = self.method, ctx.cache.ledger, ctx.hidden.device if k is None else k.device
+        lanes, home = ctx.cache.lanes.on(device), self.codes.data.device
+        where = device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
+        old, longest, code_dtype, sink = self.centroids, max(counts), self.codes.data.dtype, method.n_sink
+        store = self.layer.store
+        assert store is not None
+        crosses = where.type != device.type
+        on_host = store.host_keys(longest) if where.type == "cpu" and (crosses or k is None) else None
+        if on_host is not None:
+            (keys, written), sources = on_host, [old]
+        else:
+            keys = store.keys(sink, sink + longest) if k is None else k[:, :, sink : sink + longest]
+            written, sources = NOTHING, [keys, old]
+            if crosses:
                 ledger.move("index_input", keys.numel() * keys.element_size())
         if where.type != home.type:
             code_bytes = len(counts) * self.codes.data.shape[1] * longest * code_dtype.itemsize
@@ -142,7 +166,7 @@ class PQIndex(Index):
             )  # fmt: skip
             return fitted._replace(centroids=fitted.centroids.to(home), codes=fitted.codes.to(home))
 
-        self.building = _Building(lanes.build(work, *sources), ledger, k.device, lanes.asynchronous)
+        self.building = _Building(lanes.build(work, *sources), ledger, device, lanes.asynchronous)
 
     def wait(self) -> None:
         self._take_over()
@@ -173,11 +197,17 @@ class PQIndex(Index):
         ledger.index_work_s += fitted.seconds
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        """The new token gets its codes at once; it is ranked once it has left the local window."""
+        """The new token gets its codes at once; it is ranked once it has left the local window. See also refit_every."""
         self._take_over()
-        assert self.codes is not None
         if not any(self.fitted):
             return
+        self._encode(k, lengths)
+        if self.method.refit_every:
+            self._refit(lengths, ctx)
+
+    def _encode(self, k: torch.Tensor, lengths: list[int]) -> None:
+        """Store the codes of one new token per row, k (n, h_kv, 1, d)."""
+        assert self.codes is not None
         if self.far is not None:
             self.far.end_step()
         codes = codebook.encode(k, self.near()[0]).flatten(1, 2).to(self.codes.data.dtype)
@@ -277,7 +307,7 @@ class PQIndex(Index):
 
     def pq_codes(self) -> PQCodes | None:
         self._take_over()
-        if self.far is not None:
+        if self.far is not None or self.method.refit_every:  # centroids that change: no kernel's step knows of it
             return None
         if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
             return None

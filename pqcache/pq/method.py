@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pqcache.fields import added
 from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.budget import Plan, floor_share, partition_plan
@@ -26,7 +27,8 @@ class PQCache(RetrievalMethod):
 
     Candidates are ranked by softmax over the candidates per query head, summed over the group, as in the released code. The
     paper ranks by scores before the softmax (section 3.1) and does not say how a group's heads share one choice; for one query
-    head per KV head both are the same. Centroids are fitted to the prompt; the code of a later key is its nearest centroid.
+    head per KV head both are the same. Centroids are fitted to the prompt; the code of a later key is its nearest centroid, until
+    refit_every, which is not in the paper, clusters again.
 
     protocol=release rounds window and selected tokens down separately (together a token less at most), and its block cache is
     LFU. The paper has no numbers for sinks and window; protocol=paper takes those of the released scripts, as aligned does.
@@ -67,6 +69,9 @@ class PQCache(RetrievalMethod):
     # where centroids and codes are: resident (on the device) | host (a copy is sent for each step while the layer before runs,
     # section 3.4)
     codes_store: str = "resident"
+    # cluster again, over all keys so far, after every so many generated tokens; 0: never, as published. The step waits for it,
+    # and steps are not done by kernels on the device
+    refit_every: int = added(0, absent=0)
 
     def fill(self) -> None:
         if self.cache_policy is None:
@@ -80,6 +85,7 @@ class PQCache(RetrievalMethod):
         self.require("max_iter", rounds or self.max_iter == "adaptive", "an int >= 1 or adaptive")
         self.require("tol", self.tol >= 0, "a float >= 0")
         self.require_one_of("codes_store", CODES_STORES)
+        self.require("refit_every", self.refit_every >= 0, "an int >= 0")
         self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")
