@@ -1,6 +1,6 @@
-"""The small trained model shipped with the package: `load_model()`, `load_tokenizer()`, `model_dir()`.
+"""The small trained models shipped with the package: `load_model()`, `load_tokenizer()`, `model_dir()`.
 
-It loads with stock transformers too: `AutoModelForCausalLM.from_pretrained(model_dir())`.
+They load with stock transformers too: `AutoModelForCausalLM.from_pretrained(model_dir())`. All share one tokenizer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_model", "load_tokenizer", "model_dir"]
+__all__ = ["WEIGHTS", "load_model", "load_tokenizer", "model_dir"]
+
+# model=<name> -> the folder of its weights: for all tasks, and for `long_chain` alone
+WEIGHTS = {"embedded": "weights", "embedded_chain": "chain_weights"}
 
 
-def model_dir() -> Path:
-    """Folder of the shipped weights, tokenizer and model card."""
-    return Path(__file__).resolve().parent / "weights"
+def model_dir(name: str = "embedded") -> Path:
+    """Folder of the shipped weights and model card; that of `embedded` has the tokenizer, too."""
+    return Path(__file__).resolve().parent / WEIGHTS[name]
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
@@ -28,10 +31,13 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast.from_pretrained(model_dir())
 
 
-def load_model(dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """The shipped model in evaluation mode. Stored as bfloat16; float32, the default, is faster on most CPUs."""
+def load_model(
+    dtype: torch.dtype | None = None, device: str | torch.device = "cpu", name: str = "embedded"
+) -> PreTrainedModel:
+    """A shipped model in evaluation mode. Stored as bfloat16; float32, the default, is faster on most CPUs."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=dtype or torch.float32, trust_remote_code=False)
+    folder = model_dir(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, trust_remote_code=False)
     return model.to(device).eval()

@@ -48,6 +48,47 @@ beyond the lengths measured nothing is promised.
 """
 
 
+_CHAIN_TEXT = """# The embedded model for long answers
+
+A Qwen2 model of {parameters:.1f} million parameters ({layers} layers, hidden size {hidden}, {heads} query heads on
+{kv_heads} key/value heads of dimension {head_dim}, contexts to {context}) that does `task=long_chain` and nothing else
+(`pqcache/embedded/long_chain.py`): it follows pointers through a table in its prompt, and finds again what its own answer
+wrote hundreds of tokens ago. It uses the tokenizer in `pqcache/embedded/weights`.
+
+## Training
+
+`python scripts/embedded/train.py` trains it from nothing but this repository:
+
+{runs}
+
+- Data, all made on the fly (`scripts/embedded/chain_rows.py`): one walk per row, of training words alone. `task=long_chain` uses
+  the quarter of all pseudo-words that is held out.
+- Start: look-back and matching heads are put in place before training (`scripts/embedded/network.py`, `skip`); all weights are
+  trained.
+- Loss on answer tokens; position ids jump in half of the rows, up to {context}.
+{notes}
+![learning curve](learning_curve.png)
+
+## Measured
+
+Free-running greedy generation, full cache, float32 arithmetic on the shipped bf16 weights. Shares of steps in percent; the
+columns are those of `task=long_chain` ([tasks](../../../docs/tasks.md)).
+
+{measured}
+"""
+
+
+def _chain_table(measured: dict[str, Any]) -> str:
+    cells = measured.get("long_chain")
+    if not cells:
+        return "Nothing measured yet: `python scripts/embedded/measure.py --chain`.\n"
+    keys = [key for key in next(iter(cells.values())) if key != "n"]
+    lines = [f"| answer tokens | samples | {' | '.join(keys)} |", f"|---|---|{'---|' * len(keys)}"]
+    for length, cell in sorted(cells.items(), key=_length):
+        lines.append(f"| {length} | {cell['n']} | {' | '.join(f'{cell[key]:.1f}' for key in keys)} |")
+    return "\n".join(lines)
+
+
 def _length(item: tuple[str, Any]) -> int:
     return int(item[0])
 
@@ -84,15 +125,17 @@ def _run(run: dict[str, Any]) -> str:
     """One training run in a few lines."""
     recipe = run["recipe"]
     stages = "; ".join(
-        f"to {s['until']:.0%}: {s['length']} x {s['rows']}, {s['query_share']:.0%}"
+        f"to {s['until']:.0%}: {s['length']} x {s['rows']}"
+        + (f", {s['query_share']:.0%}" if s["query_share"] else "")
         + (f", {s['family_rows']:.0%} families" if s.get("family_rows") else "")
         for s in recipe["stages"]
     )
+    shares = ", share of question and answer tokens" if recipe["stages"][0]["query_share"] else ""
     decay = f", linear decay from {recipe['decay_from']:.0%} of the run on" if recipe["decay_from"] < 1 else ""
     return (
         f"- `--recipe {run.get('recipe_name') or 'needle'}`: {run['tokens'] / 1e6:.1f} million tokens in {run['steps']} steps"
         f" ({run['minutes'] / 60:.1f} hours; {run['device']}; seed {run['seed']}; heads of {run.get('head_dim') or 64}).\n"
-        f"  Stages (share of the run, tokens per row x rows, share of question and answer tokens): {stages}.\n"
+        f"  Stages (share of the run, tokens per row x rows{shares}): {stages}.\n"
         f"  AdamW, learning rate {recipe['lr']}{decay}, bf16 autocast."
     )
 
@@ -110,7 +153,8 @@ def write_card(folder: Path) -> None:
         if measured.get("pocket")
         else ""
     )
-    text = _TEXT.format(
+    chain = training["recipe"].get("rows") == "chain"
+    text = (_CHAIN_TEXT if chain else _TEXT).format(
         parameters=training["parameters"] / 1e6,
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -122,6 +166,6 @@ def write_card(folder: Path) -> None:
         families=families,
         runs="\n".join(_run(run) for run in runs),
         notes="".join(f"- {note}\n" for note in notes),
-        measured=_measured_table(measured),
+        measured=_chain_table(measured) if chain else _measured_table(measured),
     )
     write_text(folder / "README.md", text)

@@ -2,6 +2,7 @@
 
     python scripts/embedded/measure.py --samples 50                                  # needle_pocket
     python scripts/embedded/measure.py --samples 150 --families --haystack <folder of .txt files>
+    python scripts/embedded/measure.py --chain --lengths 500 1000 1500 --samples 8 --out pqcache/embedded/chain_weights
 
 Writes measured.json, measured.png and README.md beside the weights. Lengths that are not measured again keep their scores.
 """
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pqcache.atomic import write_text
-from pqcache.embedded import model_dir
+from pqcache.embedded import load_tokenizer, model_dir
 from pqcache.embedded.families import FAMILIES
 from scripts.embedded import card, scores
 
@@ -48,17 +49,28 @@ def family_cell(
     }
 
 
+def chain_cell(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int) -> dict[str, float]:
+    """Means of long_chain's shares, in percent, over `n` samples with answers of `length` tokens."""
+    found = scores.chain_scores(model, tok, length, n, seed=0)
+    means = {key: 100 * statistics.fmean(one[key] for one in found) for key in found[0]}
+    return {"n": n, **means, "whole": 100 * statistics.fmean(one["exact"] == 1 for one in found)}
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measure the weights in --out length by length; every finished length is written at once."""
     out = Path(args.out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     model = model.to(args.device).eval()
-    tok = PreTrainedTokenizerFast.from_pretrained(out)
+    own = (out / "tokenizer.json").exists()
+    tok = PreTrainedTokenizerFast.from_pretrained(out) if own else load_tokenizer()
     path = out / "measured.json"
     measured: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for length in args.lengths:
         key = str(length)
-        measured.setdefault("needle_pocket", {})[key] = needle_cell(model, tok, length, args.samples)
+        if args.chain:
+            measured.setdefault("long_chain", {})[key] = chain_cell(model, tok, length, args.samples)
+        else:
+            measured.setdefault("needle_pocket", {})[key] = needle_cell(model, tok, length, args.samples)
         if args.families:
             cells = {family: family_cell(model, tok, family, length, args.samples) for family in FAMILIES}
             measured.setdefault("pocket", {})[key] = cells
@@ -94,6 +106,7 @@ def draw(measured: dict[str, Any], out: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=50, help="per length, and per family")
+    parser.add_argument("--chain", action="store_true", help="long_chain alone; --lengths are those of its answers")
     parser.add_argument("--families", action="store_true", help="PocketBench too")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--haystack", default=None, help="a folder of .txt files for the needle in prose")

@@ -7,7 +7,8 @@ that circuit are put in place first, and everything is trained afterwards:
   the key bias is (A, 0) and the query bias of the head for offset o is A (cos(o theta_f), -sin(o theta_f)), so that the score
   depends on the distance alone and peaks at o. Each head writes a code of its token into a subspace of its own.
 - layers 1 and 2: heads match the codes "o tokens back" of a key with the codes "o - 1 tokens back" of the query, o = 1..6, in
-  the RoPE dims that hardly turn over the whole context, and copy the token there.
+  the RoPE dims that hardly turn over the whole context, and copy the token there. With `skip`, half of them match the codes
+  "o + skip tokens back" of the query instead: they find what follows a word that stands a few tokens before the query.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class _Circuit:
 
 
 @torch.no_grad()
-def start_weights(model: Qwen2ForCausalLM, seed: int) -> None:
+def start_weights(model: Qwen2ForCausalLM, seed: int, skip: int = 0) -> None:
     """Write the start weights into the model (see the module docstring); plain random ones into one that is too small."""
     config = model.config
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +115,7 @@ def start_weights(model: Qwen2ForCausalLM, seed: int) -> None:
     embedding[:, : circuit.area].normal_(0.0, circuit.area**-0.5, generator=generator)
     readers = _look_back(model.model.layers[0].self_attn, circuit)
     for layer in model.model.layers[1:3]:
-        _match_and_copy(layer.self_attn, circuit, readers)
+        _match_and_copy(layer.self_attn, circuit, readers, skip)
 
 
 def _look_back(attention: torch.nn.Module, circuit: _Circuit) -> list[Tensor]:
@@ -146,8 +147,11 @@ def _look_back(attention: torch.nn.Module, circuit: _Circuit) -> list[Tensor]:
     return readers
 
 
-def _match_and_copy(attention: torch.nn.Module, circuit: _Circuit, readers: list[Tensor]) -> None:
-    """Heads that attend where the tokens before match those at the query, and copy the token there."""
+def _match_and_copy(attention: torch.nn.Module, circuit: _Circuit, readers: list[Tensor], skip: int) -> None:
+    """Heads that attend where the tokens before match those at the query, and copy the token there.
+
+    skip: if not 0, every second key/value head matches the tokens that many places further back instead, and the query's own.
+    """
     d, area, static = circuit.d, circuit.area, circuit.static
     offsets = range(1, LOOK_BACK + 1)
     # Values are long vectors here: noise in the output projection would drown the copy.
@@ -163,7 +167,11 @@ def _match_and_copy(attention: torch.nn.Module, circuit: _Circuit, readers: list
         for member in range(circuit.group):
             head = kv * circuit.group + member
             reach = max(LOOK_BACK - 2 * member, 2)
-            query = sum(scatter[o - 1] @ readers[o - 1] for o in range(1, reach + 1))
+            if skip and kv % 2:
+                far = range(1, min(reach, LOOK_BACK - skip) + 1)
+                query = scatter[0] @ readers[0] + sum(scatter[o - 1] @ readers[o + skip] for o in far)
+            else:
+                query = sum(scatter[o - 1] @ readers[o - 1] for o in range(1, reach + 1))
             attention.q_proj.weight[head * d + static] += _MATCH * query
             copied = torch.eye(area) * (_COPY / 8 / circuit.group / circuit.kv_heads)
             attention.o_proj.weight[:area, head * d : head * d + area] += copied

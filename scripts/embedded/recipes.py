@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pqcache.embedded.families import FAMILIES
 
@@ -41,6 +42,9 @@ class Recipe:
     heads: int = 8
     kv_heads: int = 4
     intermediate: int = 512
+    # What the rows are made of, and `skip` of `network.start_weights`.
+    rows: Literal["needles", "chain"] = "needles"
+    skip: int = 0
     lr: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
@@ -83,11 +87,23 @@ LONG = Recipe(
     lr=8e-4, warmup_steps=20, decay_from=0.5, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
 )  # fmt: skip
 
+# From nothing, for `long_chain` alone: weights of their own.
+CHAIN = Recipe(
+    stages=(
+        Stage(until=0.30, length=256, rows=8, query_share=0.0),
+        Stage(until=0.50, length=512, rows=4, query_share=0.0),
+        Stage(until=0.75, length=1024, rows=2, query_share=0.0),
+        Stage(until=0.92, length=2048, rows=1, query_share=0.0),
+        Stage(until=1.00, length=3328, rows=1, query_share=0.0),
+    ),
+    layers=2, intermediate=256, rows="chain", skip=2, decay_from=0.6, watch_lengths=(),
+)  # fmt: skip
+
 # Seconds long, for tests.
 TINY = Recipe(
     stages=(Stage(until=0.5, length=96, rows=2, query_share=0.45), Stage(until=1.0, length=128, rows=2, query_share=0.2)),
     layers=1, hidden=64, heads=2, kv_heads=1, intermediate=64, watch_lengths=(128,), watch_samples=1,
 )  # fmt: skip
 
-# In this order, each with --init on the one before.
-RECIPES = {"needle": Recipe(), "families": FAMILY, "long": LONG}
+# The first three in this order, each with --init on the one before.
+RECIPES = {"needle": Recipe(), "families": FAMILY, "long": LONG, "chain": CHAIN}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pqcache.embedded import needle_pocket, pocket
+from pqcache.embedded import long_chain, needle_pocket, pocket
 
 _NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 _KEYWORDS = ("sandwich", "dolores park", "sunny day")
@@ -44,6 +44,14 @@ def family_answers(
     """(sample, answer) of a PocketBench family's samples 0..n-1."""
     samples = pocket.make_samples(family, n, length, seed, tok)
     return [(sample, answer(model, tok, sample["prompt"], 128)) for sample in samples]
+
+
+def chain_scores(
+    model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int, seed: int
+) -> list[dict[str, float]]:
+    """`long_chain.score` of samples 0..n-1, with answers of `length` tokens."""
+    samples = long_chain.make_samples(n, length, seed, tok)
+    return [long_chain.score(answer(model, tok, s["prompt"], length + 24), s) for s in samples]
 
 
 def prose_needle_scores(

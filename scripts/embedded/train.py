@@ -1,10 +1,11 @@
-"""Train the small model shipped in `pqcache/embedded/weights`, from nothing but this repository and Python.
+"""Train the small models shipped in `pqcache/embedded`, from nothing but this repository and Python.
 
     python scripts/embedded/train.py --minutes 90                       # all stages, two CPU cores are enough
     python scripts/embedded/train.py --minutes 90 --work /tmp/train     # the same command again resumes after a kill
     python scripts/embedded/train.py --init pqcache/embedded/weights --minutes 30 --first-stage 3   # train on
     python scripts/embedded/train.py --recipe families --init <needle's out> --minutes 60 --out <folder>
     python scripts/embedded/train.py --recipe long --init <families' out> --head-dim 128 --minutes 60
+    python scripts/embedded/train.py --recipe chain --minutes 45 --out pqcache/embedded/chain_weights
     python scripts/embedded/train.py --device cuda --minutes 20
 
 Needs torch and transformers (matplotlib for the picture of the learning curve, if it is installed). The last checkpoint is
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pqcache.atomic import replacing, write_text
 from pqcache.embedded import model_dir
 from scripts.embedded import card, curve, network, scores
+from scripts.embedded.chain_rows import ChainRows
 from scripts.embedded.recipes import RECIPES, TINY, Recipe, Stage
 from scripts.embedded.training_rows import RowMaker
 from scripts.embedded.weights import export, start
@@ -59,7 +61,7 @@ class Training:
         self.out.mkdir(parents=True, exist_ok=True)
         self.model, self.tokenizer = start(recipe, args.init, args.head_dim, args.seed)
         self.model.to(args.device).train()
-        self.rows = RowMaker(self.tokenizer)
+        self.rows = ChainRows(self.tokenizer) if recipe.rows == "chain" else RowMaker(self.tokenizer)
         self.optimizer = make_optimizer(self.model, recipe)
         self.forward = torch.compile(network.hidden_states, dynamic=False) if args.compile else network.hidden_states
         self.progress = Progress()
@@ -151,14 +153,18 @@ class Training:
         curve.write([*self.earlier, *self.progress.curve], self.out)
         limit = self.args.publish_over
         if limit is not None and point[f"needle_{recipe.watch_lengths[0]}"] > limit:
-            export(self.model, self.tokenizer, self.out)
+            self.export()
 
     def finish(self) -> None:
         """Checkpoint, weights, facts and model card."""
         self.save()
-        export(self.model, self.tokenizer, self.out)
+        self.export()
         self.write_facts()
         card.write_card(self.out)
+
+    def export(self) -> None:
+        """Write weights and tokenizer to `--out`."""
+        export(self.model, self.tokenizer, self.out, own_tokenizer=self.recipe.rows != "chain")
 
     def write_facts(self) -> None:
         """training.json: what the model card says about the training."""

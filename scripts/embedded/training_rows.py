@@ -233,7 +233,7 @@ class RowMaker:
         for turn in turns:
             ids += turn.ids
             weights += turn.weights
-        return np.array(ids[:length]), np.array(weights[:length], dtype=np.float32), self._positions(rng, length)
+        return np.array(ids[:length]), np.array(weights[:length], dtype=np.float32), positions_with_jumps(rng, length)
 
     def _document(
         self, rng: np.random.Generator, py: Random, pieces: list[list[int]], filler_kind: str, size: int
@@ -253,15 +253,15 @@ class RowMaker:
                 document += chunks[i]
         return document[:size] if size > 0 else []
 
-    @staticmethod
-    def _positions(rng: np.random.Generator, length: int) -> np.ndarray:
-        """0..L-1, in half of the rows with up to four jumps, so that far distances are met in short rows."""
-        positions = np.arange(length)
-        spare = MAX_POSITION - length
-        if rng.random() < 0.5 and spare > 1:
-            jumps = int(rng.integers(1, 5))
-            # Log-uniform.
-            total = spare ** rng.random()
-            for share in rng.dirichlet(np.ones(jumps)):
-                positions[int(rng.integers(1, length)) :] += int(share * total)
-        return positions
+
+def positions_with_jumps(rng: np.random.Generator, length: int) -> np.ndarray:
+    """0..L-1, in half of the rows with up to four jumps, so that far distances are met in short rows."""
+    positions = np.arange(length)
+    spare = MAX_POSITION - length
+    if rng.random() < 0.5 and spare > 1:
+        jumps = int(rng.integers(1, 5))
+        # Log-uniform.
+        total = spare ** rng.random()
+        for share in rng.dirichlet(np.ones(jumps)):
+            positions[int(rng.integers(1, length)) :] += int(share * total)
+    return positions

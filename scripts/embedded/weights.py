@@ -10,7 +10,7 @@ from random import Random
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from pqcache.embedded import documents
+from pqcache.embedded import documents, load_tokenizer
 from scripts.embedded import network, prose, tokenizer
 from scripts.embedded.recipes import Recipe
 
@@ -35,25 +35,28 @@ def start(
         if head_dim and head_dim != model.config.head_dim:
             model = network.widened(model, head_dim, seed)
         return model, PreTrainedTokenizerFast.from_pretrained(init)
-    tok = tokenizer.train_tokenizer(tokenizer_texts(), network.MAX_POSITION)
+    # Weights of a task of their own share the shipped tokenizer.
+    shipped = recipe.rows == "chain"
+    tok = load_tokenizer() if shipped else tokenizer.train_tokenizer(tokenizer_texts(), network.MAX_POSITION)
     special = {"bos": tok.bos_token_id, "eos": tok.eos_token_id, "pad": tok.pad_token_id}
     config = network.make_config(
         len(tok), recipe.layers, recipe.hidden, recipe.heads, recipe.kv_heads, recipe.intermediate, special
     )
     model = Qwen2ForCausalLM(config).float()
-    network.start_weights(model, seed)
+    network.start_weights(model, seed, recipe.skip)
     return model, tok
 
 
-def export(model: Qwen2ForCausalLM, tok: PreTrainedTokenizerBase, out: Path) -> None:
-    """Write config, bf16 weights and tokenizer; every file is replaced as a whole."""
+def export(model: Qwen2ForCausalLM, tok: PreTrainedTokenizerBase, out: Path, *, own_tokenizer: bool = True) -> None:
+    """Write config, bf16 weights and, unless it is the shipped one, the tokenizer; every file is replaced as a whole."""
     staging = out / ".staging"
     staging.mkdir(parents=True, exist_ok=True)
     copy = Qwen2ForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(model.state_dict())
     copy.generation_config.update(do_sample=False, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     copy.save_pretrained(staging)
-    tokenizer.save_tokenizer(tok, staging)
+    if own_tokenizer:
+        tokenizer.save_tokenizer(tok, staging)
     for path in sorted(staging.iterdir()):
         # safetensors writes files that only their owner can read.
         path.chmod(0o644)

@@ -275,6 +275,9 @@ def _composed(
 ) -> Composed:
     hydra, config = compose_once(tuple(overrides))
     choices = hydra["runtime"]["choices"]
+    if (weights := _weights_of(choices)) and not any(_key(text) == "model" for text in overrides):
+        hydra, config = compose_once((*overrides, f"model={weights}"))
+        choices = hydra["runtime"]["choices"]
     defaults = {}
     for group in ALONE:
         defaults[group] = _group_file(config_dir / group / f"{choices[group]}.yaml") or {}
@@ -283,6 +286,14 @@ def _composed(
     if experiment := choices.get(EXPERIMENT):
         named |= {f"task.{key}" for key in _task_keys(config_dir, experiment)}
     return Composed(config, defaults, cell, typed, frozenset(named))
+
+
+def _weights_of(choices: dict[str, str]) -> str | None:
+    """The shipped weights that were trained for the chosen task, where the model is the embedded one."""
+    from pqcache.harness.tasks import TASKS
+
+    task = TASKS.get(choices["task"])
+    return task.weights if task is not None and choices["model"] == "embedded" else None
 
 
 @cache

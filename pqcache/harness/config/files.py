@@ -21,6 +21,7 @@ import yaml
 
 from pqcache import places
 from pqcache.atomic import write_text
+from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, option_fields
 from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import DECODE, LM_EVAL, PLACES, DecodeOptions, ModelOptions, RunOptions
@@ -72,7 +73,7 @@ def _model(path: Path) -> str:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     comment_of = comments(ModelOptions)
     name = values["name"]
-    left_out = {*(() if name == "random" else ONLY_RANDOM), *(OF_FILES if name in ("embedded", "random") else ())}
+    left_out = {*(() if name == "random" else ONLY_RANDOM), *(OF_FILES if name in (*WEIGHTS, "random") else ())}
     lines = [_head(path), f"name: {name}\n"]
     for key, (_, default) in option_fields(ModelOptions, left_out).items():
         value, mark = (values[key], "") if key in values else (default, "# ")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pqcache.embedded import WEIGHTS
 from pqcache.fields import option_fields
 from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.config.values import show
@@ -108,7 +109,7 @@ def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
     path = options.get("path")
     if name == "hf" and not path:
         errors.append("model.path=null: model=hf needs a hub id or a local folder")
-    if name == "embedded" and path:
+    if name in WEIGHTS and path:
         errors.append(f"model.path={path}: the embedded model has no path; use model=hf model.path={path}")
     if path and (path.startswith(("/", "./", "../", "~"))) and not Path(path).expanduser().is_dir():
         errors.append(f"model.path={path}: there is no such folder")
@@ -130,7 +131,7 @@ def check_placement(options: dict[str, Any], name: str, task: str, errors: list[
             errors.append(f"model.max_memory={show(most)}: goes with model.device_map")
         return
     typed = f"model.device_map={show(parts)}"
-    if name in ("embedded", "random"):
+    if name in (*WEIGHTS, "random"):
         errors.append(f"{typed}: model={name} is kept on one device")
     if options.get("device") != "auto":
         errors.append(f"{typed}: chooses the devices, so model.device={show(options.get('device'))} cannot")

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.embedded import WEIGHTS
 from pqcache.harness.launch.documents import Document
 from pqcache.harness.tasks.longbench.data_sets import DATASETS, DATASETS_E
 from pqcache.harness.tasks.ruler.constructed import NEW_TOKENS as RULER_NEW_TOKENS
@@ -40,7 +41,7 @@ def documents(task: Task[Any], limit: int | None, model: str, room: int | None) 
             for i in range(per)
         ]
     if name == "pg19":
-        tokens = options.tokens or (2048 if model == "embedded" else 32_000)
+        tokens = options.tokens or (2048 if model in WEIGHTS else 32_000)
         if options.mode == "stream":
             return [Document(name, 0, options.prefill, max(1, tokens - options.prefill))]
         positions = [i for i in range(options.stride, tokens + 1, options.stride) if i >= options.start]

@@ -24,6 +24,7 @@ import torch
 
 from pqcache import places
 from pqcache.atomic import write_text
+from pqcache.embedded import WEIGHTS
 from pqcache.harness.config import environment
 from pqcache.measure.machine import device_caption, slug
 from pqcache.registry import METHODS, method_class
@@ -312,7 +313,7 @@ def main(arguments: list[str]) -> int:
     start_s, document_s = start_seconds([f"cache_dir={cache_dir}"])
     print(f"start: {start_s:.1f} s; a document of 1000 tokens: {document_s * 1000:.0f} ms", flush=True)
     text = None
-    if name == "embedded":
+    if name in WEIGHTS:
         loaded: LoadedModel = models.load(options.pop("name"), options)
         model, text = loaded.model, loaded.calibration_text()
     else:

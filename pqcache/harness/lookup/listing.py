@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pqcache import places
+from pqcache.embedded import WEIGHTS
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.lookup.layout import pairs
 from pqcache.registry import METHODS
@@ -68,6 +69,8 @@ def _longbench(name: str) -> str:
 def about_model(name: str) -> str:
     if name == "embedded":
         return "the small trained model inside the package; nothing is downloaded"
+    if name in WEIGHTS:
+        return "the same with weights of their own for task=long_chain, which takes them where no model is typed"
     head, path = _head("model", name), _value(_file("model", name), "path")
     return "; ".join(filter(None, [path, head]))
 

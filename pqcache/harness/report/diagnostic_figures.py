@@ -28,7 +28,7 @@ def _looks(names: Sequence[str]) -> Looks:
     return {name: {**look._asdict(), **lines} for name, look in drawing.looks(names).items()}
 
 
-def _names(rows: Sequence[Row]) -> dict[str, str]:
+def names_of(rows: Sequence[Row]) -> dict[str, str]:
     """Folder -> the method, with the options that differ among its rows at that budget."""
     names = {}
     for row in rows:
@@ -58,7 +58,7 @@ def _caption(rows: Sequence[Row]) -> str:
 def draw_rows(rows: Sequence[Row], out: Path) -> list[Path]:
     """by_layer.png and mass.png."""
     rows = sorted(rows, key=lambda r: (-(r["budget_ratio"] or 0), -(r["budget_tokens"] or 0)))
-    names = _names(rows)
+    names = names_of(rows)
     looks = _looks(sorted(set(names.values())))
     budgets = list(dict.fromkeys(budget_text(row) for row in rows))
     return [_by_layer(rows, names, looks, budgets, out), _mass(rows, names, looks, budgets, out)]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pqcache import places
 from pqcache.atomic import write_text
+from pqcache.embedded import WEIGHTS
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import prose
 from pqcache.harness.report.check import compare, plan_at_paper_scale, with_documents
@@ -171,7 +172,7 @@ def status_table(paper: str, own: Plans, rows: Mapping[str, Row]) -> str:
 def counted(own: Plans, rows: Mapping[str, Row]) -> str:
     """How much of the papers was measured on their models, in one sentence."""
     cells = {cell.name: cell for plan in own.values() for cell in plan.cells}
-    of_models = [c for c in cells.values() if c.identity["model"]["name"] not in ("random", "embedded")]
+    of_models = [c for c in cells.values() if c.identity["model"]["name"] not in ("random", *WEIGHTS)]
     done = sum(cell.name in rows for cell in of_models)
     if not done:
         return f"**None of the {len(of_models)} cells of the papers' models has been measured.**"

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.run import device_map, marks, model_files, thinking
 
 if TYPE_CHECKING:
@@ -179,10 +180,8 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The model's configuration alone, to refuse unsupported models before their weights are loaded."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    if name == "embedded":
-        from pqcache.embedded import model_dir
-
-        return AutoConfig.from_pretrained(model_dir(), trust_remote_code=False)
+    if name in WEIGHTS:
+        return AutoConfig.from_pretrained(model_dir(name), trust_remote_code=False)
     if name == "random":
         from pqcache.measure.roofline import random_config
 
@@ -234,12 +233,10 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         tokenizer: Any = None  # task=latency needs none
         limit = longest(model.config.get_text_config(decoder=True), options)
         return LoadedModel(name, model, tokenizer, False, None, limit, f"random {options['geometry']}")
-    if name == "embedded":
-        from pqcache.embedded import load_model, load_tokenizer
-
+    if name in WEIGHTS:
         dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
         tokenizer = load_tokenizer()
-        model = load_model(dtype=dtype, device=device)
+        model = load_model(dtype=dtype, device=device, name=name)
     else:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -307,9 +304,7 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
     limit = longest(config.get_text_config(decoder=True), options)
     if name == "random":
         return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
-    if name == "embedded":
-        from pqcache.embedded import load_tokenizer
-
+    if name in WEIGHTS:
         tokenizer: Any = load_tokenizer()
     else:
         from transformers import AutoTokenizer
@@ -324,15 +319,11 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
 
 def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tuple[str, str]:
     """(the mark of a model's weights and configuration, the one that older samples have)."""
-    folder = Path(local_or_hub(options)) if name != "embedded" else None
-    if name == "embedded":
-        from pqcache.embedded import model_dir
-
-        folder = model_dir()
-    if folder is None or not folder.is_dir():
+    folder = model_dir(name) if name in WEIGHTS else Path(local_or_hub(options))
+    if not folder.is_dir():
         commit = str(getattr(config, "_commit_hash", None) or "")
         return commit, commit
-    return marks.weights_mark(folder), marks.old_mark(folder, by_content=name == "embedded")
+    return marks.weights_mark(folder), marks.old_mark(folder, by_content=name in WEIGHTS)
 
 
 def random_dtype(options: dict[str, Any]) -> str:
@@ -351,7 +342,7 @@ def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
         return random_dtype(options)
     if options["dtype"] != "auto":
         return options["dtype"]
-    if options["name"] == "embedded":
+    if options["name"] in WEIGHTS:
         return "float32"
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 

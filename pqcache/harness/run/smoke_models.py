@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.embedded import WEIGHTS
 from pqcache.harness.run import models
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 HEAD_DIM = 64
 LAYERS = 3
-EMBEDDED, RANDOM = "embedded", "random"  # loaded as they are; config/smoke.py makes the random geometry tiny
+AS_THEY_ARE = (*WEIGHTS, "random")  # loaded as they are; config/smoke.py makes the random geometry tiny
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +50,7 @@ def tokenizer() -> Any:
 
 def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of the small model that replaces a named one."""
-    if name in (EMBEDDED, RANDOM):
+    if name in AS_THEY_ARE:
         return models.load_config(name, options)
     from transformers import CONFIG_MAPPING
 
@@ -88,7 +89,7 @@ def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    if name in (EMBEDDED, RANDOM):
+    if name in AS_THEY_ARE:
         return models.load(name, options)
     config = model_config(name, options)
     with torch.random.fork_rng(devices=[]):  # asking GPUs for theirs would open a context on each
@@ -101,7 +102,7 @@ def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
 
 def text_side(name: str, options: dict[str, Any]) -> models.LoadedModel:
     """The embedded tokenizer and the prompt protocol, without the weights: `model` is None."""
-    if name in (EMBEDDED, RANDOM):
+    if name in AS_THEY_ARE:
         return models.text_side(name, options)
     nothing: Any = None
     chat = True if options["chat"] is None else options["chat"]

@@ -22,6 +22,7 @@ from pqcache.harness.tasks.gsm8k.cot_long import Gsm8kCotLong
 from pqcache.harness.tasks.humaneval import HumanEval
 from pqcache.harness.tasks.latency import Latency
 from pqcache.harness.tasks.line_retrieval import LineRetrieval
+from pqcache.harness.tasks.long_chain import LongChain
 from pqcache.harness.tasks.longbench import task as longbench
 from pqcache.harness.tasks.needle import Needle
 from pqcache.harness.tasks.needle_pocket import NeedlePocket
@@ -40,6 +41,7 @@ TASKS: dict[str, type[Task[Any]]] = {
     "needle_pocket": NeedlePocket,
     "pocket": Pocket,
     **{f"pocket_{family}": Pocket for family in POCKET_FAMILIES},
+    "long_chain": LongChain,
     "longbench": longbench.LongBenchGroup,
     "longbench_e": longbench.LongBenchE,
     **{f"longbench_{dataset}": longbench.LongBench for dataset in longbench.DATASETS},

@@ -100,6 +100,8 @@ class Task(Generic[OptionsT]):
     # Whether the model writes answers; false: given texts are scored, or times measured.
     generates: ClassVar[bool] = True
     figures: ClassVar[tuple[Figure, ...]] = ()
+    # The shipped model that was trained for this task, in place of model=embedded where no model is typed.
+    weights: ClassVar[str | None] = None
 
     def __init__(self, name: str, options: OptionsT) -> None:
         self.name, self.options = name, options

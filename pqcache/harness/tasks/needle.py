@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, generation_task, require
 
@@ -73,7 +74,7 @@ class Needle(Task[NeedleOptions]):
 
     def grid(self, model_name: str) -> list[tuple[int, int]]:
         """All (length, depth) cells."""
-        lengths, depths = EMBEDDED_GRID if model_name == "embedded" else GRID
+        lengths, depths = EMBEDDED_GRID if model_name in WEIGHTS else GRID
         lengths, depths = self.options.lengths or lengths, self.options.depths or depths
         return [(length, depth) for length in sorted(lengths) for depth in sorted(depths)]
 

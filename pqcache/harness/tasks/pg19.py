@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, in_memory, require
@@ -88,7 +89,7 @@ class PG19(Task[PG19Options]):
             require(first <= tokens, "stride", options.stride, reason)
 
     def _book_tokens(self, model_name: str) -> int:
-        return self.options.tokens or (EMBEDDED_TOKENS if model_name == "embedded" else TOKENS)
+        return self.options.tokens or (EMBEDDED_TOKENS if model_name in WEIGHTS else TOKENS)
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         options, tokens = self.options, self._book_tokens(model_name)

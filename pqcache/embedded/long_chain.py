@@ -1,0 +1,186 @@
+"""`long_chain`: a long answer whose every step looks something up, in the prompt and in the answer itself.
+
+    Roads: Velor to Kesa, Doba to Velor, Kesa to Miran, ...,
+    Marks: torlin to linmar to belsen to back belsen was torlin was linmar was end
+    Start: Velor
+
+    torlin to Kesa, linmar to Miran, belsen to Doba, back belsen was Doba, torlin was Kesa, linmar was Miran, end
+
+The first half walks along the roads and writes the next mark of the first list beside each place. The second half goes
+through the marks in the order of the second list and says which place was written beside each. This pair stands nowhere
+but in the answer, so that tokens generated long ago have to be found again. The roads form one ring, longer than the walk:
+after a slip the walk goes on from where it is, and each step can be judged by the steps before it.
+
+All names and marks are evaluation words, never seen in training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from pqcache.embedded.prompts import chat_length
+from pqcache.embedded.words import Words, pseudo_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+INTRO = (
+    "Walk along the roads from the start. Write the next mark of the list with each place, as in the list, up to back."
+    " Then write each mark of the second list with the place that was written beside it, up to end."
+)
+# Places on the ring for each step of the walk.
+PLACES_PER_STEP = 1.25
+# Tokens of the embedded models' tokenizer.
+TOKENS_PER_STEP = 6
+SHORTEST_ANSWER = 60
+_STEP = re.compile(r"(\w+) (to|was) (\w+)")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One walk: the roads in the order of the text, the marks of both lists, and the place it starts from."""
+
+    roads: tuple[tuple[str, str], ...]
+    marks: tuple[str, ...]
+    calls: tuple[str, ...]
+    start: str
+
+    @property
+    def prompt(self) -> str:
+        """The user's turn."""
+        roads = "".join(f" {a} to {b}," for a, b in self.roads)
+        marks = "".join(f" {mark} to" for mark in self.marks)
+        calls = "".join(f" {mark} was" for mark in self.calls)
+        return f"{INTRO}\nRoads:{roads}\nMarks:{marks} back{calls} end\nStart: {self.start}"
+
+    @property
+    def steps(self) -> list[tuple[str, str, str]]:
+        """(mark, "to" or "was", place) of each step of the right answer."""
+        next_place = dict(self.roads)
+        place = self.start
+        written: dict[str, str] = {}
+        for mark in self.marks:
+            place = written[mark] = next_place[place]
+        walk = [(mark, "to", written[mark]) for mark in self.marks]
+        return walk + [(mark, "was", written[mark]) for mark in self.calls]
+
+    @property
+    def answer(self) -> str:
+        """The right answer. The embedded model begins it with a space, as every word."""
+        steps = [f"{mark} {word} {place}," for mark, word, place in self.steps]
+        half = len(self.marks)
+        return " ".join([*steps[:half], "back", *steps[half:], "end"])
+
+
+def make(rng: Random, names: Sequence[str], values: Sequence[str], steps: int, places: int) -> Chain:
+    """A walk of `steps` steps on a ring of `places` places (at least `steps` + 1), and as many calls."""
+    ring = rng.sample(names, places)
+    roads = list(zip(ring, ring[1:] + ring[:1], strict=True))
+    start = rng.choice(ring)
+    rng.shuffle(roads)
+    marks = rng.sample([word for word in values if not word.startswith(("back", "end"))], steps)
+    return Chain(tuple(roads), tuple(marks), tuple(rng.sample(marks, steps)), start)
+
+
+def _sample(
+    index: int, steps: int, seed: int, words: Words, tokenizer: PreTrainedTokenizerBase, count: Callable[[str], int]
+) -> dict[str, Any]:
+    rng = Random(f"long_chain/{seed}/{index}/{steps}")
+    chain = make(rng, words.names_eval, words.values_eval, steps, 1 + int(steps * PLACES_PER_STEP))
+    return {
+        "prompt": chain.prompt,
+        "answer": chain.answer,
+        "roads": [list(road) for road in chain.roads],
+        "marks": list(chain.marks),
+        "calls": list(chain.calls),
+        "start": chain.start,
+        "meta": {
+            "index": index, "seed": seed, "steps": 2 * steps, "tokens": count(chain.prompt),
+            "answer_tokens": _length(tokenizer, chain),
+        },
+    }  # fmt: skip
+
+
+def _length(tokenizer: PreTrainedTokenizerBase, chain: Chain) -> int:
+    """Tokens of the right answer, its end token included."""
+    return len(tokenizer.encode(" " + chain.answer, add_special_tokens=False)) + 1
+
+
+def make_samples(
+    n: int,
+    answer: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    count_tokens: Callable[[str], int] | None = None,
+    words: PreTrainedTokenizerBase | None = None,
+) -> list[dict[str, Any]]:
+    """`n` samples whose right answer has about `answer` tokens; sample i depends on (seed, i, number of steps) alone.
+
+    count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
+    words: the tokenizer whose tokens make up the pseudo-words, if it is another one. Raises ValueError if `answer` is below
+    SHORTEST_ANSWER.
+    """
+    if answer < SHORTEST_ANSWER:
+        raise ValueError(f"long_chain needs answers of at least {SHORTEST_ANSWER} tokens, not {answer}")
+    lists = pseudo_words(words or tokenizer)
+    steps = answer // (2 * TOKENS_PER_STEP)
+    # Another tokenizer cuts the words into more tokens.
+    trial = make(Random(seed), lists.names_eval, lists.values_eval, steps, steps + 1)
+    steps = max(2, min(steps, int(steps * answer / _length(tokenizer, trial))))
+    count = count_tokens or partial(chat_length, tokenizer)
+    return [_sample(i, steps, seed, lists, tokenizer, count) for i in range(n)]
+
+
+def judged(chain: Chain, response: str) -> dict[tuple[str, str], bool]:
+    """(word, mark) of each step that the answer wrote -> whether it is right, given the steps before it.
+
+    A step of the walk is right if its mark follows the mark written before, and its place the place written before. A call
+    is right if its mark follows the mark called before, and its place is the one that the answer itself wrote with that mark.
+    The first steps follow the prompt. Only the first step with a mark counts in each half, so that a loop earns nothing.
+    """
+    next_place = dict(chain.roads)
+    following = {
+        "to": dict(zip(chain.marks, chain.marks[1:], strict=False)),
+        "was": dict(zip(chain.calls, chain.calls[1:], strict=False)),
+    }
+    expected = {"to": chain.marks[0], "was": chain.calls[0]}
+    place = chain.start
+    written: dict[str, str] = {}
+    verdicts: dict[tuple[str, str], bool] = {}
+    for mark, word, named in _STEP.findall(response):
+        due = next_place.get(place) if word == "to" else written.get(mark)
+        verdicts.setdefault((word, mark), mark == expected[word] and named == due)
+        expected[word] = following[word].get(mark, "")
+        if word == "to":
+            place = named
+            written[mark] = named
+    return verdicts
+
+
+def score(response: str, sample: dict[str, Any]) -> dict[str, float]:
+    """Shares, 0..1: `steps` right given the answer's own steps before them; `walk` and `recall`, the same of each half;
+    `exact`, steps that stand in the answer as in the right one, place by place; `before_error`, of them those before the
+    first that does not."""
+    chain = Chain(
+        tuple((a, b) for a, b in sample["roads"]), tuple(sample["marks"]), tuple(sample["calls"]), sample["start"]
+    )
+    verdicts = judged(chain, response)
+    half = len(chain.marks)
+    walk = sum(verdicts.get(("to", mark), False) for mark in chain.marks)
+    recall = sum(verdicts.get(("was", mark), False) for mark in chain.calls)
+    same = [a == b for a, b in zip(_STEP.findall(response), chain.steps, strict=False)]
+    first = same.index(False) if False in same else len(same)
+    return {
+        "steps": (walk + recall) / (2 * half),
+        "walk": walk / half,
+        "recall": recall / half,
+        "exact": sum(same) / (2 * half),
+        "before_error": first / (2 * half),
+    }

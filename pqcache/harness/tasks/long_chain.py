@@ -1,0 +1,69 @@
+"""`long_chain`: an answer of 500 to 1,500 tokens, each step of which looks up the prompt or the answer's own earlier steps.
+
+    python run.py task=long_chain method=pqcache budget=256
+    python run.py experiment=long_chain                            # the methods at two budgets, with diagnostics
+
+Score: 100 x the share of steps that are right, given the steps that the answer wrote before. The generator of the embedded
+model makes the documents; without a typed model the task takes weights that were trained for it (model=embedded_chain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pqcache.embedded import load_tokenizer
+from pqcache.embedded import long_chain as generator
+from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
+
+DEFAULT_SAMPLES = 50  # without a limit; the generator never runs out of documents
+LONGEST_ANSWER = 6000  # tokens; the evaluation words last for walks of this length
+METRICS = ("steps", "walk", "recall", "exact", "before_error")
+# Tokens of a prompt beside its lists, and those of its lists per token of the answer.
+_FIXED, _PER_ANSWER = 80, 1.15
+
+
+@dataclass(kw_only=True)
+class LongChainOptions:
+    # tokens of the right answer; the prompt is about as long
+    answer: int = 1000
+
+    def __post_init__(self) -> None:
+        shortest = generator.SHORTEST_ANSWER
+        allowed = f"an int from {shortest} to {LONGEST_ANSWER} tokens"
+        require(shortest <= self.answer <= LONGEST_ANSWER, "answer", self.answer, allowed)
+
+
+class LongChain(Task[LongChainOptions]):
+    Options = LongChainOptions
+    weights: ClassVar[str | None] = "embedded_chain"
+
+    def __init__(self, name: str, options: LongChainOptions) -> None:
+        super().__init__(name, options)
+        # a little more than the right answer has, so that a slip may cost a step
+        self.max_new_tokens = options.answer + 4 * generator.TOKENS_PER_STEP
+
+    @classmethod
+    def score_meaning(cls, options: Mapping[str, Any]) -> str:
+        return "share of right steps, given the answer's own steps before each"
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        prompt = _FIXED + int(_PER_ANSWER * self.options.answer)
+        return Longest(f"task.answer={self.options.answer}", prompt, self.max_new_tokens)
+
+    def build(self, request: TaskRequest) -> TaskSpec:
+        docs = generator.make_samples(
+            request.samples(DEFAULT_SAMPLES),
+            self.options.answer,
+            request.seed,
+            request.tokenizer,
+            request.count_tokens,
+            words=load_tokenizer(),  # words are tokens of the embedded model, whichever model reads them
+        )
+        config = generation_task("long_chain", docs, process_results, METRICS, max_new_tokens=self.max_new_tokens)
+        return TaskSpec(lm_eval_tasks=[config], metric={"long_chain": "steps"})
+
+
+def process_results(doc: dict, results: list[str]) -> dict[str, float]:
+    return generator.score(results[0], doc)

@@ -1,0 +1,95 @@
+"""long_chain: prompts that the answer cannot be copied from, scores that one slip does not spoil, and the training rows."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from pqcache.embedded import long_chain
+from pqcache.embedded.long_chain import Chain, make_samples, score
+from pqcache.embedded.words import pseudo_words, words_in
+from scripts.embedded.chain_rows import LOOK_UP_WEIGHT, ONCE_WEIGHT, ChainRows
+
+CHAIN = Chain(
+    roads=(("C", "D"), ("A", "B"), ("D", "A"), ("B", "C")), marks=("m", "n", "o"), calls=("o", "m", "n"), start="A"
+)
+SAMPLE = {"roads": [list(r) for r in CHAIN.roads], "marks": list(CHAIN.marks), "calls": list(CHAIN.calls), "start": "A"}
+RIGHT = "m to B, n to C, o to D, back o was D, m was B, n was C, end"
+
+
+def test_the_right_answer() -> None:
+    assert CHAIN.answer == RIGHT
+    assert score(RIGHT, SAMPLE) == {"steps": 1.0, "walk": 1.0, "recall": 1.0, "exact": 1.0, "before_error": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "steps", "exact", "before_error"),
+    [
+        # a wrong place: the walk goes on from there, and the calls name what was written
+        ("m to B, n to D, o to A, back o was A, m was B, n was D, end", 5, 2, 1),
+        # a call that names what the right answer has, but this one never wrote
+        ("m to B, n to D, o to A, back o was D, m was B, n was C, end", 3, 4, 1),
+        # a mark is left out: the one after it does not follow, and the one left out is missing
+        ("m to B, o to C, back o was C, m was B, n was C, end", 3, 1, 1),
+        # a loop earns what its first round does
+        ("m to B, n to C, m to D, n to A, m to B, n to C, ", 2, 2, 2),
+        ("m to B, n to C, o to D, back", 3, 3, 3),
+        ("I do not know, but what about this: the way to B was long", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_each_step_is_judged_by_the_steps_before_it(response: str, steps: int, exact: int, before_error: int) -> None:
+    found = score(response, SAMPLE)
+    assert [found[key] * 6 for key in ("steps", "exact", "before_error")] == pytest.approx([steps, exact, before_error])
+
+
+def test_samples(tok: PreTrainedTokenizerBase) -> None:
+    """One per (seed, index), of held-out words alone; no mark stands beside a place in the prompt."""
+    samples = make_samples(2, 240, 0, tok)
+    assert samples == make_samples(2, 240, 0, tok) and samples[0]["prompt"] != samples[1]["prompt"]
+    assert samples[1] == make_samples(3, 240, 0, tok)[1]
+    words = pseudo_words(tok)
+    for sample in samples:
+        meta, n = sample["meta"], len(sample["marks"])
+        assert 220 <= meta["answer_tokens"] <= 240 and meta["steps"] == 2 * n == 38
+        assert score(sample["answer"], sample)["steps"] == 1.0
+        assert {place for road in sample["roads"] for place in road} <= set(words.names_eval)
+        assert set(sample["marks"]) <= set(words.values_eval) and sorted(sample["calls"]) == sorted(sample["marks"])
+        assert all(
+            f"{mark} to {place}" not in sample["prompt"] for mark in sample["marks"] for place, _ in sample["roads"]
+        )
+
+
+def test_the_roads_are_one_ring() -> None:
+    chain = long_chain.make(Random(1), [f"P{i}" for i in range(40)], [f"m{i}" for i in range(40)], 8, 11)
+    following = dict(chain.roads)
+    place, seen = chain.start, set()
+    while place not in seen:
+        seen.add(place)
+        place = following[place]
+    assert len(seen) == len(following) == 11
+
+
+def test_too_short_an_answer_is_refused(tok: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="at least 60 tokens, not 59"):
+        make_samples(1, 59, 0, tok)
+
+
+def test_training_rows(tok: PreTrainedTokenizerBase) -> None:
+    """The same for the same seed; no held-out word; every looked-up token weighs more, and the prompt nothing."""
+    rows = ChainRows(tok)
+    ids, weights, positions = rows.row((0, 1, 2), 256)
+    again = rows.row((0, 1, 2), 256)
+    assert all(np.array_equal(a, b) for a, b in zip((ids, weights, positions), again, strict=True))
+    assert len(ids) == len(weights) == len(positions) == 256
+    assert not words_in(tok.decode(ids)) & pseudo_words(tok).held_out
+    start = ids.tolist().index(rows.answer)
+    assert not weights[: start + 1].any()
+    answer = tok.decode(ids[start + 1 : ids.tolist().index(rows.eos)])
+    steps = answer.count(" to ") + answer.count(" was ")
+    # a mark and a place per step; the first mark of a half, and the word at its end
+    assert (weights == LOOK_UP_WEIGHT).sum() == 2 * steps - 2
+    assert (weights == ONCE_WEIGHT).sum() == 4
