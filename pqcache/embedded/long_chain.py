@@ -24,7 +24,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded.prompts import chat_length
-from pqcache.embedded.words import Words, pseudo_words
+from pqcache.embedded.words import pseudo_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,21 +79,40 @@ class Chain:
         return " ".join([*steps[:half], "back", *steps[half:], "end"])
 
 
+def marks_of(values: Sequence[str]) -> list[str]:
+    """The words that may be marks: none begins like one that ends a half."""
+    return [word for word in values if not word.startswith(("back", "end"))]
+
+
+def unlike(rng: Random, words: Sequence[str], n: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """`n` different words, no two of them with the same first token as long as there are others."""
+    groups: dict[int, list[str]] = {}
+    for word in rng.sample(words, len(words)):
+        groups.setdefault(tokenizer.encode(f" {word}", add_special_tokens=False)[0], []).append(word)
+    chosen: list[str] = []
+    while len(chosen) < n and groups:
+        chosen += [group.pop() for group in groups.values()]
+        groups = {first: group for first, group in groups.items() if group}
+    return rng.sample(chosen[:n], n)
+
+
 def make(rng: Random, names: Sequence[str], values: Sequence[str], steps: int, places: int) -> Chain:
     """A walk of `steps` steps on a ring of `places` places (at least `steps` + 1), and as many calls."""
     ring = rng.sample(names, places)
     roads = list(zip(ring, ring[1:] + ring[:1], strict=True))
     start = rng.choice(ring)
     rng.shuffle(roads)
-    marks = rng.sample([word for word in values if not word.startswith(("back", "end"))], steps)
+    marks = rng.sample(values, steps)
     return Chain(tuple(roads), tuple(marks), tuple(rng.sample(marks, steps)), start)
 
 
 def _sample(
-    index: int, steps: int, seed: int, words: Words, tokenizer: PreTrainedTokenizerBase, count: Callable[[str], int]
+    index: int, steps: int, seed: int, words: PreTrainedTokenizerBase, count: Callable[[str], int]
 ) -> dict[str, Any]:
-    rng = Random(f"long_chain/{seed}/{index}/{steps}")
-    chain = make(rng, words.names_eval, words.values_eval, steps, 1 + int(steps * PLACES_PER_STEP))
+    rng, lists = Random(f"long_chain/{seed}/{index}/{steps}"), pseudo_words(words)
+    places = 1 + int(steps * PLACES_PER_STEP)
+    names, marks = unlike(rng, lists.names_eval, places, words), unlike(rng, marks_of(lists.values_eval), steps, words)
+    chain = make(rng, names, marks, steps, places)
     return {
         "prompt": chain.prompt,
         "answer": chain.answer,
@@ -101,11 +120,8 @@ def _sample(
         "marks": list(chain.marks),
         "calls": list(chain.calls),
         "start": chain.start,
-        "meta": {
-            "index": index, "seed": seed, "steps": 2 * steps, "tokens": count(chain.prompt),
-            "answer_tokens": _length(tokenizer, chain),
-        },
-    }  # fmt: skip
+        "meta": {"index": index, "seed": seed, "steps": 2 * steps, "tokens": count(chain.prompt)},
+    }
 
 
 def _length(tokenizer: PreTrainedTokenizerBase, chain: Chain) -> int:
@@ -129,13 +145,14 @@ def make_samples(
     """
     if answer < SHORTEST_ANSWER:
         raise ValueError(f"long_chain needs answers of at least {SHORTEST_ANSWER} tokens, not {answer}")
-    lists = pseudo_words(words or tokenizer)
+    words = words or tokenizer
+    lists = pseudo_words(words)
     steps = answer // (2 * TOKENS_PER_STEP)
     # Another tokenizer cuts the words into more tokens.
     trial = make(Random(seed), lists.names_eval, lists.values_eval, steps, steps + 1)
     steps = max(2, min(steps, int(steps * answer / _length(tokenizer, trial))))
     count = count_tokens or partial(chat_length, tokenizer)
-    return [_sample(i, steps, seed, lists, tokenizer, count) for i in range(n)]
+    return [_sample(i, steps, seed, words, count) for i in range(n)]
 
 
 def judged(chain: Chain, response: str) -> dict[tuple[str, str], bool]:

@@ -26,6 +26,7 @@ class ChainRows:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.words = pseudo_words(tokenizer)
+        self.marks = long_chain.marks_of(self.words.values_train)
         self.tokenizer = tokenizer
         self._encode = tokenizer.backend_tokenizer.encode
         self.bos, self.eos, self.pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -54,7 +55,7 @@ class ChainRows:
         size = 6 * spread + 6 + 2 * long_chain.TOKENS_PER_STEP
         steps = max(2, int((length - self.fixed) / size))
         places = max(steps + 1, int(spread * steps))
-        chain = long_chain.make(py, self.words.names_train, self.words.values_train, steps, places)
+        chain = long_chain.make(py, self.words.names_train, self.marks, steps, places)
         question = [self.bos, *self.ids(chain.prompt), self.answer]
         answer = [*self.ids(" " + chain.answer), self.eos]
         previous = [self.answer, *answer[:-1]]

@@ -62,7 +62,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "pqcache": [
         {"n_sink": 8, "b": 4},
         {"n_sink": 8, "b": 4, "store": "host"},
-        {"n_sink": 8, "b": 4, "store": "host", "reduce": "none", "codes_store": "host"},
+        {"n_sink": 8, "b": 4, "store": "host", "reduce": "none", "codes_store": "host", "refit_every": 5},
         {"n_sink": 8, "b": 4, "store": "block_cache", "cache_block": 4, "cache_tokens": 24, "cache_topk": 5},
     ],
     "quest": [{"page": 4}, {"page": 4, "store": "host", "reduce": "sum_logit"}],
