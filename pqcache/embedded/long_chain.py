@@ -182,22 +182,29 @@ def judged(chain: Chain, response: str) -> dict[tuple[str, str], bool]:
 
 
 def score(response: str, sample: dict[str, Any]) -> dict[str, float]:
-    """Shares, 0..1: `steps` right given the answer's own steps before them; `walk` and `recall`, the same of each half;
-    `exact`, steps that stand in the answer as in the right one, place by place; `before_error`, of them those before the
-    first that does not."""
+    """Shares, 0..1: `steps`, of the steps that the answer wrote, those that are right given its own steps before them; `walk`
+    and `recall`, the same of each half; `covered`, the right ones as a share of all steps that there are; `exact`, steps that
+    stand in the answer as in the right one, place by place; `before_error`, of them those before the first that does not.
+
+    An answer, or a half of it, that wrote less than half of its steps is divided by that half.
+    """
     chain = Chain(
         tuple((a, b) for a, b in sample["roads"]), tuple(sample["marks"]), tuple(sample["calls"]), sample["start"]
     )
-    verdicts = judged(chain, response)
+    written = _STEP.findall(response)
+    right = [word for (word, _), verdict in judged(chain, response).items() if verdict]
     half = len(chain.marks)
-    walk = sum(verdicts.get(("to", mark), False) for mark in chain.marks)
-    recall = sum(verdicts.get(("was", mark), False) for mark in chain.calls)
-    same = [a == b for a, b in zip(_STEP.findall(response), chain.steps, strict=False)]
+
+    def share(word: str) -> float:
+        return right.count(word) / max(sum(step[1] == word for step in written), half / 2)
+
+    same = [a == b for a, b in zip(written, chain.steps, strict=False)]
     first = same.index(False) if False in same else len(same)
     return {
-        "steps": (walk + recall) / (2 * half),
-        "walk": walk / half,
-        "recall": recall / half,
+        "steps": len(right) / max(len(written), half),
+        "walk": share("to"),
+        "recall": share("was"),
+        "covered": len(right) / (2 * half),
         "exact": sum(same) / (2 * half),
         "before_error": first / (2 * half),
     }

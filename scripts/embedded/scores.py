@@ -49,9 +49,16 @@ def family_answers(
 def chain_scores(
     model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int, seed: int
 ) -> list[dict[str, float]]:
-    """`long_chain.score` of samples 0..n-1, with answers of `length` tokens."""
+    """`long_chain.score` of samples 0..n-1, with answers of `length` tokens, all decoded as one batch."""
     samples = long_chain.make_samples(n, length, seed, tok)
-    return [long_chain.score(answer(model, tok, s["prompt"], length + 24), s) for s in samples]
+    turns = [[{"role": "user", "content": sample["prompt"]}] for sample in samples]
+    texts = [tok.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    batch = tok(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=length + 24, do_sample=False)
+    replies = tok.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    return [long_chain.score(reply, sample) for reply, sample in zip(replies, samples, strict=True)]
 
 
 def prose_needle_scores(

@@ -22,28 +22,38 @@ RIGHT = "m to B, n to C, o to D, back o was D, m was B, n was C, end"
 
 def test_the_right_answer() -> None:
     assert CHAIN.answer == RIGHT
-    assert score(RIGHT, SAMPLE) == {"steps": 1.0, "walk": 1.0, "recall": 1.0, "exact": 1.0, "before_error": 1.0}
+    assert set(score(RIGHT, SAMPLE).values()) == {1.0}
 
 
 @pytest.mark.parametrize(
-    ("response", "steps", "exact", "before_error"),
+    ("response", "right", "written", "exact", "before_error"),
     [
         # a wrong place: the walk goes on from there, and the calls name what was written
-        ("m to B, n to D, o to A, back o was A, m was B, n was D, end", 5, 2, 1),
+        ("m to B, n to D, o to A, back o was A, m was B, n was D, end", 5, 6, 2, 1),
         # a call that names what the right answer has, but this one never wrote
-        ("m to B, n to D, o to A, back o was D, m was B, n was C, end", 3, 4, 1),
-        # a mark is left out: the one after it does not follow, and the one left out is missing
-        ("m to B, o to C, back o was C, m was B, n was C, end", 3, 1, 1),
+        ("m to B, n to D, o to A, back o was D, m was B, n was C, end", 3, 6, 4, 1),
+        # a mark is left out: one wrong step, not all that would have stood there
+        ("m to B, o to C, back o was C, m was B, n was C, end", 3, 5, 1, 1),
         # a loop earns what its first round does
-        ("m to B, n to C, m to D, n to A, m to B, n to C, ", 2, 2, 2),
-        ("m to B, n to C, o to D, back", 3, 3, 3),
-        ("I do not know, but what about this: the way to B was long", 0, 0, 0),
-        ("", 0, 0, 0),
+        ("m to B, n to C, m to D, n to A, m to B, n to C, ", 2, 6, 2, 2),
+        # less than half of the steps: divided by half of them
+        ("m to B, n to C, back", 2, 3, 2, 2),
+        ("I do not know, but what about this: the way to B was long", 0, 3, 0, 0),
+        ("", 0, 3, 0, 0),
     ],
 )
-def test_each_step_is_judged_by_the_steps_before_it(response: str, steps: int, exact: int, before_error: int) -> None:
+def test_each_step_is_judged_by_the_steps_before_it(
+    response: str, right: int, written: int, exact: int, before_error: int
+) -> None:
     found = score(response, SAMPLE)
-    assert [found[key] * 6 for key in ("steps", "exact", "before_error")] == pytest.approx([steps, exact, before_error])
+    assert found["steps"] == pytest.approx(right / written)
+    counts = [found[key] * 6 for key in ("covered", "exact", "before_error")]
+    assert counts == pytest.approx([right, exact, before_error])
+
+
+def test_each_half_has_a_share_of_its_own() -> None:
+    found = score("m to B, n to D, o to A, back o was D, m was B, n was D, end", SAMPLE)
+    assert (found["walk"], found["recall"]) == pytest.approx((2 / 3, 2 / 3))
 
 
 def test_samples(tok: PreTrainedTokenizerBase) -> None:

@@ -3,7 +3,7 @@
     python run.py task=long_chain method=pqcache budget=256
     python run.py experiment=long_chain                            # the methods at two budgets, with diagnostics
 
-Score: 100 x the share of steps that are right, given the steps that the answer wrote before. The generator of the embedded
+Score: 100 x the share of the steps it wrote that are right, given the steps before them. The generator of the embedded
 model makes the documents; without a typed model the task takes weights that were trained for it (model=embedded_chain).
 """
 
@@ -19,7 +19,7 @@ from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, gen
 
 DEFAULT_SAMPLES = 50  # without a limit; the generator never runs out of documents
 LONGEST_ANSWER = 6000  # tokens; the evaluation words last for walks of this length
-METRICS = ("steps", "walk", "recall", "exact", "before_error")
+METRICS = ("steps", "walk", "recall", "covered", "exact", "before_error")
 # Tokens of a prompt beside its lists, and those of its lists per token of the answer.
 _FIXED, _PER_ANSWER = 80, 1.15
 
@@ -46,7 +46,7 @@ class LongChain(Task[LongChainOptions]):
 
     @classmethod
     def score_meaning(cls, options: Mapping[str, Any]) -> str:
-        return "share of right steps, given the answer's own steps before each"
+        return "share of the written steps that are right, given the answer's own steps before each"
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         prompt = _FIXED + int(_PER_ANSWER * self.options.answer)
