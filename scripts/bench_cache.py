@@ -6,7 +6,7 @@
 
 Each layer's K and V are random numbers of the model's geometry in a store of each policy. The store then reads, step by step,
 what the trace says; what it returns must equal what the host store returns. Bytes are those that the stores report. "worst" is
-the largest ratio to `none` of all bytes moved up to a step, over every layer and step: above 1, a policy moves more than no cache.
+the largest ratio to `none` of all bytes moved up to a step, over every layer and step: above 1, a policy moves more than none.
 "fetch ms" is the time of a read with its table work and copies on this machine: median over layers and steps.
 """
 

@@ -31,8 +31,8 @@ DEVICE_TILE = 16384  # on a GPU, where launches count: for codes that no kernel 
 def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int | None = None) -> Part:
     """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
 
-    By kernels where they read the codes: on a GPU all tokens, on a CPU the packed ones. Of the others, `tile` tokens (default TILE,
-    DEVICE_TILE on a GPU) are decoded, attended and joined to what came before, then forgotten.
+    By kernels where they read the codes: on a GPU all tokens, on a CPU the packed ones. Of the others, `tile` tokens (default
+    TILE, DEVICE_TILE on a GPU) are decoded, attended and joined to what came before, then forgotten.
     """
     if tile is None and (fused := attend_packed(q, store, scaling)) is not None:
         return Part(fused[0].transpose(1, 2), fused[1])
