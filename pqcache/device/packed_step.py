@@ -157,7 +157,7 @@ class PackedStep:
 
     def _describe(self) -> None:
         """What launches need, from what the store holds now."""
-        from pqcache.device import triton_packed
+        from pqcache.device import triton_pack, triton_packed
 
         described = _described(self.store)
         if described is None:  # the next step is the layer's own
@@ -184,7 +184,7 @@ class PackedStep:
         self.packs = [
             (bool(i), stream.schedule.residual)
             for i, (stream, packed) in enumerate(zip((self.store.k, self.store.v), codes, strict=True))
-            if isinstance(stream.schedule, KeepNewest) and packed is not None and triton_packed.can_pack(packed)
+            if isinstance(stream.schedule, KeepNewest) and packed is not None and triton_pack.can_pack(packed)
         ]
         key = tuple(
             x.data_ptr() if isinstance(x, torch.Tensor) else x
@@ -225,9 +225,9 @@ class PackedStep:
     def _launch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         key = scaling, q.shape, q.dtype
         if self.chain is None or key != self.shaped:
-            from pqcache.device import triton_packed
+            from pqcache.device import triton_pack, triton_packed
 
-            packs = [triton_packed.prepare_pack(self.last, of_values, residual) for of_values, residual in self.packs]
+            packs = [triton_pack.prepare_pack(self.last, of_values, residual) for of_values, residual in self.packs]
             attend = triton_packed.prepare_attend(q, self.lists, scaling)
             self.chain, self.shaped = (triton_packed.prepare_add(self.last), attend, packs), key
         add, attend, packs = self.chain

@@ -22,7 +22,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from pqcache.device import triton_attend, triton_blocks, triton_codes, triton_nearest, triton_packed, triton_sums
+from pqcache.device import (
+    triton_attend,
+    triton_blocks,
+    triton_codes,
+    triton_nearest,
+    triton_pack,
+    triton_packed,
+    triton_sums,
+)
 from pqcache.device.switch import device_of
 from pqcache.store.layout import Codes, LowRank, Outliers
 from pqcache.store.quantizer import packed_width
@@ -161,8 +169,8 @@ def _packed(dtype: torch.dtype, n: int, h_kv: int, g: int, d: int, quick: bool) 
         launches: list[Callable[[], None]] = [partial(triton_packed.prepare_add(last), new, new)]
         triton_packed.attend(q, [last], 1.0)
         for of_values, codes in enumerate((k, v)):
-            if codes is not None and triton_packed.can_pack(codes):
-                launches.append(triton_packed.prepare_pack(last, bool(of_values), ring - 1))
+            if codes is not None and triton_pack.can_pack(codes):
+                launches.append(triton_pack.prepare_pack(last, bool(of_values), ring - 1))
         with device_of(new):
             for launch in launches:
                 launch()

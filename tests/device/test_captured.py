@@ -250,6 +250,7 @@ def test_steps_that_pack_run_unrecorded(
     assert results[0] == results[1] and len(recordable) == replays
 
 
+@pytest.mark.rest
 def test_nothing_is_recorded_where_the_host_acts_in_every_step(llama: PreTrainedModel, recordable: list[int]) -> None:
     method, ids = MiKV(budget=Budget(ratio=0.2), gap=6), torch.tensor(prompt(30))
     with pytest.warns(RuntimeWarning, match="observes, in every one"):
