@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from pqcache.embedded import long_chain
+from pqcache.embedded import load_model, long_chain, model_dir
 from pqcache.embedded.long_chain import Chain, make_samples, score
 from pqcache.embedded.words import pseudo_words, words_in
 from scripts.embedded.chain_rows import LOOK_UP_WEIGHT, ONCE_WEIGHT, ChainRows
+from scripts.embedded.scores import chain_scores
 
 CHAIN = Chain(
     roads=(("C", "D"), ("A", "B"), ("D", "A"), ("B", "C")), marks=("m", "n", "o"), calls=("o", "m", "n"), start="A"
@@ -86,6 +87,14 @@ def test_the_roads_are_one_ring() -> None:
 def test_too_short_an_answer_is_refused(tok: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ValueError, match="at least 60 tokens, not 59"):
         make_samples(1, 59, 0, tok)
+
+
+def test_the_shipped_weights_walk_and_recall(tok: PreTrainedTokenizerBase) -> None:
+    """Two answers of about 180 tokens, free-running: at most one slip."""
+    folder = model_dir("embedded_chain")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 10 * 2**20
+    found = chain_scores(load_model(name="embedded_chain"), tok, 180, 2, seed=0)
+    assert sum(one["steps"] for one in found) / 2 > 0.95
 
 
 def test_training_rows(tok: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.diagnostic_arrays import read_arrays
@@ -30,6 +30,7 @@ PANELS = {
     "mass": "attention mass",
 }
 WINDOW = 33  # steps of the moving average
+MARK_EVERY = 90  # steps between two markers of a line: colours repeat, markers tell their methods apart
 
 
 def by_step(samples: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -83,11 +84,17 @@ def draw(folders: dict[Path, Row], path: Path, *, layers: Sequence[int] | None, 
         name = names[row["folder"]]
         same = sorted({n for n in names.values() if drawing.method_in(n) == row["method"]})
         dash = drawing.DASHES[same.index(name) % len(drawing.DASHES)] if name in same else "-"
-        look = {"label": name, "color": looks[name].color, "linestyle": dash, "linewidth": 1.4}
+        look: dict[str, Any] = {
+            "label": name,
+            **looks[name]._asdict(),
+            "linestyle": dash,
+            "linewidth": 1.3,
+            "markersize": 4,
+        }
         for axis, key in zip(grid[budgets.index(budget_text(row))], PANELS, strict=True):
             if key in values and values[key].isfinite().any():
                 line = smoothed(values[key], window)
-                axis.plot(range(1, len(line) + 1), line, **look)
+                axis.plot(range(1, len(line) + 1), line, markevery=MARK_EVERY, **look)
     for line, budget in zip(grid, budgets, strict=True):
         for axis, title in zip(line, PANELS.values(), strict=True):
             drawing.style(axis, f"{title}, budget {budget}", "decode step", "", top=TOP)
