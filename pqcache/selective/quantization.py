@@ -37,7 +37,7 @@ def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int 
     if tile is None and (fused := attend_packed(q, store, scaling)) is not None:
         return Part(fused[0].transpose(1, 2), fused[1])
     size = tile or (DEVICE_TILE if q.is_cuda else TILE)
-    joined, read = _attend_runs(q, store, scaling)
+    joined, read = _attend_runs(q, store, scaling) if tile is None else (None, [])
     for keys, values, inside in store.tiles(size) if joined is None else store.rest(size, read):
         mask = None if inside is None else per_head(inside, q.shape[1])[:, :, None]
         part = partial(q, keys, values, scaling, mask)
