@@ -159,11 +159,12 @@ class H2O(EvictionMethod):
         assert self.n_sink is not None
         sinks = min(self.n_sink, s)
         rest = s - sinks
-        if self.budget.tokens is not None:
-            total = max(0, self.budget.tokens - sinks + floor_share(1, self.compensation(s)))
+        budget = self.spent(s)
+        if budget.tokens is not None:
+            total = max(0, budget.tokens - sinks + floor_share(1, self.compensation(s)))
         else:
-            assert self.budget.ratio is not None
-            share = rest * self.budget.ratio + self.compensation(s)
+            assert budget.ratio is not None
+            share = rest * budget.ratio + self.compensation(s)
             total = floor_share(1, share)
             if self.protocol == "release" and self.recent is None:
                 total = floor_share(1, share * self.recent_ratio) + floor_share(1, share * (1 - self.recent_ratio))

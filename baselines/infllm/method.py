@@ -127,7 +127,7 @@ class InfLLM(Method):
         return self.plan(c, layer_idx, n_layers)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> BlockPlan:
-        shares = partition_plan(self.budget, s, self.n_sink, self.recent_ratio)
+        shares = partition_plan(self.spent(s), s, self.n_sink, self.recent_ratio)
         window, total = shares.local, shares.local + shares.k
         if self.n_local is not None:
             window = self.n_local
@@ -136,7 +136,7 @@ class InfLLM(Method):
         elif self.budget.tokens is not None and self.budget.tokens >= s:
             window = self.budget.tokens + (self.effective_rule == "whole")  # the current token, too
         rest = max(0, total - window)
-        blocks = rest // self.block if self.effective_rule == "whole" else -(-rest // self.block)
+        blocks = rest // self.block if self.replans else -(-rest // self.block)
         blocks = blocks if self.topk is None else self.topk
         k = min(blocks * self.block, max(0, s - shares.sinks - window))
         local = max(0, min(s - shares.sinks, window) - 1)

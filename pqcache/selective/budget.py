@@ -14,7 +14,7 @@ RULES = {
     "refreshed": "everything until B tokens are held, then ranked again, down to max(B - 64, B / 2), whenever B is reached",
     "pooled": "as refreshed, for the mean of the layers",
     "extra": "a = min(B + the method's stated compensation, c)",
-    "context": "a share of the earlier tokens, planned at every step",
+    "context": "a = floor(ratio x c) at every step",
     "ignored": "the method ignores the budget",
     "own": "what a recorded run attended",
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pqcache.naming import closest
-from pqcache.selective.budget import RULES, Budget, Plan
+from pqcache.selective.budget import RULES, Allowance, Budget, Plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import NotApplicable
 
@@ -123,6 +123,12 @@ class Method:
     def replans(self) -> bool:
         """Whether every decode step has a plan of its own."""
         return self.effective_rule in (*TOKEN_RULES, "context")
+
+    def spent(self, s: int) -> Budget:
+        """The budget of a plan for `s` tokens: a share of the context is so many tokens of it, sinks included."""
+        if self.effective_rule != "context":
+            return self.budget
+        return Allowance(tokens=max(1, self.budget.total(s)))
 
     @property
     def traceable(self) -> bool:

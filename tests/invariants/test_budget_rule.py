@@ -17,7 +17,7 @@ from pqcache.pq import PQCache, codebook
 from pqcache.pq.fit import fit
 from pqcache.registry import METHODS
 from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach
-from pqcache.selective.budget import RULES, refreshed_to
+from pqcache.selective.budget import RULES, floor_share, refreshed_to
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.eviction_layer import share_out
@@ -171,9 +171,11 @@ def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel
     assert torch.equal(index.codes.view(keys.shape[2]).long(), codebook.encode(keys, index.centroids).flatten(1, 2))
 
 
-@pytest.mark.parametrize("name", ["oracle", "snapkv", "h2o", "streaming", "quest", "pyramidkv"])
+@pytest.mark.parametrize(
+    "name", ["oracle", "pqcache", "sparq", "clusterkv", "two_stage", "snapkv", "h2o", "streaming", "quest", "pyramidkv"]
+)
 def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str) -> None:
-    """budget_of=context: every step has the plan of a prompt of as many tokens; what was dropped stays dropped."""
+    """budget_of=context: at every step floor(ratio x earlier tokens), sinks included; what was dropped stays dropped."""
     case = next(case for case in CASES if case.name == name)
     hyper = {key: value for key, value in case.hyper.items() if key != "mode"}
     method = case.cls(budget=Budget(ratio=0.25), budget_of="context", **hyper)
@@ -186,6 +188,7 @@ def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str)
             assert all(plan - method.page < a <= plan for a, plan in zip(now, plans, strict=True))  # the newest page
         else:
             assert now == plans
+            assert {*now} == {floor_share(80 + step, 0.25)}, step
     assert case.cls(budget=Budget(ratio=0.25), **hyper).effective_rule == "prompt"
 
 
