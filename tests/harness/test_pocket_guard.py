@@ -19,6 +19,7 @@ def rows_of(folder: Path) -> dict[str, Row]:
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(900)
 def test_full_oracle_and_pqcache_reach_their_recorded_scores(tmp_path: Path) -> None:
     torch.set_num_threads(max(torch.get_num_threads(), 2))
     recorded = rows_of(RECORDED)

@@ -75,18 +75,22 @@ SHORT = {
     "gsm8k_cot": "",
     "latency": "task.length=200 task.new_tokens=4",
     "line_retrieval": "",
+    "long_chain": "",
     "longbench": "task.datasets=[qasper] task.constructed_tokens=128",
     "needle": "task.lengths=[200]",
     "needle_pocket": "task.length=100",
     "pg19": "task.tokens=400",
     "pocket": "task=pocket_qa task.length=512",
+    "pocket_qa": "task.length=512",
     "ruler": "task.families=[niah_single_1] task.length=512",
 }
 # Words that leave a few cells of a large experiment; all of them are composed by test_docs.py.
 FEW = {
     "compositions": "cell=zipcache_pqcache,snapkv_then_pqcache,pages_then_pq",
+    "demo_long": "cell=full,pqcache",
     "diagnostics": "method=full,pqcache,quest budget=0.2",
     "hybrids": "cell=full,pqcache_host,quest_block_cache",
+    "long_chain": "cell=full,pqcache",
     "pocket_budget": "method=full,pqcache budget=0.2",
     "pocket_kvcrush_fig5": "cell=full,snapkv_25",
 }
@@ -170,6 +174,7 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     modules = {
         "pqcache.harness.report.perplexity": [str(reader.out / "smoke")],
         "pqcache.harness.report.diagnostic_figures": [str(reader.out / "experiments" / "smoke")],
+        "pqcache.harness.report.drift_figure": [str(reader.out / "experiments" / "smoke"), "--methods", "pqcache"],
         "pqcache.harness.run.recall_sweep": ["--length", "150", "--steps", "2", "--out", str(tmp_path / "recall")],
     }
     batch = ["--batch", "2", "--rounds", "1", "--methods", "pqcache", "--", "task.length=512", "limit=2"]
