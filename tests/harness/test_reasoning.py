@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import shutil
@@ -117,23 +116,17 @@ def model_options() -> dict[str, Any]:
 # -- the benchmarks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"), [("aime24", "aime24"), ("aime25", "aime25"), ("minerva_math500", "math500")]
-)
-def test_mathematics(
-    name: str,
-    folder: str,
-    tiny: Path,
-    rows: Path,
-    tmp_path: Path,
-    says: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
+def test_a_task_that_cannot_stand_beside_hydra_says_so(
+    tiny: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "minerva_math500" and importlib.util.find_spec("math_verify") is None:
-        typed = [f"task.name={name}", f"task.source={rows / folder}", "method=full"]
-        assert run.main(words(tiny, tmp_path / "out", *typed)) == 2
-        assert "math_verify" in capsys.readouterr().err
-        pytest.skip("math_verify is not installed")
+    typed = ["task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
+    assert run.main(words(tiny, tmp_path / "out", *typed)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "it needs ANTLR 4.11, and Hydra needs 4.9" in line
+
+
+@pytest.mark.parametrize(("name", "folder"), [("aime24", "aime24"), ("aime25", "aime25")])
+def test_mathematics(name: str, folder: str, tiny: Path, rows: Path, tmp_path: Path, says: dict[str, str]) -> None:
     says |= {"100 + 104": "That is \\boxed{204}. Question: and then? \\boxed{1}", "6 times 12": "It is 71."}
     typed = [f"task.name={name}", f"task.source={rows / folder}", "task.answer_tokens=500", "method=full"]
     assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
@@ -141,8 +134,7 @@ def test_mathematics(
     assert list(row["sample_scores"][name].values()) == [100.0, 0.0]
     (file,) = (rows / folder).iterdir()
     assert row["data"]["source"] == str(rows / folder) and list(row["data"]["sha256"]) == [file.name]
-    if "aime" in name:
-        assert lines[0]["response"] == "That is \\boxed{204}. "  # cut where the definition says
+    assert lines[0]["response"] == "That is \\boxed{204}. "  # cut where the definition says
 
 
 def test_choices_have_one_order(rows: Path) -> None:

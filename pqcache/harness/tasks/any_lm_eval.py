@@ -164,9 +164,13 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
             if rows is not None and str(error).startswith("task.source"):
                 raise ValueError(str(error)) from error
             reason = (str(error).strip().splitlines() or [""])[0][:240]
+            help_ = (
+                "if its data or this machine is offline, set task.include to a folder with a definition of local files"
+            )
+            if "antlr4" in reason:  # both cannot be installed: omegaconf pins 4.9
+                help_ = "it needs ANTLR 4.11, and Hydra needs 4.9, so that it does not run here"
             raise ValueError(
-                f"task.name={self.target}: cannot be loaded ({type(error).__name__}: {reason}); if its data or this machine"
-                " is offline, set task.include to a folder with a definition that reads local files"
+                f"task.name={self.target}: cannot be loaded ({type(error).__name__}: {reason}); {help_}"
             ) from error
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
