@@ -159,7 +159,7 @@ class H2O(EvictionMethod):
         assert self.n_sink is not None
         sinks = min(self.n_sink, s)
         rest = s - sinks
-        budget = self.spent(s)
+        budget = self.budget_at(s)
         if budget.tokens is not None:
             total = max(0, budget.tokens - sinks + floor_share(1, self.compensation(s)))
         else:

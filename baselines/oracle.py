@@ -65,7 +65,7 @@ class Oracle(RetrievalMethod):
         self.require_one_of("scope", SCOPES)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        aligned = partition_plan(self.spent(s), s, self.n_sink, self.recent_ratio)
+        aligned = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)
         if self.protocol != "release" or self.budget.is_everything:
             return aligned
         total = aligned.local + aligned.k

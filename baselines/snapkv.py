@@ -141,7 +141,7 @@ class SnapKV(EvictionMethod):
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         assert self.n_sink is not None and self.w is not None
-        whole = partition_plan(self.spent(s), s, self.n_sink, recent_ratio=1.0)
+        whole = partition_plan(self.budget_at(s), s, self.n_sink, recent_ratio=1.0)
         local = min(self.recent or self.w, whole.local)
         return Plan(sinks=whole.sinks, local=local, k=whole.local - local)
 

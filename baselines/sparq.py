@@ -206,7 +206,7 @@ class SparQ(RetrievalMethod):
         self.require("r", self.r >= 1, "an int >= 1")
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        aligned = partition_plan(self.spent(s), s, self.n_sink, self.recent_ratio)
+        aligned = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)
         if self.protocol == "aligned" or self.budget.is_everything:
             return aligned
         total = min(s - aligned.sinks, self.budget.total(s))

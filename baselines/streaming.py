@@ -93,7 +93,7 @@ class StreamingLLM(EvictionMethod):
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         assert self.n_sink is not None
         if self.protocol == "aligned":
-            return partition_plan(self.spent(s), s, self.n_sink, recent_ratio=1.0)
+            return partition_plan(self.budget_at(s), s, self.n_sink, recent_ratio=1.0)
         total = self.budget.total(s)
         sinks = min(s, self.sinks_within(total if self.budget.tokens is None else self.budget.tokens))
         return Plan(sinks=sinks, local=min(s - sinks, max(1, total - sinks)), k=0)

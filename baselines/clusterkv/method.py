@@ -308,7 +308,7 @@ class ClusterKV(RetrievalMethod):
             )
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
-        aligned = partition_plan(self.spent(s), s, self.n_sink, 0.0)
+        aligned = partition_plan(self.budget_at(s), s, self.n_sink, 0.0)
         k = aligned.local + aligned.k
         if self.protocol == "release" and self.store != "resident":
             k = min(s - aligned.sinks, max(1, self.budget.total(s) - 1))
@@ -332,7 +332,7 @@ class ClusterKV(RetrievalMethod):
         window = self.window or 0
         if not self.replans:
             return window
-        shares = partition_plan(self.spent(s), max(s, self.budget.tokens or 0), self.n_sink, 0.0)
+        shares = partition_plan(self.budget_at(s), max(s, self.budget.tokens or 0), self.n_sink, 0.0)
         return min(window, max(1, (shares.local + shares.k) // 2))
 
     def clusters_of(self, window: int) -> int:

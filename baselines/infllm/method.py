@@ -127,7 +127,7 @@ class InfLLM(Method):
         return self.plan(c, layer_idx, n_layers)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> BlockPlan:
-        shares = partition_plan(self.spent(s), s, self.n_sink, self.recent_ratio)
+        shares = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)
         window, total = shares.local, shares.local + shares.k
         if self.n_local is not None:
             window = self.n_local

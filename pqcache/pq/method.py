@@ -94,7 +94,7 @@ class PQCache(RetrievalMethod):
         self.cost: CostModel | None = None  # of adaptive rounds; `prepare` loads it
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        aligned = partition_plan(self.spent(s), s, self.n_sink, self.recent_ratio)
+        aligned = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)
         ratio = self.budget.ratio
         if self.protocol != "release" or ratio is None or self.budget.is_everything:
             return aligned

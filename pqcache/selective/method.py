@@ -124,7 +124,7 @@ class Method:
         """Whether every decode step has a plan of its own."""
         return self.effective_rule in (*TOKEN_RULES, "context")
 
-    def spent(self, s: int) -> Budget:
+    def budget_at(self, s: int) -> Budget:
         """The budget of a plan for `s` tokens: a share of the context is so many tokens of it, sinks included."""
         if self.effective_rule != "context":
             return self.budget

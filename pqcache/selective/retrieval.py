@@ -116,7 +116,7 @@ class RetrievalMethod(Method):
             )
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        return partition_plan(self.spent(s), s, self.n_sink, self.recent_ratio)
+        return partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> Index:
         """The index of one layer."""
