@@ -83,13 +83,13 @@ class HeavyHitterScorer(Scorer):
         self.sums.write(kept, [0] * len(counts), [kept.shape[2]] * len(counts))
         self.counts = list(counts)
 
-    def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
+    def received(self, lengths: list[int]) -> torch.Tensor:
         assert self.sums is not None
-        self.sums.reserve(probs.shape[2])
+        self.sums.reserve(max(lengths))
         for row, length in enumerate(lengths):  # the slot may still hold a dropped entry's sum
             self.sums.data[row, :, self.counts[row] : length] = 0
-        self.sums.data[:, :, : probs.shape[2]] += probs.unflatten(1, (self.h_kv, self.group)).mean(2)
-        self.counts, self.sums.filled = list(lengths), probs.shape[2]
+        self.counts, self.sums.filled = list(lengths), max(lengths)
+        return self.sums.data
 
     def scores_now(
         self, k: torch.Tensor, positions: torch.Tensor, lengths: list[int], seen: list[int], scaling: float
@@ -214,10 +214,10 @@ class H2O(EvictionMethod):
         position, sums = layer.positions.view(length), scorer.sums.view(length)
         device, sinks = position.device, [plan.sinks for plan in layer.plans]
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
-        if position.numel() >= MANY and kernels.native(position, sums):
+        if position.numel() >= MANY and sums.dtype == torch.float32 and kernels.native(position, sums):
             from pqcache.kernels.positions import lightest as by_kernel
 
-            return by_kernel(position, sums, sinks, ends, layer.store.lengths)
+            return by_kernel(layer.positions.data, scorer.sums.data, sinks, ends, layer.store.lengths)
         first = table(sinks, device)[:, None, None]
         candidate = (position >= first) & (position < table(ends, device)[:, None, None])
         valid = row_mask(layer.store.lengths, length, device)

@@ -95,19 +95,44 @@ def count_distinct(indices: torch.Tensor, h_kv: int, length: int) -> torch.Tenso
     return torch.from_numpy(counts)
 
 
+@numba.njit(nogil=True)
+def _least(position, weight, first, end):
+    """The least weight of an entry with a position in first .. end-1."""
+    least = np.int32(np.iinfo(np.int32).max)
+    for i in range(position.shape[0]):
+        inside = (position[i] >= first) & (position[i] < end)
+        here = weight[i] if inside else np.int32(np.iinfo(np.int32).max)
+        least = here if here < least else least
+    return least
+
+
+@numba.njit(nogil=True)
+def _latest(position, weight, first, end, least):
+    """The latest position in first .. end-1 whose entry has the least weight, -1 if none is there."""
+    latest = np.int32(-1)
+    for i in range(position.shape[0]):
+        inside = (position[i] >= first) & (position[i] < end) & (weight[i] == least)
+        here = position[i] if inside else np.int32(-1)
+        latest = here if here > latest else latest
+    return latest
+
+
 @numba.njit(nogil=True, cache=True)
 def _lightest(positions, weights, first, ends, lengths, out):
-    """positions, weights (n, H, m); candidates of row r are entries below lengths[r] with a position in first[r] .. ends[r]-1."""
+    """Candidates of row r are entries below lengths[r] with a position in first[r] .. ends[r]-1; all arrays int32.
+
+    Two loops that become vectors, and a short search, instead of one loop that remembers where it found the least.
+    """
     for row in range(out.shape[0]):
+        begin, end, length = np.int32(first[row]), np.int32(ends[row]), lengths[row]
         for head in range(out.shape[1]):
-            position, weight = positions[row, head], weights[row, head]
-            least, at = np.inf, -1
-            for i in range(lengths[row]):
-                if first[row] <= position[i] < ends[row] and (
-                    weight[i] < least or (weight[i] == least and (at < 0 or position[i] > position[at]))
-                ):
-                    least, at = weight[i], i
-            out[row, head] = max(at, 0)
+            position, weight = positions[row, head, :length], weights[row, head, :length]
+            latest = _latest(position, weight, begin, end, _least(position, weight, begin, end))
+            if latest >= 0:
+                i = 0
+                while position[i] != latest:
+                    i += 1
+                out[row, head] = i
 
 
 def lightest(
@@ -115,9 +140,11 @@ def lightest(
 ) -> torch.Tensor:
     """The entry of least weight with a position in first[r] .. ends[r]-1, among equals the latest: (n, H) int64, 0 if none is.
 
-    positions (n, H, m) int32 and weights (n, H, m) of a store's entries, lengths[r] of row r.
+    positions (n, H, >= m) int32 and weights (n, H, >= m) fp32, none below 0, of a store's entries, lengths[r] <= m of row r.
+    Give whole buffers: rows in one piece let the loops become vectors.
     """
     out = np.zeros(positions.shape[:2], np.int64)
     begin, end, count = (np.asarray(x, np.int64) for x in (first, ends, lengths))
-    _lightest(positions.numpy(), weights.numpy(), begin, end, count, out)
+    # numbers from 0 on have the order of their bits; loops over ints become vectors
+    _lightest(positions.numpy(), weights.numpy().view(np.int32), begin, end, count, out)
     return torch.from_numpy(out)

@@ -44,11 +44,11 @@ def _make_attend(stamp: str) -> Any:
     def attend(first, last, queries, runs, g, block, out, sums):
         """Task = (row, KV head); queries (n, h_kv, Q, g', d) scaled, runs (n, h_kv, R, 4), out (n, h_kv, g', d), zeros.
 
-        Adds to sums (n, h, T) the probabilities of the first run's T tokens.
+        Adds to sums (n, h or h_kv, T) the probabilities of the first run's T tokens, or the mean of a group's.
         """
         stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
         heads, padded, d = out.shape[1], out.shape[2], out.shape[3]
-        window = sums.shape[2]
+        each, window = sums.shape[1] // heads, sums.shape[2]  # each: g, or 1 if a group's heads share their sums
         whole = (window + LANES - 1) // LANES * LANES
         logits, kept = np.zeros((padded, _TILE), np.float32), np.empty((g, whole), np.float32)
         keys, values = np.empty(_TILE, np.int64), np.empty(_TILE, np.int64)
@@ -75,7 +75,8 @@ def _make_attend(stamp: str) -> Any:
                 for j in range(d):
                     result[a, j] *= share
                 exp_below(kept[a].ctypes.data, whole, high[a])
-                of_head = sums[row, head * g + a]
+                of_head = sums[row, head * each + a % each]
+                share *= np.float32(each) / np.float32(g)
                 for i in range(window):
                     of_head[i] += kept[a, i] * share
 
@@ -108,7 +109,8 @@ def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.T
 
     queries (Q, n, h, 1, d) fp32; runs (n, h_kv, R, 4) int64, whose columns are KEYS, VALUES, TOKENS, QUERY: rows of d fp32
     numbers side by side, read by that one of the queries. Adds to sums (n, h, T) fp32 the probabilities that the first run's T
-    tokens got; the first run has a token at least. The tensors behind the addresses must live until this returns.
+    tokens got, to sums (n, h_kv, T) the mean of each group's; the first run has a token at least. The tensors behind the
+    addresses must live until this returns.
     """
     many, n, h, _, d = queries.shape
     h_kv = runs.shape[1]
@@ -121,12 +123,11 @@ def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.T
     return torch.from_numpy(out)[:, :, :g].reshape(n, h, 1, d)
 
 
-def attend_with_probs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all tokens and its probabilities: q (n, h, 1, d), k and v (n, h_kv, m, d) -> (n, h, 1, d) and (n, h, m)."""
+def attend_adding(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sums: torch.Tensor
+) -> torch.Tensor:
+    """Attention over all tokens, (n, h, 1, d), of q (n, h, 1, d) and k, v (n, h_kv, m, d); sums (n, h_kv or h, m) as above."""
     n, h_kv, m, _ = k.shape
     runs = np.zeros((n, h_kv, 1, 4), np.int64)
     runs[:, :, 0, KEYS], runs[:, :, 0, VALUES], runs[:, :, 0, TOKENS] = addresses(k, 0, 1), addresses(v, 0, 1), m
-    probs = torch.zeros(n, q.shape[1], m)
-    return attend_runs(q[None], runs, probs, scaling), probs
+    return attend_runs(q[None], runs, sums, scaling)

@@ -52,20 +52,22 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list
     return attend_one(q, k, v, scaling, row_mask(lengths, k.shape[2], q.device))
 
 
-def attend_with_probs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, (n, 1, h, d), and the probabilities (n, h, max(lengths)), which are 0 for padding."""
-    if k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == torch.float32 and kernels.native(q, k, v):
+def attend_adding(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float, sums: torch.Tensor
+) -> torch.Tensor:
+    """The same, (n, 1, h, d). Adds to sums (n, h_kv, >= max(lengths)) the mean of the probabilities in each group of heads."""
+    m, h_kv = k.shape[2], k.shape[1]
+    sums = sums[:, :, :m]
+    if k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype and kernels.native(q, k, v, sums):
         from pqcache.kernels import runs
 
         if runs.serves(k, v):
-            out, probs = runs.attend_with_probs(q, k, v, scaling)
-            return out.transpose(1, 2), probs
-    valid = row_mask(lengths, k.shape[2], q.device)
+            return runs.attend_adding(q, k, v, scaling, sums).transpose(1, 2)
+    valid = row_mask(lengths, m, q.device)
     part = partial(q, k, v, scaling, None if valid is None else valid[:, :, None], probs=True)
     assert part.probs is not None
-    return part.out.transpose(1, 2).to(q.dtype), part.probs[:, :, 0]
+    sums += part.probs[:, :, 0].unflatten(1, (h_kv, -1)).mean(2)
+    return part.out.transpose(1, 2).to(q.dtype)
 
 
 def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:

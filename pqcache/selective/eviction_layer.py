@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pqcache.selective.attention import attend_rows, attend_with_probs, row_mask
+from pqcache.selective.attention import attend_adding, attend_rows, row_mask
 from pqcache.selective.budget import Plan, refreshed_to
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext
@@ -294,8 +294,7 @@ class EvictionLayer(Evictor, StagedLayer):
         q, keys, values = self.rotated(q, ctx)
         lengths = self.store.lengths
         if self.method.needs_probs:
-            out, probs = attend_with_probs(q, keys, values, lengths, ctx.scaling)
-            self.scorer.observe_step(probs, lengths)
+            out = attend_adding(q, keys, values, lengths, ctx.scaling, self.scorer.received(lengths))
         else:
             out = attend_rows(q, keys, values, lengths, ctx.scaling)
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)

@@ -37,8 +37,12 @@ class Scorer(RowState):
     def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
         """The layer kept entries `slots` (n, h_kv, m) and dropped the others: do so with state per entry."""
 
-    def observe_step(self, probs: torch.Tensor, lengths: list[int]) -> None:
-        """One decode step's probabilities (n, h, length) over the kept entries, the new token last (dynamic methods)."""
+    def received(self, lengths: list[int]) -> torch.Tensor:
+        """Where a method `needs_probs`: fp32 sums (n, h_kv, >= max(lengths)) per entry, the new token's last.
+
+        The decode step adds each group's mean probability to them.
+        """
+        raise NotImplementedError
 
     def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
         """In the flagged rows the layer replaced entry slots (n, h_kv) by the last entry: do so with state per entry."""

@@ -44,13 +44,19 @@ def test_runs_of_two_queries_are_one_softmax(n, h_kv, g, d, window, tokens, scal
     torch.testing.assert_close(sums.double() - 1, (parts[0].probs * share)[:, :, 0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("g", [1, 4])
-def test_probabilities_of_all_tokens(g):
+@pytest.mark.parametrize("g", [1, 3, 4])
+def test_probabilities_of_all_tokens_are_added(g):
     q, k, v = torch.randn(2, 2 * g, 1, 32), torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 32)
-    out, probs = runs.attend_with_probs(q, k, v, 0.3)
     expected = partial(q, k, v, 0.3, probs=True)
-    torch.testing.assert_close(out, expected.out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(probs, expected.probs[:, :, 0], rtol=1e-5, atol=1e-6)
+    probs = expected.probs[:, :, 0]
+    for sums, added in (
+        (torch.ones(2, 2 * g, 310), probs),
+        (torch.ones(2, 2, 310), probs.unflatten(1, (2, g)).mean(2)),
+    ):
+        out = runs.attend_adding(q, k, v, 0.3, sums[:, :, :300])
+        torch.testing.assert_close(out, expected.out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sums[:, :, :300] - 1, added, rtol=1e-5, atol=1e-6)
+        assert (sums[:, :, 300:] == 1).all()
 
 
 def test_the_latest_of_the_lightest_entries():
