@@ -98,6 +98,16 @@ def _count_codes(mine, c, joint, size):
 
 
 @numba.njit(nogil=True, inline="always")
+def _powers(logits, out):
+    """The exponentials of one head's logits of a sub-space's centroids, relative to the largest."""
+    highest = logits[0]
+    for i in range(1, logits.shape[0]):
+        highest = max(highest, logits[i])
+    for i in range(logits.shape[0]):
+        out[i] = np.exp(logits[i] - highest)
+
+
+@numba.njit(nogil=True, inline="always")
 def _multiply_out(power, product):
     """Write to product (c^m,) for every joint code the product of its entries of power (m, c), one per sub-space."""
     m, c = power.shape
@@ -113,7 +123,7 @@ def _multiply_out(power, product):
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp"})
-def _joint(first, last, codes, tables, highest, lo, hi, shortlist, k, out, status):
+def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep.
 
     shortlist (n, H, tokens): the candidates, where it has any entries.
@@ -137,8 +147,7 @@ def _joint(first, last, codes, tables, highest, lo, hi, shortlist, k, out, statu
         product = np.empty(size, np.float32)
         for head_of_group in range(g):
             for j in range(m):
-                for i in range(c):
-                    power[j, i] = np.exp(tables[task, j, i, head_of_group] - highest[task, j, head_of_group])
+                _powers(tables[task, j, :, head_of_group], power[j])
             _multiply_out(power, product)
             total, best = np.float32(0), np.float32(0)
             for i in range(size):
@@ -170,7 +179,7 @@ def _joint(first, last, codes, tables, highest, lo, hi, shortlist, k, out, statu
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
-def _wide(first, last, codes, tables, highest, lo, hi, shortlist, k, out, status):
+def _wide(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """The same with a weight per token, for codes too many to enumerate."""
     m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
     for task in range(first, last):
@@ -185,9 +194,8 @@ def _wide(first, last, codes, tables, highest, lo, hi, shortlist, k, out, status
             continue
         power = np.empty((m, c, g), np.float32)
         for j in range(m):
-            for i in range(c):
-                for a in range(g):
-                    power[j, i, a] = np.exp(tables[task, j, i, a] - highest[task, j, a])
+            for a in range(g):
+                _powers(tables[task, j, :, a], power[j, :, a])
         product = np.empty((tokens, g), np.float32)
         total, best = np.zeros(g, np.float64), np.zeros(g, np.float32)
         for i in range(tokens):
@@ -252,7 +260,6 @@ def top_tokens(
         n * h_kv,
         codes.numpy(),
         flat.numpy(),
-        flat.amax(2).numpy(),
         lo,
         np.asarray(hi, np.int64),
         np.empty((n, 1, 0), np.int64) if shortlist is None else shortlist.numpy(),
