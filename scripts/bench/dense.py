@@ -1,7 +1,8 @@
 """Dense attention of one decode step, by whatever computes it on this machine: what the own times of methods are divided by.
 
-Peers read K and V of all tokens where a resident store holds them, for one query token per head. The fastest of them is the
-denominator: the smallest median over the rounds, in which methods and peers take turns.
+Peers read K and V of all tokens where a resident store holds them, for one query token per head. The block's projections run
+before each, untimed, as they do in a method's step: their weights push what was read last out of the caches. The fastest peer is
+the denominator: the smallest median over the rounds, in which methods and peers take turns.
 """
 
 from __future__ import annotations
@@ -63,17 +64,20 @@ def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], d
         store.append(layer.keys(s, 0).to(dtype), layer.keys(s, 1).to(dtype))
         q = layer.queries(1).to(dtype)
         for name, attention in attentions(q, *store.view()).items():
-            calls[f"{name}, {dtype_name(dtype)}"] = _timed(attention, q, store, steps)
+            calls[f"{name}, {dtype_name(dtype)}"] = _timed(layer, attention, q, store, steps)
     return calls
 
 
-def _timed(attention: Attention, q: torch.Tensor, store: ResidentStore, steps: int) -> Callable[[], dict[str, Any]]:
-    k, v = store.view()
+def _timed(
+    layer: AttentionLayer, attention: Attention, q: torch.Tensor, store: ResidentStore, steps: int
+) -> Callable[[], dict[str, Any]]:
+    (k, v), hidden = store.view(), layer.hidden(1, 10)
 
     def call() -> dict[str, Any]:
-        taken = [
-            seconds(lambda: attention(q, k, v, q.shape[3] ** -0.5), q.device) for _ in range(steps + DROPPED_STEPS)
-        ]
+        taken = []
+        for _ in range(steps + DROPPED_STEPS):
+            layer.project(hidden)
+            taken.append(seconds(lambda: attention(q, k, v, q.shape[3] ** -0.5), q.device))
         return {"own_s": statistics.median(taken[DROPPED_STEPS:])}
 
     return call

@@ -89,6 +89,13 @@ class AttentionLayer:
         config = self.model.config
         return self.random(1, config.num_key_value_heads, t, config.head_dim, seed=seed)
 
+    def project(self, hidden: torch.Tensor) -> None:
+        """Run the block's projections, q, k, v and output, over hidden (1, t, hidden) and drop what they give."""
+        (module,) = attention_modules(self.model)
+        for part in (module.q_proj, module.k_proj, module.v_proj):
+            part(hidden)
+        module.o_proj(hidden.new_zeros(*hidden.shape[:2], module.o_proj.in_features))
+
     # --- caches -----------------------------------------------------------------------------------------------------
 
     def cache(self, method: Method, s: int) -> SelectiveCache:
