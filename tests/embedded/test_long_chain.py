@@ -89,6 +89,7 @@ def test_too_short_an_answer_is_refused(tok: PreTrainedTokenizerBase) -> None:
         make_samples(1, 59, 0, tok)
 
 
+@pytest.mark.rest
 def test_the_shipped_weights_walk_and_recall(tok: PreTrainedTokenizerBase) -> None:
     """Two answers of about 180 tokens, free-running: at most one slip."""
     folder = model_dir("embedded_chain")

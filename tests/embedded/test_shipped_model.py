@@ -44,6 +44,7 @@ def test_needle_pocket_free_running(model: PreTrainedModel, tok: PreTrainedToken
     assert sum(points) / len(points) >= 75.0
 
 
+@pytest.mark.rest
 def test_needle_in_prose(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
     needle = "The quickest way to reach Mount Tamarin is follow the yellow stones behind the bakery."
     story = (model_dir() / "README.md").read_text(encoding="utf-8")[:3000]

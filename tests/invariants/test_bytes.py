@@ -323,6 +323,7 @@ with torch.no_grad(), attach(model):
 """
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
 def test_evicted_tokens_free_the_process() -> None:
     """After a prompt of 1000 tokens the process has grown by Full's 64 MiB, but by no more than an evictor says it holds."""
