@@ -1,7 +1,7 @@
 """Run a compiled kernel over a range of tasks on as many threads as torch uses.
 
-Own threads instead of numba's: its OpenMP layer aborts a process that forks later (data loaders do), its other built-in
-layer one that calls kernels from two threads. The kernels release the GIL.
+Torch's threads where they can be had (openmp.py), else own ones. Not numba's: its OpenMP layer aborts a process that forks later
+(data loaders do), its other built-in layer one that calls kernels from two threads. The kernels release the GIL.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
+
+from pqcache.kernels import openmp
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # (process, threads): a forked child starts its own
 _lock = threading.Lock()
@@ -30,8 +32,8 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def run(kernel: Callable[..., None], tasks: int, *args: Any) -> None:
     """Call kernel(first, last, *args) on disjoint ranges that cover 0 .. tasks-1. Tasks write to places of their own.
 
-    The calling thread works too, and waits for no thread that has not begun when nothing is left: short kernels often end before
-    another thread has woken up.
+    The calling thread works too. Of own threads it waits for none that has not begun when nothing is left: short kernels often
+    end before another thread has woken up.
     """
     threads = min(torch.get_num_threads(), tasks)
     if threads <= 1:
@@ -45,6 +47,9 @@ def run(kernel: Callable[..., None], tasks: int, *args: Any) -> None:
         for first, last in left:
             kernel(first, last, *args)
 
+    if openmp.usable():
+        openmp.each_thread(work)
+        return
     others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
     try:
         work()

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from baselines.full import Full
 from baselines.streaming import StreamingLLM
 from pqcache import kernels
-from pqcache.kernels import threads
 from pqcache.selective import Budget, SelectiveCache, attach, attention
 
 pytest.importorskip("numba")
@@ -146,21 +145,3 @@ def test_decode_steps_use_it(method, dtype: torch.dtype, monkeypatch: pytest.Mon
         plain = logits()
     assert len(calls) == 3 * model.config.num_hidden_layers
     torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 2e-2)
-
-
-def test_every_piece_of_work_is_done_once_and_errors_are_raised() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for tasks in (1, 2, 5, 100):
-            seen: list[int] = []
-            threads.run(lambda first, last, seen=seen: seen.extend(range(first, last)), tasks)
-            assert sorted(seen) == list(range(tasks))
-
-        def fail(first: int, last: int) -> None:
-            raise ArithmeticError(f"{first}")
-
-        with pytest.raises(ArithmeticError):
-            threads.run(fail, 10)
-    finally:
-        torch.set_num_threads(before)
