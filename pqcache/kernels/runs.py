@@ -9,14 +9,16 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.attend import _logits_tile, _softmax_tile, _values_tile
+from pqcache.kernels.dense import _TILE, _tile_logits, _tile_softmax, _tile_values
 from pqcache.kernels.nearest import LANES
-from pqcache.kernels.vectors import STAMP, exp_below, head_block
+from pqcache.kernels.vectors import KINDS, STAMP, exp_below, head_block
 
-_TILE = 256  # tokens between two updates of the running maximum
 KEYS, VALUES, TOKENS, QUERY = range(
     4
 )  # what a run says: addresses of its rows, how many they are, which query reads them
+
+
+KIND = KINDS[torch.float32]
 
 
 @numba.njit(nogil=True, inline="always")
@@ -53,6 +55,7 @@ def _make_attend(stamp: str) -> Any:
         logits, kept = np.zeros((padded, _TILE), np.float32), np.empty((g, whole), np.float32)
         keys, values = np.empty(_TILE, np.int64), np.empty(_TILE, np.int64)
         high, mass = np.empty(padded, np.float32), np.empty(padded, np.float32)
+        added = np.zeros(whole, np.float32)
         for task in range(first, last):
             row, head = task // heads, task % heads
             mine, result = runs[row, head], out[row, head]
@@ -63,22 +66,30 @@ def _make_attend(stamp: str) -> Any:
                 count, run, start = _fill(mine, run, start, keys, values, 4 * d)
                 if not count:
                     continue
-                _logits_tile(query, keys, count, block, logits, 4 * d)
+                _tile_logits(KIND, query, keys, count, block, 4 * d, logits)
                 if seen < window:
                     more = min(count, window - seen)
-                    kept[:, seen : seen + more] = logits[:g, :more]
+                    for a in range(g):  # lines in one piece become vectors, slices of two dimensions do not
+                        to, line = kept[a], logits[a]
+                        for i in range(more):
+                            to[seen + i] = line[i]
                     seen += more
-                _softmax_tile(logits, count, g, high, mass, result)
-                _values_tile(logits, values, count, block, result, 4 * d)
+                _tile_softmax(logits, count, g, high, mass, result)
+                _tile_values(KIND, logits, values, count, block, 4 * d, result)
             for a in range(g):
                 share = np.float32(1) / mass[a]
                 for j in range(d):
                     result[a, j] *= share
                 exp_below(kept[a].ctypes.data, whole, high[a])
-                of_head = sums[row, head * each + a % each]
                 share *= np.float32(each) / np.float32(g)
-                for i in range(window):
-                    of_head[i] += kept[a, i] * share
+                line = kept[a]
+                for i in range(whole):
+                    added[i] += line[i] * share
+                if a + 1 == g or each > 1:
+                    of_head = sums[row, head * each + a % each]
+                    for i in range(window):
+                        of_head[i] += added[i]
+                    added[:] = 0
 
     return attend
 
