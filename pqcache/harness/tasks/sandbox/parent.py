@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
-import time
 from functools import lru_cache
 from pathlib import Path
+
+from pqcache.harness.tasks.pipes import Lines, end
 
 HERE = Path(__file__).resolve().parent
 MEMORY = 1024  # MiB of address space
 DISK = 16  # MiB of files
 LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")  # start programs; their names are fixed
+LINE = 1000  # bytes of what the judge says, at most
 START = 20.0  # seconds until both processes are ready, at most
 WAYS = ("bubblewrap", "unshare")  # the first that works is taken
 
@@ -125,11 +126,14 @@ def _run(program: str, entry_point: str, tests: str, helpers: str, timeout: floa
                 os.close(end)
         _give(candidate, {"program": program, "entry_point": entry_point})
         _give(judge, {"helpers": helpers, "tests": tests, "entry_point": entry_point})
-        if _line(judge, START) != "ready":
+        assert judge.stdout is not None
+        lines = Lines(judge.stdout.fileno(), LINE)
+        if lines.next(START) != b"ready":
             return _why_not_ready(candidate, judge), False
-        verdict = _line(judge, timeout)
-    if verdict is None:
+        said = lines.next(timeout)
+    if said is None:
         return f"not done after {timeout:g} seconds", True
+    verdict = said.decode(errors="replace").strip()
     return (None if verdict == "passed" else verdict or "the tests ended early"), True
 
 
@@ -147,18 +151,8 @@ def _start(
         pass_fds=(reads, writes),
         start_new_session=True,
     )
-    stack.callback(_end, process)
+    stack.callback(end, process)
     return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process; the kernel then ends every process of its PID namespace."""
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 def _give(process: subprocess.Popen[bytes], text: dict[str, str]) -> None:
@@ -168,21 +162,6 @@ def _give(process: subprocess.Popen[bytes], text: dict[str, str]) -> None:
         process.stdin.write(json.dumps(text).encode())
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-
-
-def _line(process: subprocess.Popen[bytes], seconds: float) -> str | None:
-    """The next line of the judge, at most 1000 bytes; empty if it ended, None if the time is over."""
-    assert process.stdout is not None
-    end, taken = time.monotonic() + seconds, b""
-    while not taken.endswith(b"\n") and len(taken) < 1000:
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            return None
-        byte = os.read(process.stdout.fileno(), 1)
-        if not byte:
-            break
-        taken += byte
-    return taken.decode(errors="replace").strip()
 
 
 def _why_not_ready(*processes: subprocess.Popen[bytes]) -> str:
