@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint configs docs picture lock format heatmaps pocket profile report tables missing clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs docs picture lock format heatmaps pocket profile report tables missing math clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ tables: $(INSTALLED) ## the papers' tables and figures from OUT's rows: measured
 
 missing: $(INSTALLED) ## the command that fills each empty cell of every experiment
 	@$(RUN) -m pqcache.harness.report.papers missing --out $(OUT)/runs
+
+math: $(INSTALLED) ## install what minerva_math500 needs beside Hydra's environment, into ~/.cache/pqcache/math (PQCACHE_MATH)
+	$(RUN) -m pqcache.harness.tasks.math_process.packages
 
 clean: ## remove caches and build files
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pqcache.harness.run import adapter, models, thinking
 from pqcache.harness.run.session import Session
 from pqcache.harness.run.within import Within
 from pqcache.harness.tasks import any_lm_eval, task_of
+from pqcache.harness.tasks.math_process import packages, stand_in
 
 SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
 AIME24 = [
@@ -52,6 +54,8 @@ def few_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [str(root / name) for name in ("aime", "gpqa", "minerva_math")]
     found = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
     monkeypatch.setattr(any_lm_eval, "manager", lambda include: found)
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.minerva_math")]:
+        monkeypatch.delitem(sys.modules, name)  # a test has its own folder of packages
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +120,85 @@ def model_options() -> dict[str, Any]:
 # -- the benchmarks ------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_that_cannot_stand_beside_hydra_says_so(
-    tiny: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_task_whose_packages_are_missing_says_how_to_get_them(
+    broken: bool, tiny: Path, rows: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = tmp_path / "math"
+    monkeypatch.setenv(packages.VARIABLE, str(folder))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    said = f"it needs ANTLR 4.11, and Hydra needs 4.9; `make math` installs it into {folder}"
+    if broken:
+        folder.mkdir()
+        said = f"the packages in {folder} cannot be used (ModuleNotFoundError: "
     typed = ["task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
     assert run.main(words(tiny, tmp_path / "out", *typed)) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert "it needs ANTLR 4.11, and Hydra needs 4.9" in line
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: task.name=minerva_math500: {said}") and "`make math`" in line
+
+
+VERIFY = """
+import time
+parse = str
+def verify(gold, target):
+    while "SLOW" in target:
+        time.sleep(1)
+    return target in gold
+"""
+STUBS = {
+    "antlr4.py": "",
+    "antlr4_python3_runtime-4.11.0.dist-info/METADATA": "Name: antlr4-python3-runtime\nVersion: 4.11.0\n",
+    "math_verify.py": VERIFY,
+    "math_verify-0.dist-info/METADATA": "Name: math-verify\nVersion: 0\n",
+    "sympy/__init__.py": "",
+    "sympy/parsing/__init__.py": "",
+    "sympy/parsing/latex.py": "parse_latex = str\n",
+    "sympy-0.dist-info/METADATA": "Name: sympy\nVersion: 0\n",
+}
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the packages: as much of them as lm-eval's file imports. `verify` hangs where it reads SLOW."""
+    folder = tmp_path / "math"
+    for name, text in STUBS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.setenv(packages.VARIABLE, str(folder))
+    return folder
+
+
+def test_mathematics_with_packages_of_its_own(
+    stub: Path,
+    tiny: Path,
+    rows: Path,
+    tmp_path: Path,
+    says: dict[str, str],
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """minerva_math500 by lm-eval's own file. An answer that cannot be scored in time is wrong, counted and told."""
+    monkeypatch.setattr(stand_in, "SECONDS", 1.5)
+    final = "Final Answer: The final answer is ${}$. I hope it is correct. Problem: next"
+    # the later document first: every prompt holds the problems of the examples, and the last one is the document's
+    says |= {"6 times 12": f"SLOW {final.format(72)}", "100 + 104": final.format(204)}
+    typed = ["task.name=minerva_math500", f"task.source={rows / 'math500'}", "task.answer_tokens=90", "method=full"]
+    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    row, lines = answered(tmp_path / "out")
+    assert list(row["sample_scores"]["minerva_math500"].values()) == [100.0, 0.0]
+    assert row["tasks"]["minerva_math500"]["metrics"] == {"exact_match": 0.5, "math_verify": 0.0}
+    assert lines[0]["response"] == final.format(204).removesuffix("Problem: next")  # the definition's stop string
+    assert row["data"]["unscored"] == 1 and row["data"]["scored_with"]["antlr4-python3-runtime"] == "4.11.0"
+    said = "answers that could not be scored and count as wrong: 1 (the first: not done after 1.5 seconds)"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "could not be scored" in line]
+    assert line.endswith(said)
+    (folder,) = (path.parent for path in (tmp_path / "out").glob("*/row.json"))
+    (folder / "row.json").unlink()  # killed before the last answer was scored
+    monkeypatch.setattr(adapter, "generate", lambda *_, **__: pytest.fail("an answer was computed again"))
+    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    again, _ = answered(tmp_path / "out")
+    for key in ("sample_scores", "data", "tasks"):
+        assert again[key] == row[key]  # type: ignore[literal-required]
 
 
 @pytest.mark.parametrize(("name", "folder"), [("aime24", "aime24"), ("aime25", "aime25")])

@@ -128,6 +128,7 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     lm, spec, tasks = make_adapter(session, cell, log, recorder)
     skipped = _left_out(lm, tasks, cell)
     evaluations = []
+    spec.unscored.clear()
     with too_long.without(tasks, skipped):
         for draw in lm.draws:
             lm.draw = draw
@@ -149,7 +150,7 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
         kv_dtype=lm.loaded.dtype,
         metrics=_mean_metrics(evaluations),
         diagnostics=recorder.row([s for s in lm.used.values() if "failed" not in s]) if recorder is not None else None,
-        data=spec.data,
+        data={**spec.data, **_unscored(spec, cell)},
         n_skipped=sum(map(len, skipped.values())),
         answer_scores=each if cell.decode.drawn else None,
     )
@@ -173,6 +174,16 @@ def run_task(session: Session, cell: Cell, log: SampleLog) -> Outcome:
     tracking.track(cell, row, [dict(sample) for sample in lm.used.values()], cell.run.wandb)
     loaded = lm.resumed == len(lm.used) and cell.name not in session.computed
     return replace(_ended(row, failed), loaded=loaded, older=older)
+
+
+def _unscored(spec: TaskSpec, cell: Cell) -> dict[str, int]:
+    """What the row says of answers that could not be scored, which is printed, too."""
+    if not spec.unscored:
+        return {}
+    count = len(spec.unscored)
+    said = f"answers that could not be scored and count as wrong: {count} (the first: {spec.unscored[0]})"
+    print(f"{cell.label}: {said}", file=sys.stderr)
+    return {"unscored": count}
 
 
 def _ended(row: Row, failed: dict[tuple[str, int], str]) -> Outcome:

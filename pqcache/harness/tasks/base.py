@@ -87,6 +87,8 @@ class TaskSpec:
     note: str | None = None
     # row["data"]: source, revision and SHA-256 of the files
     data: dict[str, Any] = field(default_factory=dict)
+    # Why answers could not be scored, one line for each. They count as wrong. The runner empties it before a cell.
+    unscored: list[str] = field(default_factory=list)
     # For log-likelihoods of token ids: document -> (token ids, position of the first scored one, tokens of the prefill)
     tokens: Callable[[dict], tuple[list[int], int, int]] | None = None
 

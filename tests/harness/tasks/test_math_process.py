@@ -1,0 +1,271 @@
+"""Functions of a file that run in a process with packages of its own: values, limits, and how the process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqcache.harness.tasks.math_process import packages, stand_in
+from pqcache.harness.tasks.math_process.parent import CallFailed, Functions
+
+FILE = """
+import os
+from importlib.metadata import version
+import only_there
+
+def add(a, b):
+    print("noise")
+    os.write(1, b"noise")
+    return a + b
+
+def origin():
+    return [only_there.__file__, version("only-there")]
+
+def raises():
+    raise ValueError("no\\nnumber")
+
+def unfit():
+    return object()
+
+def hangs():
+    10 ** 10 ** 9  # one operation: no signal handler of Python's runs before its end
+
+def ends():
+    os._exit(3)
+
+def large():
+    return bytearray(1 << 34)
+
+def longer(split):
+    return split.map(lambda row: {"text": row["text"] * 2})
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Iterator[Functions]:
+    """FILE, with a folder of packages that this environment lacks."""
+    folder = tmp_path / "packages"
+    (folder / "only_there-1.5.dist-info").mkdir(parents=True)
+    (folder / "only_there-1.5.dist-info" / "METADATA").write_text("Name: only-there\nVersion: 1.5\n")
+    (folder / "only_there.py").write_text("")
+    (tmp_path / "file.py").write_text(FILE)
+    made = Functions(tmp_path / "file.py", folder, ["only-there"])
+    yield made
+    made.stop()
+
+
+def gone(process: int) -> bool:
+    """Whether a process ends within ten seconds."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":  # it ended, and who started it has not asked yet
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_one_process_sees_the_folder_first(functions: Functions) -> None:
+    assert functions.call("add", 2, 3, seconds=20) == 5
+    assert functions.versions == {"only-there": "1.5"}
+    assert functions.process is not None
+    first = functions.process.pid
+    assert functions.call("origin", seconds=20) == [str(functions.folder / "only_there.py"), "1.5"]
+    assert functions.call("add", "a", "\n\ud800", seconds=20) == "a\n\ud800"
+    assert functions.process.pid == first
+    assert "only_there" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "said", "lost"),
+    [
+        ("raises", 20.0, "ValueError: no number", False),
+        ("unfit", 20.0, "TypeError: Object of type object is not JSON serializable", False),
+        ("large", 20.0, "MemoryError:", False),
+        ("absent", 20.0, "AttributeError: module 'functions' has no attribute 'absent'", False),
+        ("hangs", 0.3, "not done after 0.3 seconds", True),
+        ("ends", 20.0, "its process ended", True),
+    ],
+)
+def test_a_call_without_a_value(name: str, seconds: float, said: str, lost: bool, functions: Functions) -> None:
+    """A process that was lost is replaced, and the next call is not answered with what the lost one owed."""
+    functions.start()
+    assert functions.process is not None
+    first = functions.process.pid
+    with pytest.raises(CallFailed) as failed:
+        functions.call(name, seconds=seconds)
+    assert str(failed.value) == said
+    assert functions.call("add", 1, 1, seconds=20) == 2
+    assert (functions.process.pid != first) is lost
+    assert not lost or gone(first)
+
+
+def test_a_process_that_was_killed_between_two_calls(functions: Functions) -> None:
+    functions.start()
+    assert functions.process is not None
+    functions.process.kill()
+    functions.process.wait()
+    assert functions.call("add", 1, 1, seconds=20) == 2
+
+
+def test_data_sets_cross_as_rows(functions: Functions) -> None:
+    from datasets import Dataset
+
+    longer = stand_in._remote(functions, "longer")
+    made = longer(Dataset.from_list([{"text": "ab", "level": 1}, {"text": "c", "level": None}]))
+    assert made.to_list() == [{"text": "abab", "level": 1}, {"text": "cc", "level": None}]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_process_ends_with_its_parent(busy: bool, functions: Functions) -> None:
+    """Killed with no chance to say goodbye, between two calls or in the middle of one."""
+    last = "made.call('hangs', seconds=60)" if busy else "input()"
+    program = (
+        "import sys; from pathlib import Path; from pqcache.harness.tasks.math_process.parent import Functions\n"
+        "made = Functions(Path(sys.argv[1]), Path(sys.argv[2]), []); made.start(); print(made.process.pid, flush=True)\n"
+        f"{last}\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, functions.file, functions.folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)
+        if busy:
+            time.sleep(0.2)
+        parent.send_signal(signal.SIGKILL)
+        assert gone(child)
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+def test_a_file_that_cannot_be_loaded(functions: Functions) -> None:
+    (functions.folder / "only_there.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(CallFailed, match="ModuleNotFoundError: No module named 'nowhere_at_all'"):
+        functions.start()
+    assert functions.process is None
+
+
+def test_an_answer_without_a_score_is_wrong_and_counted(functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in, "SECONDS", 0.3)
+    (functions.file).write_text(
+        FILE + "\ndef process_results(doc, results):\n    hangs() if doc['n'] else 0\n    return {'m': 1}\n"
+    )
+    unscored: list[str] = []
+    scored = stand_in.forgiving(stand_in._remote(functions, "process_results"), ["m", "other"], unscored)
+    functions.start()
+    assert scored({"n": 0}, ["a"]) == {"m": 1} and unscored == []
+    assert scored({"n": 1}, ["a"]) == {"m": 0, "other": 0}
+    assert unscored == ["not done after 0.3 seconds"]
+
+
+def test_no_score_is_made_up_where_a_package_is_missing(functions: Functions) -> None:
+    functions.file.write_text("def process_results(doc, results):\n    import nowhere_at_all\n")
+    unscored: list[str] = []
+    scored = stand_in.forgiving(stand_in._remote(functions, "process_results"), ["m"], unscored)
+    with pytest.raises(stand_in.CannotScore, match="No module named 'nowhere_at_all'.*`make math` installs them"):
+        scored({}, ["a"])
+    assert unscored == []
+
+
+def test_where_the_packages_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(packages.VARIABLE, raising=False)
+    assert packages.folder() == Path.home() / ".cache" / "pqcache" / "math"
+    monkeypatch.setenv(packages.VARIABLE, str(tmp_path))
+    assert packages.folder() == tmp_path
+    assert packages.command() == "make math"
+    monkeypatch.setattr("pqcache.places.INSTALLED", True)
+    assert packages.command() == "python -m pqcache.harness.tasks.math_process.packages"
+
+
+# -- the real packages -----------------------------------------------------------------------------------------------------
+
+FINAL = "Final Answer: The final answer is ${}$. I hope it is correct."
+SOLUTIONS = [
+    r"So the answer is $\boxed{\frac{1}{2}}$.",
+    r"The solutions are $\boxed{\{1, 2, 3\}}$.",
+    r"Domain $\boxed{[2,5)}$.",
+    r"It is $\boxed{\text{Evelyn}}$.",
+    r"It is $\boxed{12\text{ cm}}$.",
+    r"The angle is $\boxed{60^\circ}$.",
+    r"Total: $\boxed{12,345}$.",
+    r"Point $\boxed{(3, \frac{\pi}{2})}$.",
+    r"So $\boxed{x^2 + 2x + 1}$.",
+    r"$\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}$",
+]
+ANSWERS = [
+    [FINAL.format(r"\frac12"), FINAL.format("0.5"), FINAL.format(r"\frac{1}{3}"), r"$\boxed{\frac{2}{4}}$"],
+    [FINAL.format(r"\{3,2,1\}"), FINAL.format(r"\{1,2\}"), r"\boxed{\{3, 2, 1\}}"],
+    [FINAL.format("[2,5)"), FINAL.format("(2,5)"), r"\boxed{[2, 5)}"],
+    [FINAL.format(r"\text{Evelyn}"), FINAL.format(r"\text{Carla}"), "Evelyn"],
+    [FINAL.format(r"12 \text{ cm}"), FINAL.format("12"), FINAL.format(r"12 \text{ m}"), r"\boxed{12}"],
+    [FINAL.format("60"), FINAL.format(r"61^\circ"), r"\boxed{60}"],
+    [FINAL.format("12345"), FINAL.format("12,346"), r"\boxed{12345}"],
+    [
+        FINAL.format(r"\left( 3, \frac{\pi}{2} \right)"),
+        FINAL.format(r"(3, \pi)"),
+        r"\boxed{\left(3,\frac{\pi}2\right)}",
+    ],
+    [FINAL.format("(x+1)^2"), FINAL.format("x^2+2x"), r"\boxed{(x+1)^2}"],
+    [FINAL.format("1"), r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\frac{", "{" * 400, "", "$" * 50],
+]
+PLAIN = """
+import json, sys
+import importlib.util
+spec = importlib.util.spec_from_file_location("functions", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for line in sys.stdin:
+    doc, answer = json.loads(line)
+    doc["answer"] = module.normalize_final_answer(module.remove_boxed(module.last_boxed_only_string(doc["solution"])))
+    print(json.dumps(module.process_results(doc, [answer])))
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(not packages.folder().is_dir(), reason=f"no {packages.folder()}: `make math` makes it")
+def test_scores_are_those_of_lm_eval_alone() -> None:
+    """The task's own function in a plain process, whose path has the packages, gives the same on right and wrong answers."""
+    import lm_eval.tasks
+
+    file = Path(lm_eval.tasks.__file__).parent / "minerva_math" / "utils.py"
+    docs: list[dict[str, Any]] = [{"problem": "?", "solution": solution, "answer": ""} for solution in SOLUTIONS]
+    pairs = [(doc, answer) for doc, answers in zip(docs, ANSWERS, strict=True) for answer in answers]
+    alone = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(file)],
+        input="".join(json.dumps(pair) + "\n" for pair in pairs),
+        env={**os.environ, "PYTHONPATH": str(packages.folder())},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = [json.loads(line) for line in alone.stdout.splitlines()]
+    functions = Functions(file, packages.folder())
+    try:
+        rows = functions.call("process_docs", {"rows": docs}, seconds=60)["rows"]
+        ours = [
+            functions.call("process_results", rows[docs.index(doc)], [answer], seconds=stand_in.SECONDS)
+            for doc, answer in pairs
+        ]
+    finally:
+        functions.stop()
+    assert ours == expected
+    for metric in ("exact_match", "math_verify"):
+        right = sum(score[metric] for score in ours)
+        assert 8 <= right <= len(pairs) - 8
