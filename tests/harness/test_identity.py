@@ -127,6 +127,26 @@ def test_a_token_budget_is_known_by_the_rule_that_keeps_it() -> None:
     assert streaming.identity["method"]["mode"] == "dynamic" and streaming.changed == {"budget_rule": "exact"}
 
 
+def test_a_changed_rule_of_the_budget_is_new_to_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders with budget_of=context from before the sinks were within the share are not taken for new ones."""
+    lines = [
+        "method=double_sparsity budget=0.2 budget_of=context",
+        "method=streaming budget=0.2 budget_of=context",
+        "method=double_sparsity budget=0.2",
+        "method=double_sparsity budget=512",
+        "method=double_sparsity budget=1.0 budget_of=context",  # everything: no share
+        "method=int8 budget=0.2 budget_of=context",
+    ]
+    now = [cell(line) for line in lines]
+    monkeypatch.setattr("pqcache.selective.budget.REVISIONS", {})
+    before = [cell(line) for line in lines]
+    assert [a.name != b.name for a, b in zip(now, before, strict=True)] == [True, True, False, False, False, False]
+    assert now[0].identity["method"]["revision"] == {"budget rule context": 1}
+    assert now[0].changed == {"budget_of": "context"}
+    for one, old in zip(now, before, strict=True):
+        assert one.about.matches(old.about.shown) is (one.name == old.name)
+
+
 def test_a_folder_of_an_older_version_is_resumed(command: Command, tmp_path: Path, generated: list[int]) -> None:
     assert command("method=oracle", "limit=1") == 0
     (folder,) = (tmp_path / "out").glob("*__oracle__*")

@@ -15,6 +15,7 @@ digits may not change when an option is added or removed. The rules, for authors
   hash and in rows; config.yaml shows it only where it was changed.
 - A method whose algorithm changes, so that the same options give other results, sets `revision: ClassVar[int]` to one more. A
   revision that is not 0 is part of the identity, also of methods built on that one: old and new samples never share a folder.
+  A changed rule of the budget has its revision in selective/budget.py, and is part of the identity of the cells that keep it.
 
 A key that a folder's config.yaml does not name has the value that was the behaviour before the key existed.
 """

@@ -270,12 +270,16 @@ def _group(cls: type, options: Options, base: Options) -> Group:
 
 def _method_group(cls: type[Method], options: Options, base: Options, method: Method | None, run: RunOptions) -> Group:
     """The hyper-parameters of a method. Some have a default that depends on the protocol."""
+    from pqcache.selective.budget import REVISIONS
+
     absent = method_defaults(cls, {}, run.protocol) | added_options(cls)
     spent = {key: getattr(method, key) for key in SPENT} if method is not None and method.replans else {}
     defaults = method_defaults(cls, base, run.protocol, **spent)
     if method is None:
         return Group(cls, retired(cls) | options, defaults, absent)
     revisions = method.revisions()
+    if (rule := method.effective_rule) in REVISIONS:
+        revisions[f"budget rule {rule}"] = REVISIONS[rule]
     mark = {"revision": revisions} if revisions else {}
     return Group(cls, method.hyper_parameters() | mark, defaults | mark, absent, tuple(method.unused()))
 
