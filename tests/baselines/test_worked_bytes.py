@@ -85,7 +85,7 @@ WORKED = {
         Quest(budget=FIFTH), 0, 0.0, 1633, write_back=0, prefill=0, index={"device": EXTREMES}
     ),
     "infinigen": Worked(InfiniGen(store="host", budget=FIFTH), 1638, 6.40, 1639, index={"device": PARTIAL}),
-    # InfLLM chooses whole blocks for all heads: 7 x 512 KiB = 3.5 MiB, tests/baselines/test_infllm.py
+    # InfLLM chooses whole blocks for all heads: 7 x 512 KiB = 3.5 MiB, tests/baselines/test_infllm_store.py
 }  # fmt: skip
 
 

@@ -71,6 +71,24 @@ def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(passes: int, d
     torch.testing.assert_close(got.sum(-1), torch.tensor(counts, dtype=torch.float32)[:, None].expand(n, h_kv * g))
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.integers(1, 40),
+    t=st.integers(1, 20),
+    w=st.integers(1, 50),
+    block=st.integers(1, 9),
+)
+def test_queries_that_see_a_window_only(seed: int, s: int, t: int, w: int, block: int) -> None:
+    t = min(s, t)
+    q, k = (x.double() for x in inputs(1, 4, 2, t, s, seed))
+    sums = torch.zeros(1, 4, s, dtype=torch.float64)
+    add_column_sums(sums, q, k, [s], [t], 0.3, block, windows=[w])
+    at, j = torch.arange(s - t, s)[:, None], torch.arange(s)[None]
+    probs = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(j > at, -torch.inf).softmax(-1)
+    torch.testing.assert_close(sums, (probs * (at - j < w)).sum(2))
+
+
 def test_first_key_gets_at_least_its_own_query_and_the_last_at_most_one() -> None:
     got = sums(*inputs(1, 4, 2, 50, 50, 1), [50], [50], 16)
     assert got[..., 0].min() >= 1

@@ -1,0 +1,131 @@
+"""InfLLM's blocks: where they are stored, the block cache, and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from baselines.infllm import InfLLM
+from baselines.infllm.block_store import HostBlockStore
+from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective.layer import Step
+from tests.baselines.infllm_reference import HALF, Driver, drawn
+from tests.invariants.drive import Session, logits, tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flags", [{}, {"true_positions": True}, {"dense_prefill": True}, {"per_head": True}])
+@pytest.mark.parametrize("cached", [1, 5])
+def test_host_store_changes_nothing_but_where_blocks_live(llama: PreTrainedModel, flags: dict, cached: int) -> None:
+    hyper = {"n_init": 4, "n_local": 16, "topk": 3, "block": 4, "reps": 2, "budget": HALF, **flags}
+    rows, steps = [tokens(90, 1), tokens(40, 2)], [[t, t] for t in tokens(20, 3)]
+    got = [
+        logits(llama, InfLLM(store=store, max_cached_blocks=cached, **hyper), rows, steps)
+        for store in ("resident", "host")
+    ]
+    assert torch.equal(*got)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 3),
+    units=st.sampled_from([1, 4]),
+    cached=st.integers(1, 6),
+    steps=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+)
+def test_least_recently_used_blocks_make_room(seed: int, n: int, units: int, cached: int, steps: list[int]) -> None:
+    """Against a plain list: contents, at most `cached` blocks (or those asked for), the current ones always, bytes."""
+    moved: dict[str, int] = {"fetch": 0, "write_back": 0}
+    store = HostBlockStore(
+        n, torch.zeros(1, 2, 0, 4), 3, units, cached, lambda kind, b: moved.update({kind: moved[kind] + b})
+    )
+    k, v = drawn(seed, n, 2, 30, 4).float(), drawn(seed + 1, n, 2, 30, 4).float()
+    for row in range(n):
+        store.put(row, k[row], v[row])
+    assert moved["write_back"] == n * 10 * 2 * 3 * 4 * 4 * 2
+    model: list[list[list[int]]] = [[[] for _ in range(units)] for _ in range(n)]
+    generator, misses = torch.Generator().manual_seed(seed), 0
+    for count in steps:
+        ids = torch.stack([torch.randperm(10, generator=generator)[:count].sort().values for _ in range(n * units)])
+        ids = ids.view(n, units, count)
+        got = store.take(ids, range(n), 4)
+        for row in range(n):
+            for unit in range(units):
+                held, expected = model[row][unit], ids[row, unit].tolist()
+                misses += sum(b not in held for b in expected)
+                held[:] = (
+                    [b for b in held if b not in expected]
+                    + [b for b in expected if b in held]
+                    + [b for b in expected if b not in held]
+                )
+                del held[: max(0, len(held) - max(cached, count))]
+                recent = store.recent[row][unit]
+                assert list(recent) == held or len(recent) <= max(cached, max(steps))
+                assert len(recent) <= max(cached, max(steps)) and set(expected) <= set(recent)
+                assert len(set(recent.values())) == len(recent)
+                at = torch.tensor([b * 3 + i for b in expected for i in range(3)])
+                for x, y in zip(got, (k, v), strict=True):
+                    heads = range(2) if units == 1 else (unit,)
+                    for head in heads:
+                        assert torch.equal(x[row, head], y[row, head if units == 1 else head // 2, at])
+    if max(steps) <= cached:
+        assert moved["fetch"] == misses * 2 * (2 if units == 1 else 1) * 3 * 4 * 4
+
+
+def mistral(store: str = "host", **hyper: Any) -> Driver:
+    """8192 keys and values of one Mistral-7B layer in fp16, written straight into the layer; one decode step done."""
+    h, h_kv, d, s = 32, 8, 128, 8192
+    method = InfLLM(**{"store": store, "budget": Budget(ratio=0.2), **hyper})
+    driver = Driver(method, h, h_kv, torch.float16, d)
+    layer = driver.layer
+    k, v = (torch.randn(1, h_kv, s, d, generator=torch.Generator().manual_seed(i)).half() for i in range(2))
+    ctx, _ = driver.context(Step(False, s, [0], [s], [s], True, True), s, 1)
+    layer.load(k, v, ctx)
+    driver.past, driver.columns = [s], s
+    for seed in (5, 5):
+        q = torch.randn(1, h, 1, d, generator=torch.Generator().manual_seed(seed)).half()
+        driver.feed(q, k[:, :, :1], v[:, :, :1], [1], decode=True)
+    return driver
+
+
+def test_bytes_of_one_mistral_layer() -> None:
+    """Nothing is cached at first: 7 blocks of 512 KiB, the worst case of a step; the same query again moves nothing."""
+    driver = mistral()
+    layer = driver.layer
+    memory = layer.memory
+    plan = memory.plans[0]
+    assert (plan.window, plan.topk, plan.exc) == (816, 7, 512)
+    assert memory.blocks.counts == [57]
+    facts = driver.ledger.facts  # blocks; of the second step all 7 were there, 7 of 57 at random would have been 7 / 57
+    assert (facts["cache_lookups"], facts["cache_hits"]) == (14, 7)
+    assert facts["cache_chance_hits"] == pytest.approx(7 * 7 / 57)
+    assert driver.ledger.moved == {"fetch": 7 * 512 * 1024}  # of both steps together; nothing was written back
+    assert 7 * 512 * 1024 == 3.5 * 2**20
+    assert driver.ledger.prefill_moved == {"write_back": 57 * 512 * 1024}
+    # 8160 - 816 - 57 * 128 = 48 tokens between window and blocks, and the one or two that decode pushes out
+    assert driver.ledger.attended(all_layers=True) == 32 + 7 * 128 + 816 + 48 + 1.5
+    tiers = layer.tensors()
+    assert tiers["host"][0].numel() * 2 == 58 * 512 * 1024  # capacity in steps of two blocks
+    assert memory.reps.data.numel() * 2 == 58 * 32 * 128 * 2  # 456 KiB for the 57
+    assert memory.blocks.pool.data.numel() * 2 == 7 * 512 * 1024
+    # K twice and V of 1024 columns plus slack, in steps of 256; scores per query head in fp32
+    assert memory.near.tensors()[0].shape[2] == 1024
+
+
+def test_prefill_loads_land_in_the_prefill_table(llama: PreTrainedModel) -> None:
+    method = InfLLM(n_init=4, n_local=16, topk=2, block=4, exc_block=8, store="host", max_cached_blocks=2, budget=HALF)
+    cache = SelectiveCache(llama, method)
+    with attach(llama), torch.no_grad():
+        session = Session(llama, cache, [tokens(90, 1)])
+        written = 3 * ((90 - 16 - 4) // 4) * 2 * 2 * 4 * 16 * 8
+        assert cache.ledger.prefill_moved["write_back"] == written
+        assert cache.ledger.prefill_moved["fetch"] > 0 and not cache.ledger.moved
+        for token in tokens(8, 2):
+            session.step([token])
+    assert cache.ledger.moved["write_back"] == 3 * 2 * 2 * 2 * 4 * 16 * 8  # two blocks of four evictions, per layer
