@@ -14,6 +14,11 @@ Command = Callable[..., int]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def on_model(model: Path, out: Path) -> list[str]:
+    """The words of a command on a local model that writes into `out`, and beside it what is prepared."""
+    return ["model=hf", f"model.path={model}", f"out={out}", "wandb=disabled", f"cache_dir={out.parent / 'cache'}"]
+
+
 def rows(out: Path) -> dict[str, Row]:
     """Method and budget -> row, for folders without other overrides."""
     result = [read_row(path) for path in out.glob("*/row.json")]

@@ -26,6 +26,7 @@ from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.tasks import any_lm_eval
 from pqcache.registry import method_class
 from pqcache.selective import Budget, likelihood
+from tests.harness.cells import on_model
 from tests.harness.tasks.building import Answer
 
 STORY = "The old man walked over the hill and found a lamp near the river. " * 12
@@ -269,14 +270,7 @@ Command = Callable[..., int]
 
 
 def call(tiny: Path, tmp_path: Path, *typed: str) -> int:
-    base = [
-        "model=hf",
-        f"model.path={tiny}",
-        f"out={tmp_path / 'out'}",
-        "wandb=disabled",
-        f"cache_dir={tmp_path / 'c'}",
-    ]
-    return run.main([*base, "task=lm_eval", *typed])
+    return run.main([*on_model(tiny, tmp_path / "out"), "task=lm_eval", *typed])
 
 
 def test_multiple_choice_by_name(

@@ -22,6 +22,7 @@ from pqcache.harness.run.session import Session
 from pqcache.harness.run.within import Within
 from pqcache.harness.tasks import any_lm_eval, task_of
 from pqcache.harness.tasks.math_process import packages, stand_in
+from tests.harness.cells import on_model
 
 SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
 AIME24 = [
@@ -82,8 +83,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def words(model: Path, out: Path, *typed: str) -> list[str]:
-    base = ["model=hf", f"model.path={model}", f"out={out}", "wandb=disabled", f"cache_dir={out.parent / 'cache'}"]
-    return [*base, "task=lm_eval", *typed]
+    return [*on_model(model, out), "task=lm_eval", *typed]
 
 
 def answered(out: Path) -> tuple[Any, dict[int, dict[str, Any]]]:

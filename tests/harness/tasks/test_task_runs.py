@@ -11,6 +11,7 @@ import pytest
 import run
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import adapter as lm
+from tests.harness.cells import on_model
 
 
 @pytest.fixture
@@ -24,13 +25,7 @@ def call(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(lm, "generate", short)
 
     def answer(*typed: str) -> dict[str, Row]:
-        base = [
-            "model=hf",
-            f"model.path={tiny}",
-            f"out={tmp_path / 'out'}",
-            "wandb=disabled",
-            f"cache_dir={tmp_path / 'c'}",
-        ]
+        base = on_model(tiny, tmp_path / "out")
         source = [] if "task=needle" in typed else ["task.source=constructed"]
         assert run.main([*base, *source, "limit=2", *typed]) == 0
         rows = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
