@@ -110,6 +110,24 @@ def test_the_rule_holds_through_600_tokens(llama: PreTrainedModel, case: Case, p
     check(llama, case, prompt, 600)
 
 
+@pytest.mark.parametrize(  # B - 64, and B / 2 where that is more
+    ("budget", "lower"), [(160, 96), pytest.param(96, 48, marks=pytest.mark.rest)]
+)
+@pytest.mark.parametrize("name", ["snapkv", "kvcrush", "pyramidkv"])
+def test_evictors_fill_the_budget_and_rank_again(llama: PreTrainedModel, name: str, budget: int, lower: int) -> None:
+    """Everything is kept until B tokens are held, then the lower number, one more with each step, and again at B."""
+    case = next(case for case in CASES if case.name == name)
+    method = case.make(budget=Budget(tokens=budget))
+    prompt = budget - 20
+    steps = attended(llama, method, prompt, 20 + 2 * (budget - lower) + 5)
+    means = [sum(now) / len(now) for now in steps]
+    again = list(range(lower, budget + 1))
+    expected = [*range(prompt, budget + 1), *again, *again, *again][: len(steps)]
+    assert means == expected
+    if name != "pyramidkv":  # pooled: layers differ, their mean does not
+        assert all(len(set(now)) == 1 for now in steps)
+
+
 def test_every_method_declares_its_rule() -> None:
     assert set(DECLARED) <= set(METHODS)
     for case in CASES:
