@@ -9,6 +9,9 @@ model of three layers less those of one, by two. Columns:
     torch kernels   torch operations that are neither views nor allocations; a GPU launches about one kernel for each
     Triton          launches of this project's kernels
     Python calls    calls of Python functions, transformers' own included, in a step that is not recorded
+
+The first two rows are transformers' own cache without this project, and inside `attach`, which does the model's norms and
+rotation for every cache by the kernels that each method's step has.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from pqcache.selective import SelectiveCache, attach
 from scripts.bench_latency import parse_row
 
 PROMPT, STEPS = 300, 3
-OWN = "transformers' DynamicCache"
+OWN, ATTACHED = "transformers' DynamicCache", "DynamicCache, attached"
 DEFAULT = [
     "full", "pqcache", "pqcache:store=host", "pqcache:store=block_cache", "snapkv", "streaming", "kivi", "zipcache", "gear",
 ]  # fmt: skip
@@ -99,8 +102,8 @@ def python_calls(call: Callable[[], Any]) -> int:
     return number
 
 
-def step_counts(layers: int, row: str | None) -> Counts:
-    """Of one step of a model with so many layers, under a row of bench_latency or (None) transformers' own cache."""
+def step_counts(layers: int, row: str) -> Counts:
+    """Of one step of a model with so many layers, under a row of bench_latency, OWN or ATTACHED."""
     model, ids = model_of(layers), torch.arange(PROMPT)[None] % 128
 
     def run(cache: Any) -> Counts:
@@ -121,8 +124,9 @@ def step_counts(layers: int, row: str | None) -> Counts:
         return Counts(operations.number, number, calls)
 
     with torch.no_grad():
-        if row is None:
-            return run(DynamicCache(config=model.config))
+        if row in (OWN, ATTACHED):
+            with attach(model) if row == ATTACHED else contextlib.nullcontext():
+                return run(DynamicCache(config=model.config))
         method = parse_row(row, "0.2").make()
         with attach(model):
             cache = SelectiveCache(model, method)
@@ -130,7 +134,7 @@ def step_counts(layers: int, row: str | None) -> Counts:
             return run(cache)
 
 
-def per_layer(row: str | None) -> Counts:
+def per_layer(row: str) -> Counts:
     """What one more layer adds to a step."""
     few, many = step_counts(1, row), step_counts(3, row)
     return Counts(*((b - a) / 2 for a, b in zip(few, many, strict=True)))
@@ -148,9 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{'per layer and decode step':<32}{'torch kernels':>14}{'Triton':>8}{'Python calls':>14}")
-    for row in [None, *args.methods]:
+    for row in [OWN, ATTACHED, *args.methods]:
         counts = per_layer(row)
-        print(f"{row or OWN:<32}{counts.torch:14.1f}{counts.triton:8.1f}{counts.python:14.1f}", flush=True)
+        print(f"{row:<32}{counts.torch:14.1f}{counts.triton:8.1f}{counts.python:14.1f}", flush=True)
     return 0
 
 

@@ -1,10 +1,30 @@
-"""Triton's interpreter, by which kernels run on the CPU for tests, beside a numpy that is newer than itself."""
+"""Triton's interpreter, by which kernels run on the CPU for tests: its rounding, and a numpy that is newer than itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _MENDED = (3, 7)  # the first Triton whose interpreter needs nothing
+
+
+def round_to_bfloat16() -> None:
+    """Let the interpreter round fp32 to the nearest bfloat16, ties to even, as every GPU does; it cuts bits off."""
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    if hasattr(builder, "_pqcache_rounds"):
+        return
+    cast = builder.cast_impl
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+            return cast(self, source, target)
+        rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, target.scalar)
+
+    builder.cast_impl, builder._pqcache_rounds = cast_impl, True
 
 
 def mend() -> None:
@@ -15,6 +35,7 @@ def mend() -> None:
     import triton
     from triton.runtime import interpreter
 
+    round_to_bfloat16()
     known: Any = interpreter
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= _MENDED or hasattr(known, "_pqcache_mended"):
         return

@@ -19,7 +19,7 @@ def test_kernels_compile_for_sm_90():
     assert done.returncode == 0, done.stderr
     rows = {line.split()[1]: dict(zip(*[iter(line.split())] * 2, strict=False)) for line in done.stdout.splitlines()}
     names = "_enter _histogram _weigh _wide_sums _wide_weigh _wide_digits _wide_level _count _compact _attend _merge _gather"
-    names += " _row_lse _column_sums"
+    names += " _row_lse _column_sums _norm _rotate"
     packed = {"_attend_packed", "_join", "_add_exact", "_pack_oldest"}
     assert set(rows) == {*names.split(), "_read", "_admit", "_refill", "_pass", "_assign", "_add", "_moments", *packed}
     assert all(int(row["shared"]) <= 227 * 1024 for row in rows.values())  # of a Hopper multiprocessor, per program

@@ -121,8 +121,11 @@ def recorded_seconds(
 
 
 def run_offloaded(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Row:
-    """transformers' DynamicCache(offloading=True): K and V of a layer come to the device, whole, when it runs."""
-    with torch.no_grad():
+    """transformers' DynamicCache(offloading=True): K and V of a layer come to the device, whole, when it runs.
+
+    Attached as the methods are: the model's own kernels are the same for all.
+    """
+    with attach(model), torch.no_grad():
         cache = DynamicCache(config=model.config, offloading=True)
         _, marks = decode_loop(model, cache, ids, max_new_tokens=steps + 1)
     times = gaps(marks)
