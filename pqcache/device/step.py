@@ -40,6 +40,8 @@ class DeviceStep:
 
     def __init__(self, parts: StepParts, device: torch.device, ledger: Ledger | None = None) -> None:
         self.store, self.codes, self.n_sink = parts.store, parts.codes, parts.n_sink
+        from pqcache.device.triton_attend import counters
+
         self.device = device
         self.chosen = [plan.k for plan in parts.plans]
         self.local = [plan.local for plan in parts.plans]
@@ -55,6 +57,7 @@ class DeviceStep:
             codes = self.codes.codes.data
             self.amount = triton_codes.histogram(codes, self.cursor, self.plan, self.n_sink, h_kv, m, c)
         self.lent = self.store.lend()
+        self.arrived = counters(len(self.store.lengths), self.lent.near[0].data.shape[1], device)
         self.length, self.room = max(self.store.lengths), 0  # tokens of the longest row, and for which there is room
         self.chain: Chain | None = None  # a step's launches, until a buffer grows
         self.key: tuple = ()  # what they were made for
@@ -116,7 +119,9 @@ class DeviceStep:
         sinks = near if lent.sinks is None else lent.sinks
         one = far is None  # one buffer for sinks, chosen tokens and local window
         ring = near[0].shape[2]
-        sizes: dict[str, Any] = {"ring": ring, "scaling": scaling, "one": one, "advance": True}
+        sizes: dict[str, Any] = {
+            "ring": ring, "scaling": scaling, "one": one, "advance": True, "arrived": self.arrived,
+        }  # fmt: skip
         if self.codes is None:
             enter = triton_codes.prepare_enter(near, ring, cursor, plan, 1, far=far, n_sink=n_sink)
             attend = triton_attend.prepare_attend(q, sinks, None, near, cursor, plan, tokens=ring, widest=0, **sizes)
@@ -146,21 +151,28 @@ class DeviceStep:
 
             return resident
         assert far is not None
-        gather = triton_attend.prepare_gather(*far, plan, n_sink, widest)
-        like = q.new_empty((*centroids.shape[:2], widest, q.shape[3]))  # what is gathered, for its strides
+        if blocks is None:
+            attend = triton_attend.prepare_attend(
+                q, sinks, far, near, cursor, plan, tokens=tokens, widest=widest, n_sink=n_sink, **sizes
+            )
+
+            def hosted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                indices = select(enter(k, v, q))
+                return attend(q, indices, far), indices
+
+            return hosted
+        like = q.new_empty((*centroids.shape[:2], widest, q.shape[3]))  # what is read, for its strides
         attend = triton_attend.prepare_attend(
             q, sinks, (like, like), near, cursor, plan, tokens=tokens, widest=0, **sizes
         )
 
-        def hosted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             indices = select(enter(k, v, q))
-            chosen = gather(indices) if blocks is None else blocks.read(indices, cursor, plan)
-            out = attend(q, None, chosen)
-            if blocks is not None:
-                blocks.change(cursor, plan)
+            out = attend(q, None, blocks.read(indices, cursor, plan))
+            blocks.change(cursor, plan)
             return out, indices
 
-        return hosted
+        return cached
 
     def note(self) -> float:
         """Count one more step: lengths and bytes moved. Returns the tokens it attended per query head, mean over rows."""
@@ -206,4 +218,4 @@ class DeviceStep:
 
     def tensors(self) -> list[torch.Tensor]:
         tables = [] if self.blocks is None else self.blocks.tensors()
-        return [self.cursor, self.plan, *([] if self.amount is None else [self.amount]), *tables]
+        return [self.cursor, self.plan, self.arrived, *([] if self.amount is None else [self.amount]), *tables]

@@ -1,8 +1,8 @@
 """Attention of one query token over [sinks | chosen | local] tokens on a CUDA device, read where they are stored.
 
-The tokens are split, so that the whole device works on one query (flash decoding); the parts are joined by their log-sum-exp.
-The query heads of a group share one read of K and V. Chosen tokens are read through their indices, or from a buffer that
-`gather` has filled from pinned host memory: only chosen tokens cross, and no host thread waits.
+The tokens are split, so that the whole device works on one query (flash decoding); the program that ends last joins the parts
+by their log-sum-exp. The query heads of a group share one read of K and V. Chosen tokens are read through their indices, also
+from pinned host memory: only chosen tokens cross, each once, and no host thread waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pqcache.device.switch import cdiv, device_of, power_of_2, prepared
 
-_TILE = 64  # tokens per visit
+_TILE = 64  # tokens per visit, at most
 _ROWS = 16  # rows of the query tile, the least that a matrix instruction takes; a group is padded to it
 # how a source stores its tokens: in order, by a list of entries, in a ring
 _IN_ORDER, _PICKED, _RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -92,17 +92,47 @@ def _one_buffer(
 
 
 @triton.jit
+def _join_parts(
+    parts, lse, out, task, splits,
+    G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, HEADS_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The parts of one KV head's queries, joined by their log-sum-exp. Other programs wrote them: read past the L1 cache."""
+    each, a, inside = tl.arange(0, SPLITS), tl.arange(0, HEADS_PAD), tl.arange(0, DIMS)
+    real, mine = inside < D, a < G
+    line = (task * splits + each)[:, None] * G + a[None]
+    mass = tl.load(lse + line, mask=(each < splits)[:, None] & mine[None], other=float("-inf"), cache_modifier=".cg")
+    top = tl.where(mine, tl.max(mass, 0), 0.0)
+    joined = tl.zeros([HEADS_PAD, DIMS], tl.float32)
+    for first in tl.range(0, splits, CHUNK, num_stages=1):
+        some = first + tl.arange(0, CHUNK)
+        there = (some < splits)[:, None] & mine[None]
+        at = (task * splits + some)[:, None] * G + a[None]
+        share = tl.exp(tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg") - top[None])
+        part = tl.load(
+            parts + at[:, :, None] * D + inside[None, None], mask=there[:, :, None] & real[None, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        joined += tl.sum(part * share[:, :, None], 0)
+    total = tl.sum(tl.exp(mass - top[None]), 0)
+    joined = joined / tl.where(mine, total, 1.0)[:, None]
+    to = (task * G + a)[:, None] * D + inside[None]
+    tl.store(out + to, joined.to(out.dtype.element_ty), mask=mine[:, None] & real[None])
+
+
+@triton.jit
 def _attend(
-    q, sink_k, sink_v, chosen_k, chosen_v, local_k, local_v, indices, cursor, plan, parts, lse,
+    q, sink_k, sink_v, chosen_k, chosen_v, local_k, local_v, indices, cursor, plan, parts, lse, out, arrived,
     scaling, ring, n_sink, widest, splits,
     sink_row, sink_head, sink_line, chosen_row, chosen_head, chosen_line, local_row, local_head, local_line,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     CHOSEN: tl.constexpr, CHOSEN_KIND: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS_PAD: tl.constexpr, CHUNK: tl.constexpr, ADVANCE: tl.constexpr,
 ):  # fmt: skip
     """Program = (row and KV head, split): its share of the list [sinks | chosen | local].
 
     Writes parts (n, HEADS, splits, G, D) and lse (n, HEADS, splits, G) fp32. ONE: the three sources are one buffer, position p
-    at entry p.
+    at entry p. The last program of a row and KV head to end joins the parts, the last of a row moves its cursor on: `arrived`
+    (n, HEADS, then n) counts them, zero between launches.
     """
     task, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, row = task % HEADS, task // HEADS
@@ -150,79 +180,18 @@ def _attend(
     to = (task * splits + split) * G + group
     tl.store(lse + to, tl.where(mass == 0.0, float("-inf"), high + tl.log(mass)), mask=group < G)
     tl.store(parts + to[:, None] * D + inside[None], result / tl.where(mass == 0.0, 1.0, mass)[:, None], mask=both)
+    tl.debug_barrier()  # all threads have stored before one counts the program
+    if tl.atomic_add(arrived + task, 1) == splits - 1:
+        tl.store(arrived + task, 0)
+        _join_parts(parts, lse, out, task, splits, G, D, DIMS, HEADS_PAD, SPLITS, CHUNK)
+        if ADVANCE:
+            rows = arrived + tl.num_programs(0)
+            if tl.atomic_add(rows + row, 1) == HEADS - 1:  # every program of the row has read its cursor
+                tl.store(rows + row, 0)
+                tl.store(cursor + row, tl.load(cursor + row) + 1)
 
 
-@triton.jit
-def _merge(
-    parts, lse, out, cursor, splits,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr, ADVANCE: tl.constexpr,
-):  # fmt: skip
-    """Program = query head of a row: its parts joined; the row's first program moves the cursor on."""
-    task = tl.program_id(0).to(tl.int64)
-    a, group = task % G, task // G
-    each = tl.arange(0, SPLITS)
-    inside = tl.arange(0, DIMS)
-    line = (group * splits + each) * G + a
-    mass = tl.load(lse + line, mask=each < splits, other=float("-inf"))
-    share = tl.exp(mass - tl.max(mass, 0))
-    both = (each < splits)[:, None] & (inside < D)[None]
-    part = tl.load(parts + line[:, None] * D + inside[None], mask=both, other=0.0)
-    joined = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
-    tl.store(out + task * D + inside, joined.to(out.dtype.element_ty), mask=inside < D)
-    if ADVANCE:
-        row = group // HEADS
-        tl.store(cursor + row, tl.load(cursor + row) + 1, mask=task == row * HEADS * G)
-
-
-@triton.jit
-def _gather(
-    host_k, host_v, indices, plan, out_k, out_v, n_sink, widest, host_row, host_head, host_line,
-    HEADS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Program = (tile of chosen rows, row and KV head)."""
-    task = tl.program_id(1).to(tl.int64)
-    head, row = task % HEADS, task // HEADS
-    entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    mask = entry < tl.load(plan + row * 4 + 1)
-    inside = tl.arange(0, DIMS)
-    both = mask[:, None] & (inside < D)[None]
-    spot = tl.load(indices + task * widest + entry, mask=mask, other=0).to(tl.int64) - n_sink
-    source = row * host_row + head * host_head + spot[:, None] * host_line + inside[None]
-    to = (task * widest + entry)[:, None] * D + inside[None]
-    key = tl.load(host_k + source, mask=both, other=0.0)
-    value = tl.load(host_v + source, mask=both, other=0.0)
-    tl.store(out_k + to, key, mask=both)
-    tl.store(out_v + to, value, mask=both)
-
-
-Gather = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Attend = Callable[[torch.Tensor, "torch.Tensor | None", "tuple[torch.Tensor, torch.Tensor] | None"], torch.Tensor]
-
-
-def prepare_gather(k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, n_sink: int, widest: int) -> Gather:
-    """A function of indices (n, h_kv, widest) int32: rows indices - n_sink of k, v (n, h_kv, capacity, d) in pinned memory.
-
-    Row r needs its first plan[r][1]; the others stay undefined. It returns two (n, h_kv, widest, d) on the device of `plan`.
-    """
-    n, h_kv, _, d = k.shape
-    tile, size, dtype, device = 32, (n, h_kv, widest, d), k.dtype, plan.device
-    fixed = plan, n_sink, widest, k.stride(0), k.stride(1), k.stride(2)
-    run = prepared(_gather, (cdiv(widest, tile), n * h_kv), HEADS=h_kv, D=d, DIMS=power_of_2(d), TILE=tile)
-
-    def gather(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out_k, out_v = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
-        run(k, v, indices, fixed[0], out_k, out_v, *fixed[1:])
-        return out_k, out_v
-
-    return gather
-
-
-def gather(
-    k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, plan: torch.Tensor, n_sink: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call of what `prepare_gather` makes."""
-    with device_of(indices):
-        return prepare_gather(k, v, plan, n_sink, indices.shape[2])(indices)
 
 
 def splits_for(device: torch.device, tasks: int, tokens: int) -> int:
@@ -231,6 +200,11 @@ def splits_for(device: torch.device, tasks: int, tokens: int) -> int:
         return max(1, min(3, tokens // _TILE))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(2 * processors // tasks, cdiv(tokens, 2 * _TILE)))
+
+
+def counters(n: int, h_kv: int, device: torch.device) -> torch.Tensor:
+    """Of the programs of `attend` that have ended, per KV head and per row: (n * h_kv + n,) int32, zero between launches."""
+    return torch.zeros(n * h_kv + n, dtype=torch.int32, device=device)
 
 
 def attend(
@@ -284,10 +258,11 @@ def prepare_attend(
     n_sink: int = 0,
     one: bool = False,
     advance: bool = False,
+    arrived: torch.Tensor | None = None,
 ) -> Attend:
     """`attend` as a function of q, indices (n, h_kv, widest) or None (widest = 0), and the chosen tokens.
 
-    q and chosen here are like those of the steps in shape, strides and dtype.
+    q and chosen here are like those of the steps in shape, strides and dtype. arrived: `counters` of its own.
     """
     n, h, _, d = q.shape
     h_kv = sinks[0].shape[1]
@@ -298,17 +273,18 @@ def prepare_attend(
     strides = [x.stride(i) for x in (sinks[0], middle[0], local[0]) for i in range(3)]
     # matrix units take 16-bit operands as they are; the interpreter knows no bf16 arithmetic
     wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"
-    # where K and V are read through indices, the compiler spends two stages on the indices: only with five does a tile of
-    # K and V arrive while the one before is multiplied
+    # where K and V of one buffer are read through indices, the compiler spends two stages on the indices: only with five does
+    # a tile of K and V arrive while the one before is multiplied
     stages = 5 if one and chosen is not None and q.dtype.itemsize == 2 else 3
+    # two programs, with two tiles each under way, fit a multiprocessor; fp32 without matrix units needs its registers
+    tile = _TILE if dims <= 128 else max(16, (8192 if q.dtype.itemsize == 2 else 4096) // dims)
     run = prepared(
-        _attend, (n * h_kv, splits), HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, power_of_2(g)), TILE=_TILE,
+        _attend, (n * h_kv, splits), HEADS=h_kv, G=g, D=d, DIMS=dims, ROWS=max(_ROWS, power_of_2(g)), TILE=tile,
         CHOSEN=chosen is not None, CHOSEN_KIND=_PICKED if widest else _IN_ORDER, ONE=one, WIDE=wide,
-        num_warps=4, num_stages=stages,
+        SPLITS=power_of_2(splits), HEADS_PAD=power_of_2(g), CHUNK=max(1, min(8, 4096 // (power_of_2(g) * dims))),
+        ADVANCE=advance, num_warps=4, num_stages=stages,
     )  # fmt: skip
-    merge = prepared(
-        _merge, (n * h,), HEADS=h_kv, G=g, D=d, DIMS=power_of_2(d), SPLITS=power_of_2(splits), ADVANCE=advance
-    )
+    arrived = counters(n, h_kv, q.device) if arrived is None else arrived
     size, numbers = (n, h_kv, splits, g, d), (scaling, ring, n_sink, widest, splits, *strides)
     fp32, dtype, device = torch.float32, q.dtype, q.device
 
@@ -318,8 +294,7 @@ def prepare_attend(
         parts, lse = torch.empty(size, dtype=fp32, device=device), torch.empty(size[:4], dtype=fp32, device=device)
         out = torch.empty((n, 1, h, d), dtype=dtype, device=device)
         middle, picks = sinks if chosen is None else chosen, cursor if indices is None else indices
-        run(q.contiguous(), *sinks, *middle, *local, picks, cursor, plan, parts, lse, *numbers)
-        merge(parts, lse, out, cursor, splits)
+        run(q.contiguous(), *sinks, *middle, *local, picks, cursor, plan, parts, lse, out, arrived, *numbers)
         return out
 
     return attend

@@ -72,10 +72,12 @@ def calls(quick: bool) -> None:
                     q, store, store, store, indices, cursor, plan, ring=capacity, tokens=1024, scaling=1.0,
                     n_sink=0 if one else sinks, one=one, advance=True,
                 )  # fmt: skip
-        triton_attend.attend(
-            q, store, None, store, None, cursor, plan, ring=capacity, tokens=1024, scaling=1.0, one=True
-        )
-        triton_attend.gather(*store, chosen, plan, sinks)
+        for width in (d,) if quick else (64, 96, d, 256):
+            x = torch.zeros((n, h_kv, capacity, width), dtype=dtype)
+            triton_attend.attend(
+                torch.zeros((n, h_kv * g, 1, width), dtype=dtype), (x, x), None, (x, x), None, cursor, plan, ring=capacity,
+                tokens=1024, scaling=1.0, one=True, advance=True,
+            )  # fmt: skip
         _block_cache(store, chosen, cursor, plan, sinks, quick)
         _packed(dtype, n, h_kv, g, d, quick)
         _model_parts(q, k, hidden=4096)

@@ -20,7 +20,11 @@ def calls(quick):
     sizes = {"ring": 8192, "tokens": 1024, "scaling": 1.0}
     triton_attend.attend(q, kv, kv, kv, chosen, cursor, plan, one=True, **sizes)  # resident
     triton_attend.attend(q, kv, None, kv, None, cursor, plan, one=True, **sizes)  # everything
-    triton_attend.attend(q, kv, kv, kv, None, cursor, plan, n_sink=32, **sizes)  # from a host store
+    triton_attend.attend(q, kv, kv, kv, chosen, cursor, plan, n_sink=32, **sizes)  # from a host store
+    triton_attend.attend(q, kv, kv, kv, None, cursor, plan, n_sink=32, **sizes)  # from a block cache
+    for dtype in (torch.float16, torch.float32):
+        q, x = torch.zeros((1, 8, 1, 256), dtype=dtype), torch.zeros((1, 8, 8192, 256), dtype=dtype)
+        triton_attend.attend(q, (x, x), None, (x, x), None, cursor, plan, one=True, **sizes)
 
 print(json.dumps([row for row in triton_compile.compile_all(calls=calls) if row["kernel"] == "_attend"]))
 """
@@ -34,6 +38,8 @@ def test_a_tile_is_read_while_another_is_multiplied():
     assert done.returncode == 0, done.stderr
     shared = [row["shared"] for row in json.loads(done.stdout)]
     tile = 64 * 128 * 2
-    assert len(shared) == 3
+    assert len(shared) == 6
+    assert max(shared[4:]) <= 227 * 1024, shared  # of one program: 282,688 bytes were asked for once
+    shared = shared[:4]
     assert min(shared) >= 2 * 2 * tile, shared  # two of K and two of V
     assert 2 * max(shared) <= 227 * 1024, shared  # two programs on a Hopper multiprocessor, as many as are launched

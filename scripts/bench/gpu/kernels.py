@@ -136,11 +136,11 @@ class KernelChecks:
         ]
 
     def attend(self, indices: torch.Tensor | None = None, chosen: Any = None, one: bool = True) -> torch.Tensor:
-        """The kernel over the chosen tokens: by their indices in the store, or gathered beforehand."""
+        """The kernel over the chosen tokens: by their indices in the store, or in `chosen`, which has no sinks."""
         own = (self.keys, self.values)
         return triton_attend.attend(
             self.q, own, chosen or own, own, indices, self.cursor, self.plan, ring=self.capacity,
-            tokens=self.sinks + self.k + self.local + 1, scaling=self.scaling, one=one,
+            tokens=self.sinks + self.k + self.local + 1, scaling=self.scaling, one=one, n_sink=0 if one else self.sinks,
         )  # fmt: skip
 
     def exact(self) -> torch.Tensor:
@@ -179,7 +179,7 @@ class KernelChecks:
         return all(torch.equal(x, take_tokens(y, self.chosen)) for x, y in zip(pair, (self.keys, self.values)))
 
     def fetch(self, host_kv: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What plain torch does instead of a gather: indices to the host, rows gathered there, rows to the device."""
+        """What plain torch does: indices to the host, rows gathered there, rows to the device."""
         index = self.chosen.int().cpu().long() - self.sinks
         rows = [take_tokens(x, index) for x in host_kv]
         if self.machine.cuda:
@@ -196,13 +196,18 @@ class KernelChecks:
         host_kv = self.host_kv()
         picked = self.chosen.int()
 
-        def gather() -> Any:
-            return triton_attend.gather(host_kv[0], host_kv[1], picked, self.plan, self.sinks)
+        def direct() -> torch.Tensor:
+            return self.attend(picked, chosen=tuple(host_kv), one=False)
 
-        gathered = gather()
-        error = relative(self.attend(chosen=gathered, one=False), self.exact())
-        ok = self.is_chosen(gathered) and error < self.limit
-        self.add("gather from the host", ok, error, gather, lambda: self.fetch(host_kv), self.k * self.row_bytes)
+        def plain() -> torch.Tensor:
+            near = [
+                (x[:, :, : self.sinks], x[:, :, self.s - self.local : self.s + 1]) for x in (self.keys, self.values)
+            ]
+            pairs = zip(near, self.fetch(host_kv), strict=True)
+            return attend_one(self.q, *(torch.cat([a, x, b], 2) for (a, b), x in pairs), self.scaling)
+
+        error = relative(direct(), self.exact())
+        self.add("attend, chosen on the host", error < self.limit, error, direct, plain, self.k * self.row_bytes)
 
     def block_cache(self) -> None:
         """Chosen rows read from cached blocks where there are any, else from the host; and blocks brought in."""
