@@ -138,7 +138,8 @@ class DeviceStep:
             scaling=scaling,
         )  # fmt: skip
         shape = (*centroids.shape[:2], g, *centroids.shape[2:4])
-        select = triton_codes.prepare_select(shape, self.amount, codes, cursor, plan, n_sink, widest, codes.shape[2])
+        joint = None if self.amount is None else self.amount.shape[2]
+        select = triton_codes.prepare_select(shape, joint, codes, cursor, plan, n_sink, widest, codes.shape[2])
         tokens = n_sink + widest + max(self.local) + 1
         if one:
             attend = triton_attend.prepare_attend(

@@ -4,8 +4,8 @@ The number of tokens is read on the device, so that a recorded step can be repla
 
 1. `enter` stores the new token, codes it, and multiplies the query with every centroid.
 2. A token's joint code is its codes of all sub-spaces as one number. With at most 4096 joint codes (2 x 6 bits) there is one
-   weight per joint code: one program per KV head computes softmax and k-th largest weight from a table of them and from their
-   histogram, which is updated token by token. With more, each token gets its own weight.
+   weight per joint code: in the same launch, one program per KV head computes softmax and k-th largest weight from a table of
+   them and from their histogram, which is updated token by token. With more, each token gets its own weight.
 3. Two passes over the codes write the chosen positions in ascending order: counts per block, then places in the output.
 
 Ties go to the lower position.
@@ -23,6 +23,9 @@ from pqcache.device.switch import cdiv, device_of, launch, power_of_2, prepared
 from pqcache.device.triton_wide import BLOCK, prepare_wide
 
 _JOINT = 4096  # entries of a table of joint codes that one program holds
+# the query's scaled products with the centroids (n, h_kv, g, m, C) fp32; with a histogram also the joint codes' weights as
+# integers (n, h_kv, C^m) and the level of the k-th (n, h_kv, 2), see `_weigh`
+Entered = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
 @triton.jit
@@ -35,21 +38,13 @@ def _joint_codes(codes, token, mask, code_line, M: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def _enter(
-    k, v, q, centroids, codes, near_k, near_v, far_k, far_v, cursor, plan, tables, amount,
+def _enter_part(
+    k, v, q, centroids, codes, near_k, near_v, far_k, far_v, tables, position, row, head, j,
     scaling, ring, n_sink, code_row, code_line, near_row, near_head, near_line, far_row, far_head, far_line,
     HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, SUB_PAD: tl.constexpr, G: tl.constexpr,
-    CHUNK: tl.constexpr, SIZE: tl.constexpr, CODED: tl.constexpr, FAR: tl.constexpr,
+    CHUNK: tl.constexpr, CODED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Program = (row, KV head, sub-space): its share of the new key and value, its code, its products with the centroids.
-
-    k, v (n, HEADS, d), q (n, HEADS * G, d), centroids (n, HEADS, M, C, SUB), all dense; tables (n, HEADS, G, M, C) fp32.
-    """
-    task = tl.program_id(0).to(tl.int64)
-    j = task % M
-    head = task // M % HEADS
-    row = task // M // HEADS
-    position = tl.load(cursor + row).to(tl.int64)
+    """Sub-space j of a row and KV head, see `_enter`."""
     inside = tl.arange(0, SUB_PAD)
     real = inside < SUB
     part = j * SUB + inside
@@ -86,40 +81,18 @@ def _enter(
                 tl.store(tables + to, product, mask=c < C)
         spot = codes + row * code_row + (head * M + j) * code_line + position - n_sink
         tl.store(spot, code.to(codes.dtype.element_ty))
-        if (SIZE > 0) & (j == 0):  # the token that leaves the window now becomes a candidate
-            token = position - tl.load(plan + row * 4 + 2) - 1 - n_sink
-            joint = _joint_codes(codes + row * code_row + head * M * code_line, token, token >= 0, code_line, M, C)
-            entry = amount + (row * HEADS + head) * SIZE + joint
-            tl.store(entry, tl.load(entry) + 1, mask=token >= 0)
-
-
-@triton.jit
-def _histogram(
-    codes, cursor, plan, amount, n_sink, code_row, code_line,
-    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program = (block of tokens, row and KV head): how often each joint code occurs among the last step's candidates."""
-    task = tl.program_id(1).to(tl.int64)
-    head, row = task % HEADS, task // HEADS
-    tokens = (tl.load(cursor + row) - 1 - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < tokens
-    joint = _joint_codes(codes + row * code_row + head * M * code_line, token, mask, code_line, M, C)
-    tl.atomic_add(amount + task * SIZE + joint, 1, mask=mask, sem="relaxed")
 
 
 @triton.jit
 def _weigh(
-    tables, amount, plan, bits, level,
-    HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
+    tables, amount, bits, level, task, k,
+    G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program = (row, KV head): the group's softmax weight of each joint code, and the k-th largest among the tokens.
+    """Of a row and KV head, the group's softmax weight of each joint code, and the k-th largest among the tokens.
 
     bits (n, HEADS, SIZE): the weights as integers (non-negative floats order as their bits do); level (n, HEADS, 2): the k-th
     largest, and how many tokens of just that weight belong to the k.
     """
-    task = tl.program_id(0).to(tl.int64)
-    row = task // HEADS
     entry = tl.arange(0, SIZE)
     count = tl.load(amount + task * SIZE + entry)
     there = count > 0
@@ -136,7 +109,6 @@ def _weigh(
         weights += share / tl.sum(share * count.to(tl.float32), 0)
     own = weights.to(tl.int32, bitcast=True)
     tl.store(bits + task * SIZE + entry, own)
-    k = tl.load(plan + row * 4 + 1)
     kth = tl.full([], 0, tl.int32)
     for place in range(31):
         trial = kth | (tl.full([], 1, tl.int32) << (30 - place))
@@ -144,6 +116,54 @@ def _weigh(
         kth = tl.where(enough, trial, kth)
     tl.store(level + task * 2, kth)
     tl.store(level + task * 2 + 1, k - tl.sum(tl.where(own > kth, count, 0), 0))
+
+
+@triton.jit
+def _enter(
+    k, v, q, centroids, codes, near_k, near_v, far_k, far_v, cursor, plan, tables, amount, bits, level,
+    scaling, ring, n_sink, code_row, code_line, near_row, near_head, near_line, far_row, far_head, far_line,
+    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, SUB_PAD: tl.constexpr, G: tl.constexpr,
+    CHUNK: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr, CODED: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Program = (row, KV head, EACH sub-spaces): its share of the new key and value, its codes, its products with the centroids.
+
+    k, v (n, HEADS, d), q (n, HEADS * G, d), centroids (n, HEADS, M, C, SUB), all dense; tables (n, HEADS, G, M, C) fp32.
+    With a histogram (SIZE > 0) a program has all sub-spaces, and weighs the joint codes: `_weigh`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    start_j, task = program % (M // EACH) * EACH, program // (M // EACH)
+    head, row = task % HEADS, task // HEADS
+    position = tl.load(cursor + row).to(tl.int64)
+    for j in range(start_j, start_j + EACH):
+        _enter_part(
+            k, v, q, centroids, codes, near_k, near_v, far_k, far_v, tables, position, row, head, j,
+            scaling, ring, n_sink, code_row, code_line, near_row, near_head, near_line, far_row, far_head, far_line,
+            HEADS, M, C, SUB, SUB_PAD, G, CHUNK, CODED, FAR,
+        )  # fmt: skip
+    if SIZE > 0:
+        tl.debug_barrier()  # what other threads have stored is read below
+        # the token that leaves the window now becomes a candidate
+        token = position - tl.load(plan + row * 4 + 2) - 1 - n_sink
+        joint = _joint_codes(codes + row * code_row + head * M * code_line, token, token >= 0, code_line, M, C)
+        entry = amount + task * SIZE + joint
+        tl.store(entry, tl.load(entry) + 1, mask=token >= 0)
+        tl.debug_barrier()
+        _weigh(tables, amount, bits, level, task, tl.load(plan + row * 4 + 1), G, M, C, SIZE)
+
+
+@triton.jit
+def _histogram(
+    codes, cursor, plan, amount, n_sink, code_row, code_line,
+    HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program = (block of tokens, row and KV head): how often each joint code occurs among the last step's candidates."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - 1 - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    joint = _joint_codes(codes + row * code_row + head * M * code_line, token, mask, code_line, M, C)
+    tl.atomic_add(amount + task * SIZE + joint, 1, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -236,12 +256,12 @@ def enter(
     codes: torch.Tensor | None = None,
     amount: torch.Tensor | None = None,
     scaling: float = 1.0,
-) -> torch.Tensor:
+) -> Entered:
     """Store one token per row, k and v (n, h_kv, 1, d), at position cursor[r]; code it and multiply q (n, h, 1, d) if indexed.
 
     near: K and V (n, h_kv, >= ring, d) on the device, position p at entry p % ring; far: on the host (pinned), p at p - n_sink.
-    centroids (n, h_kv, m, C, d / m); codes (n, h_kv * m, capacity) get the token's own at p - n_sink; amount: see `histogram`.
-    Returns the scaled products (n, h_kv, g, m, C) fp32.
+    centroids (n, h_kv, m, C, d / m); codes (n, h_kv * m, capacity) get the token's own at p - n_sink; amount: see `histogram`,
+    with it the joint codes are weighed in the same launch.
     """
     with device_of(k):
         g = 1 if q is None else q.shape[1] // k.shape[1]
@@ -265,34 +285,39 @@ def prepare_enter(
     codes: torch.Tensor | None = None,
     amount: torch.Tensor | None = None,
     scaling: float = 1.0,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Entered]:
     """`enter` as a function of k, v and q; without an index q is not read. g: query heads of a KV head."""
     a, b = near
     x, y = near if far is None else far
     n, h_kv, _, d = a.shape
     m, c = (1, 1) if centroids is None else centroids.shape[2:4]
     size, fp32, device = (n, h_kv, g, m, c), torch.float32, a.device
+    width = 0 if amount is None else amount.shape[2]
+    each = m if width else 1
     run = prepared(
-        _enter, (n * h_kv * m,), HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=power_of_2(d // m), G=g,
-        CHUNK=min(64, max(16, power_of_2(c))), SIZE=0 if amount is None else amount.shape[2],
-        CODED=centroids is not None, FAR=far is not None,
+        _enter, (n * h_kv * m // each,), HEADS=h_kv, M=m, C=c, SUB=d // m, SUB_PAD=power_of_2(d // m), G=g,
+        CHUNK=min(64, max(16, power_of_2(c))), SIZE=width, EACH=each, CODED=centroids is not None, FAR=far is not None,
+        num_warps=8 if width else 4,
     )  # fmt: skip
     lines = (0, 0) if codes is None else (codes.stride(0), codes.stride(1))
     numbers = (scaling, ring, n_sink, *lines, *(z.stride(i) for z in (a, x) for i in range(3)))
     tensors = a if centroids is None else centroids, a if codes is None else codes, a, b, x, y, cursor, plan
 
-    def enter(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def enter(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> Entered:
         tables = torch.empty(size, dtype=fp32, device=device)
-        last = tables if amount is None else amount
-        run(k.contiguous(), v.contiguous(), q.contiguous(), *tensors, tables, last, *numbers)
-        return tables
+        if amount is None:
+            run(k.contiguous(), v.contiguous(), q.contiguous(), *tensors, tables, tables, tables, tables, *numbers)
+            return tables, None, None
+        bits = torch.empty((n, h_kv, width), dtype=torch.int32, device=device)
+        level = torch.empty((n, h_kv, 2), dtype=torch.int32, device=device)
+        run(k.contiguous(), v.contiguous(), q.contiguous(), *tensors, tables, amount, bits, level, *numbers)
+        return tables, bits, level
 
     return enter
 
 
 def select(
-    tables: torch.Tensor,
-    amount: torch.Tensor | None,
+    entered: Entered,
     codes: torch.Tensor,
     cursor: torch.Tensor,
     plan: torch.Tensor,
@@ -302,49 +327,47 @@ def select(
 ) -> torch.Tensor:
     """Per row and KV head the plan[r][1] candidates of largest group-summed softmax weight, positions ascending.
 
-    tables, amount: of `enter` and `histogram`; codes (n, h_kv * m, >= capacity). Candidates of row r are the positions n_sink ..
+    entered: of `enter`; codes (n, h_kv * m, >= capacity). Candidates of row r are the positions n_sink ..
     cursor[r] - plan[r][2] - 1. capacity: upper bound of the number of codes. Returns (n, h_kv, widest) int32; row r's first
     plan[r][1] entries are valid.
     """
     with device_of(codes):
-        return prepare_select(tables.shape, amount, codes, cursor, plan, n_sink, widest, capacity)(tables)
+        tables, bits, _ = entered
+        width = None if bits is None else bits.shape[2]
+        return prepare_select(tables.shape, width, codes, cursor, plan, n_sink, widest, capacity)(entered)
 
 
 def prepare_select(
     shape: Sequence[int],
-    amount: torch.Tensor | None,
+    joint: int | None,
     codes: torch.Tensor,
     cursor: torch.Tensor,
     plan: torch.Tensor,
     n_sink: int,
     widest: int,
     capacity: int,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`select` as a function of tables, whose shape is (n, h_kv, g, m, C)."""
+) -> Callable[[Entered], torch.Tensor]:
+    """`select` as a function of what `enter` returns: tables of `shape` (n, h_kv, g, m, C), and `joint` joint codes or None."""
     n, h_kv, g, m, c = shape
     blocks = max(1, cdiv(capacity, BLOCK))
     grid = (blocks, n * h_kv)
     line = (n_sink, codes.stride(0), codes.stride(1))
     int32, device = torch.int32, codes.device
-    wide = amount is None
-    width = blocks * BLOCK if amount is None else amount.shape[2]
+    wide = joint is None
+    width = blocks * BLOCK if joint is None else joint
     sizes = {"HEADS": h_kv, "M": m, "C": c}
     block = {"BLOCK": BLOCK, "num_warps": 8}
     padded = power_of_2(blocks)
-    if wide:
-        weigh_wide = prepare_wide(n, h_kv, g, m, c, codes, cursor, plan, n_sink, blocks)
-    else:
-        weigh = prepared(_weigh, (n * h_kv,), **sizes, G=g, SIZE=width, num_warps=8)
+    weigh_wide = prepare_wide(n, h_kv, g, m, c, codes, cursor, plan, n_sink, blocks) if wide else None
     count = prepared(_count, grid, **sizes, WIDE=wide, **block)
     compact = prepared(_compact, grid, **sizes, BLOCKS=padded, WIDE=wide, **block)
 
-    def select(tables: torch.Tensor) -> torch.Tensor:
-        level = torch.empty((n, h_kv, 2), dtype=int32, device=device)
-        bits = torch.empty((n, h_kv, width), dtype=int32, device=device)
-        if wide:
+    def select(entered: Entered) -> torch.Tensor:
+        tables, bits, level = entered
+        if weigh_wide is not None:
+            level = torch.empty((n, h_kv, 2), dtype=int32, device=device)
+            bits = torch.empty((n, h_kv, width), dtype=int32, device=device)
             weigh_wide(tables, bits, level)
-        else:
-            weigh(tables, amount, plan, bits, level)
         counts = torch.empty((n, h_kv, 2, blocks), dtype=int32, device=device)
         out = torch.empty((n, h_kv, widest), dtype=int32, device=device)
         count(codes, bits, cursor, plan, level, counts, *line, width, blocks)

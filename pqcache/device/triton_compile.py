@@ -93,11 +93,11 @@ def calls(quick: bool) -> None:
             )
             amount = triton_codes.histogram(codes, cursor, plan, sinks, h_kv, m, c)
             for far in (None, store):
-                tables = triton_codes.enter(
+                entered = triton_codes.enter(
                     k, k, store, capacity, cursor, plan, far=far, n_sink=sinks, q=q, centroids=centroids, codes=codes,
                     amount=amount, scaling=0.1,
                 )  # fmt: skip
-            triton_codes.select(tables, amount, codes, cursor, plan, sinks, 512, capacity)
+            triton_codes.select(entered, codes, cursor, plan, sinks, 512, capacity)
     keys = torch.zeros((n, h_kv, 2, 8192, 64), dtype=torch.float16)  # their sub-vectors, as PQCache clusters them
     triton_nearest.moments(keys)
     triton_nearest.nearest(keys, torch.zeros((16, 64, 64)), torch.zeros((16, 1, 64)), add=True)

@@ -50,14 +50,14 @@ class Made:
 
     def select(self):
         amount = triton_codes.histogram(self.codes, self.cursor, self.plan, self.n_sink, self.h_kv, self.m, self.c)
-        tables = triton_codes.enter(
+        entered = triton_codes.enter(
             self.k, self.v, self.near, CAPACITY, self.cursor, self.plan, n_sink=self.n_sink, q=self.q,
             centroids=self.centroids, codes=self.codes, amount=amount, scaling=self.scaling,
         )  # fmt: skip
         chosen = triton_codes.select(
-            tables, amount, self.codes, self.cursor, self.plan, self.n_sink, max(self.wanted), CAPACITY
+            entered, self.codes, self.cursor, self.plan, self.n_sink, max(self.wanted), CAPACITY
         )
-        return tables, chosen
+        return entered[0], chosen
 
     def weights(self):
         codes = self.codes.view(self.n, self.h_kv, self.m, -1)[..., : max(self.hi) - self.n_sink]

@@ -14,7 +14,7 @@ from scripts import count_launches
 def test_a_step_of_pqcache_takes_no_more_than_it_did() -> None:
     """Fewer of each are welcome: lower the bounds then. It was 33, 7 and 209."""
     torch_kernels, triton, python = count_launches.per_layer("pqcache:store=host")
-    assert 7 < torch_kernels <= 10 and triton == 8
+    assert 7 < torch_kernels <= 10 and triton == 7
     assert 20 < python <= 60  # the interpreter's launches are one call more each than the compiler's
 
 

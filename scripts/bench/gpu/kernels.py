@@ -99,11 +99,8 @@ class KernelChecks:
                 q=self.q, centroids=centroids, codes=codes, amount=amount, scaling=self.scaling,
             )  # fmt: skip
 
-        def histogram(cursor: torch.Tensor) -> torch.Tensor | None:
-            return triton_codes.histogram(codes, cursor, self.plan, sinks, self.h_kv, self.m, 2**b)
-
-        def select(tables: Any, amount: torch.Tensor | None) -> torch.Tensor:
-            return triton_codes.select(tables, amount, codes, self.cursor, self.plan, sinks, k, self.capacity)
+        def select(entered: triton_codes.Entered) -> torch.Tensor:
+            return triton_codes.select(entered, codes, self.cursor, self.plan, sinks, k, self.capacity)
 
         def plain() -> tuple[torch.Tensor, torch.Tensor]:
             part = codes[:, :, : s - self.local - sinks].view(1, self.h_kv, self.m, -1)
@@ -111,9 +108,8 @@ class KernelChecks:
             weights = group_reduce(scores, self.h_kv, "sum_softmax")
             return weights, top_tokens(weights, [k]) + sinks
 
-        amount = histogram(self.cursor)
-        tables = enter(None if amount is None else amount.clone())
-        self.chosen = select(tables, histogram(self.cursor + 1)).long()
+        amount = triton_codes.histogram(codes, self.cursor, self.plan, sinks, self.h_kv, self.m, 2**b)
+        self.chosen = select(enter(amount)).long()
         weights, best = plain()
         # Positions as the kernel returns them are of the whole row, weights of its candidates.
         reached, possible = (weights.gather(2, x - sinks).sum() for x in (self.chosen, best))
@@ -121,9 +117,8 @@ class KernelChecks:
         ordered = bool((self.chosen.diff(dim=2) > 0).all()) and int(self.chosen.max()) < s - self.local
         pairs = ((self.keys, self.new_k), (self.values, self.new_v))
         stored = all(torch.equal(x[:, :, s], new[:, :, 0]) for x, new in pairs)
-        tables = enter()
         ok = ordered and stored and error < 1e-4
-        self.add(f"select, {label}", ok, error, lambda: select(tables, amount), plain, codes.numel())
+        self.add(f"select, {label}", ok, error, lambda: select(enter(amount)), plain, codes.numel())
 
     # --- attention --------------------------------------------------------------------------------------------------
 
