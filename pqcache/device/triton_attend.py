@@ -23,15 +23,8 @@ _IN_ORDER, _PICKED, _RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _tile(
-    q, keys, values, offset, mask, high, mass, result, inside, real, scaling,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """One tile of tokens joins the running softmax: offset (TILE,) of their rows, q (_ROWS, D)."""
-    where = offset[:, None] + inside[None]
-    both = mask[:, None] & real[None]
-    key = tl.load(keys + where, mask=both, other=0.0)
-    value = tl.load(values + where, mask=both, other=0.0)
+def _softmax_step(q, key, value, mask, high, mass, result, scaling, WIDE: tl.constexpr):
+    """A tile of tokens joins the running softmax: q (rows, D), key and value (TILE, D), mask (TILE,) says which there are."""
     if WIDE:
         logits = tl.dot(q.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee") * scaling
     else:
@@ -47,6 +40,26 @@ def _tile(
     else:
         added = tl.dot(weights.to(value.dtype), value)
     return top, mass, result * shrink[:, None] + added
+
+
+@triton.jit
+def _store_part(parts, lse, to, high, mass, result, mine, both, inside, D: tl.constexpr):
+    """A program's softmax as a part, one line per query head: its mean of V and its log-sum-exp."""
+    tl.store(lse + to, tl.where(mass == 0.0, float("-inf"), high + tl.log(mass)), mask=mine)
+    tl.store(parts + to[:, None] * D + inside[None], result / tl.where(mass == 0.0, 1.0, mass)[:, None], mask=both)
+
+
+@triton.jit
+def _tile(
+    q, keys, values, offset, mask, high, mass, result, inside, real, scaling,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of tokens joins the running softmax: offset (TILE,) of their rows, q (_ROWS, D)."""
+    where = offset[:, None] + inside[None]
+    both = mask[:, None] & real[None]
+    key = tl.load(keys + where, mask=both, other=0.0)
+    value = tl.load(values + where, mask=both, other=0.0)
+    return _softmax_step(q, key, value, mask, high, mass, result, scaling, WIDE)
 
 
 @triton.jit
@@ -178,8 +191,7 @@ def _attend(
             mass, result, inside, real, scaling, TILE, _RING, WIDE,
         )  # fmt: skip
     to = (task * splits + split) * G + group
-    tl.store(lse + to, tl.where(mass == 0.0, float("-inf"), high + tl.log(mass)), mask=group < G)
-    tl.store(parts + to[:, None] * D + inside[None], result / tl.where(mass == 0.0, 1.0, mass)[:, None], mask=both)
+    _store_part(parts, lse, to, high, mass, result, group < G, both, inside, D)
     tl.debug_barrier()  # all threads have stored before one counts the program
     if tl.atomic_add(arrived + task, 1) == splits - 1:
         tl.store(arrived + task, 0)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pqcache.device.switch import cdiv, device_of, launch, power_of_2, prepared
-from pqcache.device.triton_wide import BLOCK, prepare_wide
+from pqcache.device.triton_wide import BLOCK, _candidates, prepare_wide
 
 _JOINT = 4096  # entries of a table of joint codes that one program holds
 # the query's scaled products with the centroids (n, h_kv, g, m, C) fp32; with a histogram also the joint codes' weights as
@@ -184,12 +184,8 @@ def _count(
     HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program = (block, row and KV head): tokens above the k-th weight, and of just that weight: counts (n, HEADS, 2, blocks)."""
-    task = tl.program_id(1).to(tl.int64)
-    head, row = task % HEADS, task // HEADS
-    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    block = tl.program_id(0)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    own = _own_bits(codes, bits, task, row, head, token, token < tokens, code_row, code_line, width, M, C, WIDE)
+    task, row, head, block, token, mask = _candidates(cursor, plan, n_sink, HEADS, BLOCK)
+    own = _own_bits(codes, bits, task, row, head, token, mask, code_row, code_line, width, M, C, WIDE)
     kth = tl.load(level + task * 2)
     to = counts + task * 2 * blocks + block
     tl.store(to, tl.sum((own > kth).to(tl.int32), 0))
@@ -202,14 +198,9 @@ def _compact(
     HEADS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program = (block, row and KV head): its chosen positions to their slots of out (n, HEADS, widest)."""
-    task = tl.program_id(1).to(tl.int64)
-    head, row = task % HEADS, task // HEADS
-    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    block = tl.program_id(0)
-    first = block * BLOCK
-    if first < tokens:
-        token = first + tl.arange(0, BLOCK)
-        own = _own_bits(codes, bits, task, row, head, token, token < tokens, code_row, code_line, width, M, C, WIDE)
+    task, row, head, block, token, mask = _candidates(cursor, plan, n_sink, HEADS, BLOCK)
+    if tl.max(mask.to(tl.int32), 0) > 0:
+        own = _own_bits(codes, bits, task, row, head, token, mask, code_row, code_line, width, M, C, WIDE)
         kth, ties = tl.load(level + task * 2), tl.load(level + task * 2 + 1)
         each = tl.arange(0, BLOCKS)
         before = counts + task * 2 * blocks + each

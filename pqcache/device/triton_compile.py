@@ -112,9 +112,10 @@ def _model_parts(q: torch.Tensor, k: torch.Tensor, hidden: int) -> None:
     n, h, _, d = q.shape
     parts = triton_model.ModelParts(triton_model.Sizes(n, hidden, h, k.shape[1], d, q.dtype, q.device))
     x, angle = torch.zeros((n, 1, hidden), dtype=q.dtype), torch.zeros((1, 1, d), dtype=q.dtype)
-    parts.norm(x, x[0, 0], 1e-5)
-    parts.add_norm(x, x, x[0, 0], 1e-5)
-    parts.rotate(q.view(n, 1, -1), k.view(n, 1, -1), angle, angle)
+    with device_of(q):
+        parts.norm(x, x[0, 0], 1e-5)
+        parts.add_norm(x, x, x[0, 0], 1e-5)
+        parts.rotate(q.view(n, 1, -1), k.view(n, 1, -1), angle, angle)
 
 
 def _block_cache(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pqcache.device.switch import device_of, power_of_2, prepared
-from pqcache.device.triton_attend import splits_for
+from pqcache.device.triton_attend import _softmax_step, _store_part, splits_for
 from pqcache.store.layout import Codes
 
 COLUMNS = 5  # of a list's counts: tokens, those with packed K, with packed V, and what is added to a token to find it in a ring
@@ -207,24 +207,10 @@ def _attend_packed(
             v_block, v_a_row, v_a_head, v_b_row, v_b_head, v_rank_block,
             HEADS, D, TILE, V_BITS, V_GROUPS, V_CHANNEL, V_OUTLIERS, V_RANK, HALF,
         )  # fmt: skip
-        if WIDE:
-            logits = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee") * scaling
-        else:
-            logits = tl.dot(query, tl.trans(key)) * scaling
-        logits = tl.where((begin + tl.arange(0, TILE) < end)[None], logits, float("-inf"))
-        top = tl.maximum(high, tl.max(logits, 1))  # finite: a visited tile has a token
-        shrink = tl.exp(high - top)
-        weights = tl.exp(logits - top[:, None])
-        mass = mass * shrink + tl.sum(weights, 1)
-        if WIDE:
-            added = tl.dot(weights.to(value.dtype).to(tl.float32), value.to(tl.float32), input_precision="ieee")
-        else:
-            added = tl.dot(weights.to(value.dtype), value)
-        result = result * shrink[:, None] + added
-        high = top
+        there = begin + tl.arange(0, TILE) < end
+        high, mass, result = _softmax_step(query, key, value, there, high, mass, result, scaling, WIDE)
     to = (task * all_splits + base + split) * G + group
-    tl.store(lse + to, tl.where(mass == 0.0, float("-inf"), high + tl.log(mass)), mask=group < G)
-    tl.store(parts + to[:, None] * D + inside[None], result / tl.where(mass == 0.0, 1.0, mass)[:, None], mask=lines)
+    _store_part(parts, lse, to, high, mass, result, group < G, lines, inside, D)
 
 
 @triton.jit

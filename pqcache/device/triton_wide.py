@@ -17,6 +17,17 @@ BLOCK = 4096  # tokens per program
 
 
 @triton.jit
+def _candidates(cursor, plan, n_sink, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of program (block, row and KV head): the pair's number, row, head, block, its BLOCK tokens, and which are candidates."""
+    task = tl.program_id(1).to(tl.int64)
+    head, row = task % HEADS, task // HEADS
+    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
+    block = tl.program_id(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    return task, row, head, block, token, token < tokens
+
+
+@triton.jit
 def _wide_logits(codes, table, token, mask, code_line, M: tl.constexpr, C: tl.constexpr):
     """Scaled logits of one query head for tokens of its KV head; `table` points at its (M, C) products."""
     total = tl.load(table + tl.load(codes + token, mask=mask, other=0).to(tl.int32), mask=mask, other=float("-inf"))
@@ -32,12 +43,7 @@ def _wide_sums(
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program = (block, row and KV head): maximum and sum of exponentials per query head, sums (n, HEADS, G, blocks, 2)."""
-    task = tl.program_id(1).to(tl.int64)
-    head, row = task % HEADS, task // HEADS
-    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    block = tl.program_id(0)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    mask = token < tokens
+    task, row, head, block, token, mask = _candidates(cursor, plan, n_sink, HEADS, BLOCK)
     mine = codes + row * code_row + head * M * code_line
     for a in range(G):
         logits = _wide_logits(mine, tables + (task * G + a) * M * C, token, mask, code_line, M, C)
@@ -54,11 +60,7 @@ def _wide_weigh(
     HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Program = (block, row and KV head): the group's softmax weight of each token, as integers: bits (n, HEADS, width)."""
-    task = tl.program_id(1).to(tl.int64)
-    head, row = task % HEADS, task // HEADS
-    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < tokens
+    task, row, head, _, token, mask = _candidates(cursor, plan, n_sink, HEADS, BLOCK)
     mine = codes + row * code_row + head * M * code_line
     each = tl.arange(0, BLOCKS)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -96,11 +98,7 @@ def _wide_digits(
     HEADS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program = (block, row and KV head): its share of counts[..., DIGIT, :], see `_wide_prefix`; counts (n, HEADS, 4, 256)."""
-    task = tl.program_id(1).to(tl.int64)
-    row = task // HEADS
-    tokens = (tl.load(cursor + row) - tl.load(plan + row * 4 + 2) - n_sink).to(tl.int32)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < tokens
+    task, row, _, _, token, mask = _candidates(cursor, plan, n_sink, HEADS, BLOCK)
     own = tl.load(bits + task * width + token, mask=mask, other=0)
     mine = counts + task * 1024
     if DIGIT > 0:
