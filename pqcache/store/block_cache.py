@@ -11,7 +11,7 @@ from pqcache.store.base import Lent, LentBlocks
 from pqcache.store.buffer import Buffer
 from pqcache.store.cached import CachedStore
 from pqcache.store.host import HostStore
-from pqcache.store.lanes import NOTHING, TO_DEVICE, Work
+from pqcache.store.lanes import TO_DEVICE
 
 POLICIES = ("lru", "lfu", "none", "paying")  # paying: store/row_cache.py
 
@@ -34,6 +34,8 @@ class BlockCacheStore(CachedStore):
     again in one step; the last, growing block is left out instead of being served stale.
     """
 
+    tables = ("slot", "content", "uses", "stamp")
+
     def __init__(
         self,
         n_sink: int,
@@ -46,9 +48,6 @@ class BlockCacheStore(CachedStore):
     ) -> None:
         super().__init__(n_sink, n_local, moved)
         self.block, self.slots, self.topk, self.policy = block, slots, topk, policy
-        # K, V (n, h_kv, slots filled so far * block, d), token-major: slot i begins at entry i*block
-        self.cache: list[Buffer] = []
-        self.refilled: Work[None] = NOTHING
         self.slot = torch.zeros(0, 0, dtype=torch.long)  # (n, blocks) the slot of each block, -1 = not cached
         self.content = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) the block in each slot, -1 = free
         self.uses = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) steps that touched it, 0 = free
@@ -63,6 +62,7 @@ class BlockCacheStore(CachedStore):
             self.slot, self.content, self.uses, self.stamp = known.slot, known.content, known.uses, known.stamp
             return
         n = len(lengths)
+        # (n, h_kv, slots filled so far * block, d), token-major: slot i begins at entry i*block
         self.cache = [Buffer.like(x, token_major=True) for x in (k, v)]
         self.slot = torch.full((n, 0), -1)
         self.content = torch.full((n, self.slots), -1)
@@ -80,14 +80,6 @@ class BlockCacheStore(CachedStore):
     def _columns(self) -> int:
         """Blocks of the longest row, the last, growing one included."""
         return -(-max(1, self.length - self.n_sink) // self.block)
-
-    def wait(self) -> None:
-        super().wait()
-        self.refilled.finish()
-
-    def cached(self) -> list[torch.Tensor]:
-        self.refilled.wait()
-        return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Count the tokens read of each complete block, and let the policy see the blocks with the highest counts."""
@@ -138,7 +130,7 @@ class BlockCacheStore(CachedStore):
             return
         size, end = self.block, (int(slot.max()) + 1) * self.block
         if end > self.cache[0].capacity:
-            self.refilled.wait()  # a copy under way writes to the old buffer
+            self.arriving.wait()  # a copy under way writes to the old buffer
         for cache in self.cache:
             cache.reserve(end)
         pairs = [(host.rows, cache.rows) for host, cache in zip(self.host, self.cache, strict=True)]
@@ -151,7 +143,7 @@ class BlockCacheStore(CachedStore):
                     source = host[r, b * size : (b + 1) * size]
                     cache[r, s * size : (s + 1) * size].copy_(source, non_blocking=True)
 
-        self.refilled = self.lanes.copy(TO_DEVICE, copy, *(cache.data for cache in self.cache))
+        self.arriving = self.lanes.copy(TO_DEVICE, copy, *(cache.data for cache in self.cache))
 
     def can_lend(self, device: torch.device) -> bool:
         return HostStore.can_lend(self, device)
@@ -172,21 +164,3 @@ class BlockCacheStore(CachedStore):
         assert blocks is not None
         self.slot = blocks.slot[:, : max(self.slot.shape[1], self._columns())]
         self.content, self.uses, self.stamp, self.clock = blocks.content, blocks.uses, blocks.stamp, blocks.clock
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if not self.sinks:
-            return
-        super().map_rows(index)
-        for buffer in self.cache:
-            buffer.map_rows(index)
-        at = index.cpu()
-        self.slot, self.content, self.uses, self.stamp = (
-            x.index_select(0, at) for x in (self.slot, self.content, self.uses, self.stamp)
-        )
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = super().tensors()
-        return {
-            "device": [*tiers["device"], *(buffer.data for buffer in self.cache)],
-            "host": [*tiers["host"], self.slot, self.content, self.uses, self.stamp],
-        }

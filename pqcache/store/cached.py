@@ -7,19 +7,24 @@ from collections.abc import Callable
 import torch
 
 from pqcache.store.base import Served
-from pqcache.store.buffer import flat_index, take_tokens
+from pqcache.store.buffer import Buffer, flat_index, take_tokens
 from pqcache.store.host import HOST, HostStore
+from pqcache.store.lanes import NOTHING, Work
 
 
 class CachedStore(HostStore):
-    """Base of host stores with a cache on the device. A cache writes find, cached, admit_fetched.
+    """Base of host stores with a cache on the device. A cache writes find, admit_fetched, and names its tables.
 
     All tables are on the host: a fetch waits for the device once, for the indices. Outputs are those of a HostStore, bit by bit.
     """
 
+    tables: tuple[str, ...] = ()  # attributes with one line per row, on the host
+
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None]) -> None:
         super().__init__(n_sink, n_local, moved)
         self.served: Served | None = None  # of the last fetch
+        self.cache: list[Buffer] = []  # K, V of the tokens on the device
+        self.arriving: Work[None] = NOTHING  # the copy into the cache that is under way
 
     def can_lend(self, device: torch.device) -> bool:
         """No: its tables are on the host, where kernels cannot read them. A cache that lends its tables overrides this."""
@@ -31,7 +36,28 @@ class CachedStore(HostStore):
 
     def cached(self) -> list[torch.Tensor]:
         """K and V of the cache, (n, H or h_kv, entries, d); empty while it has none."""
-        raise NotImplementedError
+        self.arriving.wait()
+        return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
+
+    def wait(self) -> None:
+        super().wait()
+        self.arriving.finish()
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if not self.sinks:
+            return
+        super().map_rows(index)
+        for buffer in self.cache:
+            buffer.map_rows(index)
+        for name in self.tables:
+            setattr(self, name, getattr(self, name).index_select(0, index.cpu()))
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        tiers = super().tensors()
+        return {
+            "device": [*tiers["device"], *(buffer.data for buffer in self.cache)],
+            "host": [*tiers["host"], *(getattr(self, name) for name in self.tables)],
+        }
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Positions index (n, H, k), a tensor on the host, were read; fetched: their K and V (n, H, k, d).

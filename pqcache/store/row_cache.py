@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pqcache.store.buffer import Buffer, round_up
 from pqcache.store.cached import CachedStore
 from pqcache.store.host import HostStore
-from pqcache.store.lanes import NOTHING, TO_DEVICE, Work
+from pqcache.store.lanes import TO_DEVICE
 from pqcache.store.transfer import to_device
 
 KEPT = (
@@ -35,11 +35,12 @@ class RowCacheStore(CachedStore):
     A choice per query head counts once per KV head; host rows never change, so a cached row never does.
     """
 
+    tables = ("entry", "content", "credit")
+
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None], tokens: int) -> None:
         super().__init__(n_sink, n_local, moved)
         self.tokens = tokens
         self.cache: list[Buffer] = []  # K, V (n, h_kv, entries so far, d)
-        self.kept: Work[None] = NOTHING
         # on the host; host row i is the token at position n_sink + i
         self.entry = torch.zeros(
             0, 0, 0, dtype=torch.int32
@@ -54,7 +55,7 @@ class RowCacheStore(CachedStore):
             self.cache, self.entry, self.content, self.credit = known.cache, known.entry, known.content, known.credit
             return
         n, h_kv = k.shape[:2]
-        self.cache = [Buffer.like(x) for x in (k, v)]
+        self.cache = [Buffer.like(x) for x in (k, v)]  # (n, h_kv, entries so far, d)
         self.entry = torch.full((n, h_kv, 0), -1, dtype=torch.int32)
         self.content = torch.full((n, h_kv, self.tokens), -1, dtype=torch.int32)
         self.credit = torch.zeros((n, h_kv, 0))
@@ -71,14 +72,6 @@ class RowCacheStore(CachedStore):
     def _host_rows(self, index: torch.Tensor) -> torch.Tensor:
         """The host rows of positions index (n, H, k), per KV head: (n, h_kv, H / h_kv * k), negative = padding."""
         return (index - self.n_sink).view(len(index), self.sinks[0].shape[1], -1)
-
-    def wait(self) -> None:
-        super().wait()
-        self.kept.finish()
-
-    def cached(self) -> list[torch.Tensor]:
-        self.kept.wait()
-        return [buffer.data for buffer in self.cache] if self.cache[0].capacity else []
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Count what was read, and let the fetched rows with the most credit come in."""
@@ -129,7 +122,7 @@ class RowCacheStore(CachedStore):
         """
         end = int(entry.max()) + 1
         if end > self.cache[0].capacity:
-            self.kept.wait()  # a copy under way writes to the old buffer
+            self.arriving.wait()  # a copy under way writes to the old buffer
         for cache in self.cache:
             cache.reserve(end)
         h_kv, heads = self.content.shape[1], fetched[0].shape[1]
@@ -143,28 +136,12 @@ class RowCacheStore(CachedStore):
             for x, cache in pairs:
                 cache.index_copy_(0, there, x.index_select(0, here))
 
-        self.kept = self.lanes.copy(TO_DEVICE, copy, *fetched, *(cache.data for cache in self.cache))
+        self.arriving = self.lanes.copy(TO_DEVICE, copy, *fetched, *(cache.data for cache in self.cache))
 
     def can_lend(self, device: torch.device) -> bool:
         """No: its tables are on the host. One note says so where kernels would have done the steps."""
         _note_no_kernels()
         return False
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if not self.sinks:
-            return
-        super().map_rows(index)
-        for buffer in self.cache:
-            buffer.map_rows(index)
-        at = index.cpu()
-        self.entry, self.content, self.credit = (x.index_select(0, at) for x in (self.entry, self.content, self.credit))
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = super().tensors()
-        return {
-            "device": [*tiers["device"], *(buffer.data for buffer in self.cache)],
-            "host": [*tiers["host"], self.entry, self.content, self.credit],
-        }
 
 
 def _repeated(row: torch.Tensor) -> torch.Tensor:
