@@ -13,4 +13,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/.triton}"
+$PYTHON pqcache/device/kernel_cache.py "$TRITON_CACHE_DIR" # it may have been carried here
 exec $PYTHON scripts/bench_gpu.py "$@"

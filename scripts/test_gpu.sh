@@ -14,6 +14,7 @@ OUT=${1:-results/tiny/test_gpu}
 END=$(($(date +%s) + $(awk "BEGIN { print int(60 * ${MINUTES:-8}) }")))
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/.triton}"
+$PYTHON pqcache/device/kernel_cache.py "$TRITON_CACHE_DIR" # it may have been carried here
 mkdir -p "$OUT"
 : >"$OUT/summary.txt"
 failed=0

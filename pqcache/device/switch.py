@@ -13,6 +13,7 @@ import torch
 from pqcache import kernels
 
 _state = {"interpreted": False}
+_pretended = {"processors": 0}  # of a device that is not there, while kernels are compiled for it
 HERE = contextlib.nullcontext()
 
 
@@ -74,6 +75,23 @@ def interpreted() -> Iterator[None]:
             yield
     finally:
         _state["interpreted"] = before
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device, or of the one that kernels are compiled for; 0 on the CPU."""
+    if device.type != "cuda":
+        return _pretended["processors"]
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@contextlib.contextmanager
+def pretended(processors: int) -> Iterator[None]:
+    """Let launches on the CPU have the grids, and so the kernels, of a device with so many multiprocessors."""
+    before, _pretended["processors"] = _pretended["processors"], processors
+    try:
+        yield
+    finally:
+        _pretended["processors"] = before
 
 
 def power_of_2(n: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pqcache.device.switch import cdiv, device_of, power_of_2, prepared
+from pqcache.device.switch import cdiv, device_of, multiprocessors, power_of_2, prepared
 
 _TILE = 64  # tokens per visit, at most
 _ROWS = 16  # rows of the query tile, the least that a matrix instruction takes; a group is padded to it
@@ -208,9 +208,9 @@ Attend = Callable[[torch.Tensor, "torch.Tensor | None", "tuple[torch.Tensor, tor
 
 def splits_for(device: torch.device, tasks: int, tokens: int) -> int:
     """Parts per row and KV head: at most two programs per multiprocessor, about two tiles each or more."""
-    if device.type != "cuda":
+    processors = multiprocessors(device)
+    if not processors:
         return max(1, min(3, tokens // _TILE))
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(2 * processors // tasks, cdiv(tokens, 2 * _TILE)))
 
 

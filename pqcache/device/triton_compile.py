@@ -2,8 +2,11 @@
 
     python -m pqcache.device.triton_compile                 # sm_90 (H100, H200); prints shared memory and machine code size
     python -m pqcache.device.triton_compile --target 80 --quick     # each kernel, not each variant
+    TRITON_CACHE_DIR=.triton python -m pqcache.device.triton_compile    # keeps what it compiles: scripts/*_gpu.sh find it there
 
-Triton brings its own assembler, so types, layouts and shared memory are checked on any Linux machine; nothing runs.
+Triton brings its own assembler, so types, layouts and shared memory are checked on any Linux machine; nothing runs. A binary is
+found again by its source, constants and the divisibility of its arguments, wherever the folder and the checkout are. Grids are
+those of an H100 or H200, whose number of multiprocessors is a constant of some kernels.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ from pqcache.device import (
     triton_packed,
     triton_sums,
 )
-from pqcache.device.switch import device_of
+from pqcache.device.switch import device_of, pretended
 from pqcache.store.layout import Codes, LowRank, Outliers
 from pqcache.store.quantizer import packed_width
 
+PROCESSORS = 132  # multiprocessors of an H100 SXM and of an H200
+TOKENS = 13_107  # attended: a tenth of 128K
 CODES = ((2, 64, torch.uint8), (2, 256, torch.uint8), (1, 4096, torch.int16))  # sub-spaces, centroids, type of a code
 # dimensions and centroids of K-Means: the first is 2 x 6 bits; 129 are ClusterKV's inner products
 KMEANS = ((64, 64), (128, 256), *((d, c) for d in (64, 96, 128, 129, 256) for c in (16, 64, 256, 1024, 4096)))
@@ -69,14 +74,14 @@ def calls(quick: bool) -> None:
         for one in (False,) if quick else (True, False):
             for indices in (chosen, None) if not one else (chosen,):
                 triton_attend.attend(
-                    q, store, store, store, indices, cursor, plan, ring=capacity, tokens=1024, scaling=1.0,
+                    q, store, store, store, indices, cursor, plan, ring=capacity, tokens=TOKENS, scaling=1.0,
                     n_sink=0 if one else sinks, one=one, advance=True,
                 )  # fmt: skip
         for width in (d,) if quick else (64, 96, d, 256):
             x = torch.zeros((n, h_kv, capacity, width), dtype=dtype)
             triton_attend.attend(
                 torch.zeros((n, h_kv * g, 1, width), dtype=dtype), (x, x), None, (x, x), None, cursor, plan, ring=capacity,
-                tokens=1024, scaling=1.0, one=True, advance=True,
+                tokens=TOKENS, scaling=1.0, one=True, advance=True,
             )  # fmt: skip
         _block_cache(store, chosen, cursor, plan, sinks, quick)
         _packed(dtype, n, h_kv, g, d, quick)
@@ -194,22 +199,27 @@ def _packed(dtype: torch.dtype, n: int, h_kv: int, g: int, d: int, quick: bool) 
 def compile_all(target: int = 90, quick: bool = False, calls: Callable[[bool], None] = calls) -> list[dict[str, Any]]:
     """Name, registers, spilled bytes and shared memory of every kernel variant of `calls`; raises what the compiler raises.
 
-    Afterwards this process compiles and runs nothing else.
+    `cached`: 1 where Triton's cache folder had the binary. Afterwards this process compiles and runs nothing else.
     """
-    built: dict[int, tuple[str, Any]] = {}
+    built: dict[int, tuple[str, int, Any]] = {}
+    hits: list[bool] = []
 
     def compile_only(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        hits.clear()
         binary = run(kernel, *args, **{**kwargs, "warmup": True})
-        built[id(binary)] = (kernel.__name__, binary)
+        if hits:  # else this process has had it before
+            built[id(binary)] = (kernel.__name__, int(hits[0]), binary)
 
     run = JITFunction.run
     triton.runtime.driver.set_active(_NoDevice(target))
+    triton.knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
     JITFunction.run = compile_only
     try:
-        calls(quick)
+        with pretended(PROCESSORS):
+            calls(quick)
     finally:
         JITFunction.run = run
-    return [{"kernel": name, **_resources(binary, target)} for name, binary in built.values()]
+    return [{"kernel": name, **_resources(binary, target), "cached": hit} for name, hit, binary in built.values()]
 
 
 def _resources(binary: Any, target: int) -> dict[str, int]:
@@ -235,7 +245,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     for row in compile_all(args.target, args.quick):
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
 if __name__ == "__main__":
