@@ -244,8 +244,11 @@ def main() -> None:
     parser.add_argument("--target", type=int, default=90, help="compute capability without the dot")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    for row in compile_all(args.target, args.quick):
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    rows = compile_all(args.target, args.quick)
+    hits = sum(row.pop("cached") for row in rows)
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    print(f"kernels {len(rows)}  found in the cache {hits}  most shared memory {max(row['shared'] for row in rows)}")
 
 
 if __name__ == "__main__":

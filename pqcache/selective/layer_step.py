@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from pqcache.device.switch import HERE, device_of, on_device
+from pqcache.device.switch import HERE, device_of, on_device, triton_installed
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import LayerContext
 
@@ -70,7 +70,7 @@ class FusedPasses:
 
     def install(self) -> None:
         """After all hooks of `attach` are registered."""
-        if not all(is_stock(layer) for layer in self.layers):
+        if not triton_installed() or not all(is_stock(layer) for layer in self.layers):
             self.layers = []
             return
         inner = [part for layer in self.layers for part in layer.modules() if part is not layer]

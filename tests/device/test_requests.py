@@ -43,7 +43,8 @@ def test_a_devices_tables_are_all_that_it_holds_more(llama: PreTrainedModel) -> 
         plain = generate(llama, method, ids, max_new_tokens=3)
     with interpreted(), counted_tables() as tables:
         kernel = generate(llama, method, ids, max_new_tokens=3)
-    assert tables.bytes == 4 + 16 + 4 * 16  # one row's cursor and plan, one head's histogram of joint codes
+    # one row's cursor and plan, one head's histogram of joint codes, counters of ended programs
+    assert tables.bytes == 4 + 16 + 4 * 16 + 2 * 4
     assert kernel.resident_bytes == {"device": plain.resident_bytes["device"] + tables.bytes}
 
 

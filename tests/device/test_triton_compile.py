@@ -19,7 +19,8 @@ def test_kernels_compile_for_sm_90():
     command = [sys.executable, "-m", "pqcache.device.triton_compile", "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    rows = {line.split()[1]: dict(zip(*[iter(line.split())] * 2, strict=False)) for line in done.stdout.splitlines()}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("kernel ")]
+    rows = {line.split()[1]: dict(zip(*[iter(line.split())] * 2, strict=False)) for line in lines}
     names = "_enter _histogram _wide_sums _wide_weigh _wide_digits _wide_level _count _compact _attend"
     names += " _row_lse _column_sums _norm _rotate"
     packed = {"_attend_packed", "_join", "_add_exact", "_pack_oldest"}
