@@ -154,3 +154,19 @@ def test_equal_codes_go_to_the_lower_position(bits, k, expected):
     made.q[:, 1] = made.q[:, 0]
     assert made.hi == [54]
     assert made.select()[1][0, 0].tolist() == expected
+
+
+def test_many_codes_are_ranked_by_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each of 131,072 tokens has a weight: a program per block of them, but for the last few counts."""
+    from pqcache.device import triton_wide
+
+    made = []
+    monkeypatch.setattr(triton_wide, "prepared", lambda kernel, grid, **_: made.append((kernel, grid)))
+    tokens, heads = 131_072, 8
+    blocks = -(-tokens // triton_wide.BLOCK)
+    assert blocks >= 32
+    codes, rows = torch.zeros((1, 2 * heads, 16), dtype=torch.uint8), torch.zeros((1, 4), dtype=torch.int32)
+    triton_wide.prepare_wide(1, heads, 4, 2, 256, codes, rows, rows, 32, blocks)
+    assert made.pop() == (triton_wide._wide_level, (heads,))
+    assert [grid for _, grid in made] == 6 * [(blocks, heads)]
+    assert {kernel for kernel, _ in made} == {triton_wide._wide_sums, triton_wide._wide_weigh, triton_wide._wide_digits}
