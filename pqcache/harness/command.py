@@ -81,7 +81,7 @@ def _run(argv: list[str]) -> int:
     if lookup.asked(argv):
         return _guarded(lambda: lookup.answer(argv))
     request = compose_all(argv, CONFIGS)
-    plan = make_plan(request)
+    plan = make_plan(request, runs=not request.show_config)
     if request.show_config:
         print("---\n".join(cell.yaml() for cell in plan.cells), end="")
         return 0

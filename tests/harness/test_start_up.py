@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import pytest
 import run
 from pqcache import sources
 from pqcache.fields import added_options, coerce, comments, option_fields, retired
+from pqcache.harness.config import cuda
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
+from pqcache.harness.tasks import hub, lm_eval_names
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 
@@ -122,7 +126,7 @@ def test_what_only_torch_knows_is_left_to_the_class(monkeypatch: pytest.MonkeyPa
         read(kmeans_device="cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (line,) = refused("method=pqcache method.kmeans_device=cuda")
-    assert line.startswith("method.kmeans_device=cuda: allowed is cpu")
+    assert line == "method.kmeans_device=cuda: allowed is cpu or auto on a machine without CUDA"
 
 
 def test_a_class_that_its_text_does_not_tell_has_no_stand_in() -> None:
@@ -131,21 +135,120 @@ def test_a_class_that_its_text_does_not_tell_has_no_stand_in() -> None:
     assert sources.stand_in("baselines.nowhere:Oracle") is None
 
 
-def test_wrong_commands_and_look_ups_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def answered(typed: list[tuple[str, int]], folder: Path, first: str = "", **place: str) -> list[str]:
+    """What commands print as errors, in one process that must not import what takes seconds. typed: (words, exit code)."""
     code = (
         "import sys\n"
         "from pqcache.harness.command import main\n"
-        f"for line, code in {[*((line, 2) for line in WRONG), *((line, 0) for line in RIGHT)]!r}:\n"
+        f"{first}\n"
+        f"for line, code in {typed!r}:\n"
         "    assert main(line.split()) == code, line\n"
         "    heavy = {'torch', 'transformers', 'lm_eval', 'datasets', 'pandas'} & set(sys.modules)\n"
         "    assert not heavy, (line, heavy)\n"
     )
-    path = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=path)
+    path = {**os.environ, "PYTHONPATH": str(REPO), **place}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=path)
     assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_wrong_commands_and_look_ups_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    said = answered([*((line, 2) for line in WRONG), *((line, 0) for line in RIGHT)], tmp_path)
     two = ["-m method=pqcache,oracle method.m=2,3", "method=pqcache method.m=3 buget=0.2", "--method pqcache"]
-    assert len(done.stderr.splitlines()) == len(WRONG) + len(two) - 1, done.stderr
+    assert len(said) == len(WRONG) + len(two) - 1, said
     assert list(tmp_path.iterdir()) == []
+
+
+# What a machine lacks for a command that is right elsewhere: words -> the beginning of the line.
+NOWHERE = "http://127.0.0.1:9 cannot be reached (Connection refused), and it is not in the hub's cache"
+LACKING = {
+    "model.device=cuda": "model.device=cuda: there is no CUDA device here; use model.device=cpu or auto",
+    "-m method=full,oracle model.device=cuda:1": "model.device=cuda:1: there is no CUDA device here",
+    "method=pqcache method.kmeans_device=cuda": "method.kmeans_device=cuda: allowed is cpu or auto on a machine without CUDA",
+    "out=/proc/x": "out=/proc/x: cannot be written",
+    "dense_layers=99": "dense_layers=99: embedded has 4 layers",
+    "task=pocket task.length=70000": "task.length=70000: with 112 new tokens more than the 17408 tokens",
+    "task=lm_eval task.name=arc_esy": "task.name=arc_esy: lm-eval has no such task; did you mean arc_easy?",
+    "task=lm_eval task.name=arc_easy task.include=/no/folder": "task.include=/no/folder: is no folder",
+    "model=hf model.path=nobody/nothing": f"model.path=nobody/nothing: cannot be loaded: {NOWHERE}",
+    "task=gsm8k_cot": f"task.source=hub: openai/gsm8k/main, split test, cannot be had: {NOWHERE}",
+    "task=longbench_qasper": f"task.source=hub: data.zip of zai-org/LongBench cannot be had: {NOWHERE}",
+    "model=hf model.path=empty": "model.path=empty: holds no config.json",
+    "model=hf model.path=broken": "model.path=broken: its config.json cannot be read (Expecting",
+    "model=hf model.path=opt": "model.path=opt: model opt: not supported: absolute position embeddings",
+    "model=hf model.path=t5": "model.path=t5: model t5: an encoder with a decoder",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_what_the_machine_lacks_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    configs = {"empty": None, "broken": "{", "opt": '{"model_type": "opt"}', "t5": '{"is_encoder_decoder": true}'}
+    for name, text in configs.items():
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "config.json").write_text(
+                text.replace("{", '{"model_type": "t5", ') if name == "t5" else text
+            )
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    first = "from pqcache.harness.config import cuda; cuda.surely_missing = lambda: True"
+    said = answered([(line, 2) for line in LACKING], tmp_path, first, **hub)
+    assert len(said) == len(LACKING), said
+    for line, begins in zip(said, LACKING.values()):
+        assert line.startswith(f"error: {begins}"), line
+    assert {path.name for path in tmp_path.iterdir()} == set(configs)
+
+
+def test_the_plan_of_a_command_for_another_machine_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pqcache.harness.config.cuda.surely_missing", lambda: True)
+    words = ["method=full", "model.device=cuda", "out=/proc/x"]
+    assert make_plan(compose_all([*words, "plan=true"], run.CONFIGS), runs=True).cells
+    assert make_plan(compose_all(words, run.CONFIGS)).cells
+    with pytest.raises(Refused):
+        make_plan(compose_all(words, run.CONFIGS), runs=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "missing"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True, True),
+        ("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n", True, False),
+        ("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n", False, True),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", False, False),
+        ("__version__ = 'of another layout'\n", False, False),
+    ],
+)
+def test_cuda_is_missing_where_torchs_build_or_the_driver_says_so(
+    version: str, driver: bool, missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(version)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: ModuleSpec("torch", None, origin=str(tmp_path / "x.py")))
+    monkeypatch.setattr(cuda, "_has_driver", lambda: driver)
+    assert cuda.surely_missing.__wrapped__() is missing
+
+
+def test_the_hub_is_reachable_where_its_port_answers_or_a_proxy_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub._tried.cache_clear()
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", place)
+        assert hub.unreachable() == ""
+    hub._tried.cache_clear()
+    assert hub.unreachable() == f"{place} cannot be reached (Connection refused)"
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert hub.unreachable() == ""
+
+
+@pytest.mark.rest
+def test_the_definitions_text_holds_every_name_that_lm_eval_knows() -> None:
+    from pqcache.harness.tasks.any_lm_eval import manager
+
+    known = set(manager(None).task_index)
+    assert known
+    assert known <= lm_eval_names.names()
 
 
 def refused(line: str, configs: Path = run.CONFIGS) -> list[str]:
@@ -195,6 +298,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path),
+        "http_proxy": "http://127.0.0.1:9",  # else the hub is known to be out of reach before transformers is imported
     }
     environment = {**os.environ, **place}
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)

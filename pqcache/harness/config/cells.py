@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from pqcache.harness.config import folders
+from pqcache.harness.config import folders, machine
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options
 from pqcache.harness.config.launch import Launch, LocalLaunch
@@ -109,8 +109,11 @@ class RunPlan:
         return list(dict.fromkeys(budget for cell in own for budget in cell.budgets))
 
 
-def make_plan(request: Request) -> RunPlan:
-    """Check every configuration of a command before any of them runs; one bad value refuses them all."""
+def make_plan(request: Request, *, runs: bool = False) -> RunPlan:
+    """Check every configuration of a command before any of them runs; one bad value refuses them all.
+
+    runs: unless it asks for its plan alone, the command will run on this machine, which must have what it needs.
+    """
     errors = list(request.errors)
     found = _Found()
     cells: dict[str, Cell] = {}
@@ -131,6 +134,8 @@ def make_plan(request: Request) -> RunPlan:
         errors.append("launch: one command runs in one place")
     if len({one.run.out for _, one in values}) > 1:
         errors.append("out: one command writes into one folder")
+    if runs and not errors and not found.lines:
+        _find_lacking(values, found, alone=not request.sweep)
     if errors or found.lines:  # before torch is imported
         raise Refused([*errors, *found.text(small)])
     for composed, one in values:
@@ -156,6 +161,13 @@ def make_plan(request: Request) -> RunPlan:
         request.words,
         request.summary,
     )
+
+
+def _find_lacking(values: Iterable[tuple[Composed, Values]], found: _Found, *, alone: bool) -> None:
+    """Add what this machine lacks for configurations that are about to run."""
+    for composed, one in values:
+        if not one.skip and not one.run.plan and one.run.wandb != "sync":
+            found.add(machine.lacking(one, alone=alone), composed)
 
 
 def _is_alone(request: Request) -> bool:

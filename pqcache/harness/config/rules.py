@@ -111,10 +111,10 @@ def check_model(options: dict[str, Any], name: str, errors: list[str]) -> None:
         errors.append("model.path=null: model=hf needs a hub id or a local folder")
     if name in WEIGHTS and path:
         errors.append(f"model.path={path}: the embedded model has no path; use model=hf model.path={path}")
-    if path and (path.startswith(("/", "./", "../", "~"))) and not Path(path).expanduser().is_dir():
-        errors.append(f"model.path={path}: there is no such folder")
-    elif path and Path(path).is_file():
+    if path and Path(path).expanduser().is_file():
         errors.append(f"model.path={path}: is a file; must name a folder, or a model of the hub")
+    elif path and (path.startswith(("/", "./", "../", "~"))) and not Path(path).expanduser().is_dir():
+        errors.append(f"model.path={path}: there is no such folder")
     longest = options.get("max_length")
     if isinstance(longest, int) and longest < 1:
         errors.append(f"model.max_length={longest}: must be at least 1, or null for what the model's config says")
@@ -229,15 +229,24 @@ def check_decode(decode: DecodeOptions, task: str, run: RunOptions, errors: list
         errors.append(f"decode.temperature={decode.temperature:g}: task={task} {does}, so no token is drawn")
 
 
-def check_task(name: str, options: dict[str, Any], base: dict[str, Any], errors: list[str]) -> None:
-    """`task.*`: each option by itself, then all together. base: the values in the task's file."""
+def check_task(
+    name: str, options: dict[str, Any], base: dict[str, Any], errors: list[str], *, slow: bool = False
+) -> None:
+    """`task.*`: each option by itself, then all together. base: the values in the task's file.
+
+    slow: ask lm-eval itself for a name of its own, which takes ten seconds, and not the text of its definitions.
+    """
     from pqcache.harness import tasks
 
     accepted = {k: v for k, v in options.items() if not any(line.startswith(f"task.{k}=") for line in errors)}
     errors += value_errors(tasks.task_class(name).Options, accepted, base)
     if not any(line.startswith("task.") for line in errors):
         try:
-            tasks.task_of(name, accepted).check()
+            task = tasks.task_of(name, accepted)
+            if isinstance(task, tasks.AnyLmEval) and not slow:
+                task.check_name()
+            else:
+                task.check()
         except ValueError as error:
             errors.append(_line(error))
 

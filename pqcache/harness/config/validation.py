@@ -105,8 +105,7 @@ def read(config: Options, group_defaults: dict[str, Options]) -> Values:
     rules.check_random(options["model"], names["model"], names["task"], errors)
     rules.check_geometry_name(options["model"], names["model"], errors)
     rules.check_latency(names["task"], run, errors)
-    if not of_lm_eval(names["task"]):  # lm-eval's index of names takes seconds to read
-        rules.check_task(names["task"], options["task"], base["task"], errors)
+    rules.check_task(names["task"], options["task"], base["task"], errors)
     skip = rules.judge_method(names["method"], options["method"], budget, run, errors)
     return Values(names, base, run, options, launch, decode, budget, errors, skip)
 
@@ -124,7 +123,7 @@ def check(values: Values) -> Checked:
     budget = None if any(line.startswith("budget=") for line in errors) else Budget.parse(values.budget)
     rules.check_geometry(options["model"], names["model"], errors)
     if of_lm_eval(names["task"]):
-        rules.check_task(names["task"], options["task"], base["task"], errors)
+        rules.check_task(names["task"], options["task"], base["task"], errors, slow=True)
     length = options["task"].get("length")
     prompt = length if isinstance(length, int) and length < LONGEST_PROMPT and not errors else None
     method, skip = rules.make_method(names["method"], options["method"], values.budget, run, errors, prompt)

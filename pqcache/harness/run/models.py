@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
+from pqcache.harness.config import machine
 from pqcache.harness.run import device_map, marks, model_files, thinking
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
         return random_config(options["geometry"], options["layers"])
     path, revision = local_or_hub(options), options["revision"]
+    if not Path(path).is_dir() and (line := machine.not_on_the_hub(path)):
+        raise model_files.Unusable(line)
     try:
         model_files.check_counts(options["path"], PreTrainedConfig.get_config_dict(path, revision=revision)[0])
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -357,10 +360,9 @@ def device_error(device: str, option: str = "model.device") -> str | None:
     import torch
 
     kind, _, number = device.partition(":")
-    if kind == "cuda" and not torch.cuda.is_available():
-        return f"{option}={device}: there is no CUDA device here; use {option}=cpu or auto"
-    if kind == "mps" and not torch.backends.mps.is_available():
-        return f"{option}={device}: there is no MPS device here; use {option}=cpu or auto"
+    missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
+    if missing.get(kind):
+        return machine.no_device(device, option)
     if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
         return f"{option}={device}: there are {torch.cuda.device_count()} CUDA devices here"
     return None

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqcache.harness.config import environment
+from pqcache.harness.config import environment, machine
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.run import precheck, printing, stale, tracking
@@ -43,7 +43,7 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
 def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
     out = Path(plan.cells[0].run.out).expanduser()
-    precheck.check_out(out)
+    machine.check_out(out)
     environment.quiet()
     precheck.check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())

@@ -33,7 +33,7 @@ from pqcache.harness.tasks.ruler.task import Ruler
 from pqcache.harness.tasks.xsum import XSum
 from pqcache.naming import suggestion
 
-__all__ = ["TASKS", "Figure", "Longest", "Task", "TaskRequest", "TaskSpec", "task_class", "task_of"]
+__all__ = ["TASKS", "AnyLmEval", "Figure", "Longest", "Task", "TaskRequest", "TaskSpec", "task_class", "task_of"]
 
 # name -> class; one class may have several names
 TASKS: dict[str, type[Task[Any]]] = {

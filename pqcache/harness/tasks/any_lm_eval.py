@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import added
-from pqcache.harness.tasks import definitions
+from pqcache.harness.tasks import definitions, lm_eval_names
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.local_splits import LocalSplits
 from pqcache.harness.tasks.math_process import stand_in
@@ -108,10 +108,25 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         """Refuse a name that lm-eval does not know."""
         known = self._manager().task_index
         if self.target not in known:
-            hint = suggestion(self.target, known)
-            # lm-eval has thousands of names, too many to list
-            hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
-            raise ValueError(f"task.name={self.target}: lm-eval has no such task; {hint}")
+            raise ValueError(self._unknown(set(known)))
+
+    def check_name(self) -> None:
+        """Refuse a name that is in none of the definitions, without importing lm-eval."""
+        known = lm_eval_names.names()
+        if not known or self.target in known:
+            return
+        if self.options.include is not None:
+            folder = Path(self.options.include).expanduser()
+            if lm_eval_names.is_written_in(folder, self.target):
+                return
+            known |= lm_eval_names.names(folder)
+        raise ValueError(self._unknown(known))
+
+    def _unknown(self, known: set[str]) -> str:
+        """The line of a name that is not known. lm-eval has thousands of names, too many to list or to compare."""
+        hint = suggestion(self.target, lm_eval_names.closest_names(self.target, known))
+        hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
+        return f"task.name={self.target}: lm-eval has no such task; {hint}"
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         return Longest(f"task.name={self.target}", 0, 0)

@@ -18,6 +18,7 @@ import io
 import json
 import logging
 import lzma
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pqcache.harness.tasks import hub
 from pqcache.harness.tasks.base import Task, require
 
 HUB, CONSTRUCTED = "hub", "constructed"
@@ -80,21 +82,31 @@ class DataSet:
 
 @lru_cache(maxsize=32)
 def _read_hub(data: DataSet) -> tuple[Rows, dict[str, Any]]:
+    name = data.repo + (f"/{data.config}" if data.config else "")
+    help_ = f"check network and access, or set task.source to a folder with {data.files[0]}, or to constructed"
+    if not _has_stored_tables() and (why := hub.without(data.repo)):
+        raise ValueError(f"task.source=hub: {name}, split {data.split}, cannot be had: {why}; {help_}")
+
     import datasets
 
-    name = data.repo + (f"/{data.config}" if data.config else "")
     try:
         table = datasets.load_dataset(data.repo, data.config, split=data.split, revision=data.revision)
     except Exception as error:  # gated, renamed, offline, no network, no space: the kinds differ by version
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise ValueError(
-            f"task.source=hub: {name}, split {data.split}, cannot be had ({type(error).__name__}: {reason}); check network"
-            f" and access, or set task.source to a folder with {data.files[0]}, or to constructed"
+            f"task.source=hub: {name}, split {data.split}, cannot be had ({type(error).__name__}: {reason}); {help_}"
         ) from error
     rows = [dict(row) for row in table]
     if rows and (missing := [field for field in data.fields if field not in rows[0]]):
         raise ValueError(f"task.source=hub: {name} lacks {', '.join(missing)}")
     return rows, {"source": f"hub {name}", "revision": data.revision, "sha256": {data.split: digest(rows)}}
+
+
+def _has_stored_tables() -> bool:
+    """Whether the package datasets has a cache with anything in it, where it may find tables without the hub."""
+    loaded = sys.modules.get("datasets")
+    folder = Path(loaded.config.HF_DATASETS_CACHE) if loaded is not None else None
+    return folder is not None and folder.is_dir() and any(folder.iterdir())
 
 
 def _read_local(data: DataSet, source: str) -> tuple[Rows, dict[str, Any]]:
@@ -156,6 +168,8 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
     name = f"{repo}{f'@{revision}' if revision else ''}"
     offline = bool(constants.HF_HUB_OFFLINE)
     local = "or set task.source to a local folder that holds the data"
+    if why := hub.without(repo):
+        raise ValueError(f"task.source=hub: {filename} of {name} cannot be had: {why}; check the network, {local}")
     try:
         path = hf_hub_download(repo, filename, repo_type="dataset", revision=revision, local_files_only=offline)
     except errors.GatedRepoError as error:

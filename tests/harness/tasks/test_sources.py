@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from huggingface_hub import constants, errors
 
-from pqcache.harness.tasks import sources, task_of
+from pqcache.harness.tasks import hub, sources, task_of
 
 
 def http_error(kind: type[Exception]) -> Exception:
@@ -41,6 +41,7 @@ def test_what_the_hub_refuses_is_one_line(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "unreachable", lambda: "")
     with pytest.raises(ValueError) as refused:
         sources.hub_file("zai-org/LongBench", "data.zip", "v9")
     assert "\n" not in str(refused.value)
