@@ -13,12 +13,10 @@ docs/row.md from the class Row, docs/kept from runs of the methods (draw_kept.py
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import comments, option_fields  # noqa: E402
 from pqcache.harness.config.launch import LAUNCHES  # noqa: E402
 from pqcache.harness.config.options import DECODE, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
+from pqcache.harness.lookup.documented import documented  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report import trade_off  # noqa: E402
 from pqcache.harness.report.groups import group_rows  # noqa: E402
@@ -228,26 +227,6 @@ def options_page() -> str:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def documented(cls: type) -> Iterator[tuple[str | None, str, str, str]]:
-    """(heading or None, field, type, comment) of a TypedDict. A comment after an empty line is the heading of what follows."""
-    lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
-    tree = ast.parse("\n".join(lines)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    for node in tree.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        above: list[str] = []
-        at = node.lineno - 2
-        while lines[at].strip().startswith("#"):
-            above.insert(0, lines[at].strip().lstrip("# "))
-            at -= 1
-        behind = lines[node.end_lineno - 1 if node.end_lineno else node.lineno - 1].partition("  # ")[2].strip()
-        first = not lines[at].strip()  # an empty line: the comment heads a part
-        heading = " ".join(above) if first and above else None
-        text = "; ".join(filter(None, ["" if heading else " ".join(above), behind]))
-        yield heading, node.target.id, ast.unparse(node.annotation), text
 
 
 def fields_tables(cls: type) -> list[str]:

@@ -10,8 +10,9 @@ import run
 from pqcache.fields import comments, option_fields
 from pqcache.harness.config.options import GROUPS, RunOptions
 from pqcache.harness.config.overrides import options_of
-from pqcache.harness.lookup import explain, help, listing
+from pqcache.harness.lookup import explain, help, listing, terms
 from pqcache.harness.lookup.layout import pairs
+from pqcache.harness.report import rows, tables
 from pqcache.harness.tasks import TASKS
 from pqcache.registry import METHODS
 
@@ -61,11 +62,33 @@ def test_an_option_of_several_methods(capsys: Capture) -> None:
         ("needle_pocket", ["task=needle_pocket", "task.length=2048"]),
         ("cell", ["experiment"]),
         ("kmeans_seed", ["method.kmeans_seed", "pqcache"]),
+        ("recall", ["recall\n", "diagnostics=true", "recall_kv"]),
+        ("Mass", ["mass\n", "softmax weight", "row.json: diagnostics.mass"]),
+        ("TT2T", ["seconds from submitting", "tt2t_s"]),
+        ("tpot", ["milliseconds of a decode step"]),
+        ("sinks", ["sink tokens\n", "method.n_sink"]),
+        ("local_window", ["local window\n", "newest tokens"]),
+        ("window", ["method.window", "local window\n"]),
+        ("budget_applied", ["row.json: budget_applied\n", "planned tokens / prompt tokens"]),
+        ("diagnostics.recall_q", ["row.json: diagnostics.recall_q\n"]),
+        ("evict", ["method.evict", "a kind of method"]),
     ],
 )
 def test_explanations(asked: str, parts: list[str], capsys: Capture) -> None:
     text = said(capsys, f"explain={asked}")
     assert all(part in text for part in parts), text
+
+
+def test_every_column_of_a_table_and_field_of_a_row_is_explained() -> None:
+    for column in (*tables.COLUMNS, "ms per token"):
+        assert terms.find(column) is not None, column
+    for field in rows.Row.__annotations__:
+        assert f"row.json: {field}\n" in explain.text(field) + "\n", field
+
+
+def test_a_term_has_one_meaning() -> None:
+    names = [terms.folded_name(name) for name in terms.every()]
+    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +98,8 @@ def test_explanations(asked: str, parts: list[str], capsys: Capture) -> None:
         ("explain=task.lenth", ["did you mean task.length?"]),
         ("explain=buget", ["did you mean budget?"]),
         ("explain=method=quset", ["did you mean quest?"]),
+        ("explain=recal", ["did you mean recall?"]),
+        ("explain=attendet_tokens", ["did you mean attended_tokens?"]),
         ("explain=", ["must name"]),
         ("list=method", ["did you mean methods?"]),
         ("list", ["must name"]),

@@ -65,7 +65,7 @@ WRONG = [
     "list=method",
     "list=nothing_like_it",
     "explain=method.nothing_like_it",
-    "explain=recall",
+    "explain=recal",
     "--method pqcache",
     "--cfg",
 ]
@@ -78,6 +78,7 @@ RIGHT = [
     "list=experiments",
     "explain=method.m",
     "explain=quest",
+    "explain=recall",
 ]
 
 

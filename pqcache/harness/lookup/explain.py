@@ -22,7 +22,7 @@ from pqcache.harness.config.options import (
 )
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.config.values import show
-from pqcache.harness.lookup import listing
+from pqcache.harness.lookup import documented, listing, terms
 from pqcache.harness.lookup.layout import folded, pairs, width
 from pqcache.harness.lookup.words import GROUP_MEANINGS, OTHER_KEYS
 from pqcache.naming import closest, suggestion
@@ -49,22 +49,33 @@ def text(asked: str) -> str:
     if not dot and "=" in key:  # explain=method=pqcache
         group, _, name = key.partition("=")
         return _name(name, [group]) if group in GROUPS else _unknown(asked)
+    blocks = _option_blocks(key) + _word_blocks(asked)
+    return "\n\n".join(blocks) if blocks else _unknown(asked)
+
+
+def _option_blocks(key: str) -> list[str]:
+    """What an option, a group or a name is; empty if nothing that can be typed is called so."""
+    group, dot, name = key.partition(".")
     top = options(RunOptions)
     named = any(key in options_of(g, places.CONFIGS) for g in GROUPS)
     if key in top:  # diagnostics is an experiment, too
         both = [_name(key, GROUPS)] if named else []
-        return "\n\n".join(["\n".join([f"{key}", *_facts(top[key])]), *both])
+        return ["\n".join([f"{key}", *_facts(top[key])]), *both]
     if key in GROUP_MEANINGS or key in OTHER_KEYS:
-        return "\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])
+        return ["\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])]
     if dot and group in NODES:
-        return _option(key, _owners(group, name)) or _unknown(asked)
+        return [found] if (found := _option(key, _owners(group, name))) else []
     if named:
-        return _name(key, GROUPS)
-    if not dot:
-        bare = [(g, _owners(g, key)) for g in NODES]
-        if texts := [_option(f"{g}.{key}", owners) for g, owners in bare if owners]:
-            return "\n\n".join(texts)
-    return _unknown(asked)
+        return [_name(key, GROUPS)]
+    bare = [] if dot else [(g, _owners(g, key)) for g in NODES]
+    return [_option(f"{g}.{key}", owners) for g, owners in bare if owners]
+
+
+def _word_blocks(asked: str) -> list[str]:
+    """What a word means in the field, in a table or in a row."""
+    term = terms.find(asked)
+    found = [*([term] if term is not None else []), *documented.fields_named(asked)]
+    return [f"{title}\n{folded(meaning, width(), '  ')}" for title, meaning in found]
 
 
 def options(cls: type, skip: Iterable[str] = ()) -> dict[str, Option]:
@@ -204,6 +215,7 @@ def _unknown(asked: str) -> str:
         named = [f"{group}.{f.name}" for cls in _classes(group).values() for f in fields(cls) if f.name not in skip]
         every |= {name: name for name in named}
         every |= {name: name for name in options_of(group, places.CONFIGS)}
+    every |= {name: name for name in [*terms.every(), *documented.every()]}
     if (close := closest(asked, every)) is None:
         tails = {name.rpartition(".")[2]: name for name in every}
         close = tails.get(closest(bare, tails) or "")

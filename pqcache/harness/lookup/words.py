@@ -18,7 +18,7 @@ OTHER_KEYS = {
     "report": "of a folder of rows: write one HTML file; runs nothing",
     "tables": "of a folder of rows: write its tables; rows=, columns= and values= choose what is in them; runs nothing",
     "list": "methods, tasks, models or experiments: a name and one line each",
-    "explain": "an option or a name: what it means, its default, what is allowed, who has it",
+    "explain": "an option, a name, a field of row.json or a word of the tables: what it means",
 }
 
 FLAGS = {
