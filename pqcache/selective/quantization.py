@@ -55,8 +55,7 @@ def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[P
     runs, read = store.runs()
     if not runs or not all(serves(q, run) for run in runs):
         return None, []
-    parts = [Part(*attend_codes(q, run, scaling)) for run in runs]
-    return parts[0] if len(parts) == 1 else merge(parts), read
+    return Part(*attend_codes(q, runs, scaling)), read
 
 
 class QuantizationLayer(StagedLayer):

@@ -49,10 +49,11 @@ class LowRank:
 class Codes:
     """A run of packed tokens of K or V; see the module's formula.
 
-    bits: of a code. d: head dimension. codes: (n, h_kv, tokens, bytes) uint8, packed as by `quantizer.pack_codes`.
+    bits: of a code. d: head dimension. codes: (n, h_kv, tokens, bytes) uint8, packed as by `quantizer.pack_codes`; with 32 bits
+    (n, h_kv, tokens, d), the numbers themselves in fp32.
     token_step, token_low: (n, h_kv, tokens, groups) fp16, expanded over KV heads where these share them. Both or none.
     channel_step, channel_low: (n, h_kv, segments, d) fp16; channel_low is None where channels are only multiplied.
-    span: tokens per segment; only the first `tokens` of the last segment exist.
+    span: tokens per segment; the last segment may have fewer. offset: tokens of the first segment before the first token.
     """
 
     bits: int
@@ -65,15 +66,24 @@ class Codes:
     span: int = 1
     outliers: Outliers | None = None
     low_rank: LowRank | None = None
+    offset: int = 0
 
     @property
     def tokens(self) -> int:
         return self.codes.shape[2]
 
-    def first(self, tokens: int) -> Codes:
-        """The run's first `tokens` tokens."""
-        step, low = (None if x is None else x[:, :, :tokens] for x in (self.token_step, self.token_low))
-        return replace(self, codes=self.codes[:, :, :tokens], token_step=step, token_low=low)
+    def part(self, lo: int, hi: int) -> Codes:
+        """Tokens lo .. hi-1; lo = 0 where there are outliers or a low-rank part."""
+        assert not lo or (self.outliers is None and self.low_rank is None)
+        step, low = (None if x is None else x[:, :, lo:hi] for x in (self.token_step, self.token_low))
+        by_channel = (
+            None if x is None else x[:, :, (self.offset + lo) // self.span :]
+            for x in (self.channel_step, self.channel_low)
+        )
+        return replace(
+            self, codes=self.codes[:, :, lo:hi], token_step=step, token_low=low, channel_step=next(by_channel),
+            channel_low=next(by_channel), offset=(self.offset + lo) % self.span,
+        )  # fmt: skip
 
     def row(self, row: int) -> Codes:
         """One row's part."""
@@ -100,12 +110,12 @@ class Run:
 def decoded(codes: Codes) -> torch.Tensor:
     """What the codes stand for, by the module's formula: fp32 (n, h_kv, tokens, d). The kernels' reference."""
     n, h_kv, tokens, _ = codes.codes.shape
-    x = unpack_codes(codes.codes, codes.bits, codes.d).float()
+    x = codes.codes if codes.bits == 32 else unpack_codes(codes.codes, codes.bits, codes.d).float()
     if codes.token_step is not None and codes.token_low is not None:
         step, low = codes.token_step.float()[..., None], codes.token_low.float()[..., None]
         x = (x.unflatten(3, (step.shape[3], -1)) * step + low).flatten(3)
     if codes.channel_step is not None:
-        segment = torch.arange(tokens, device=x.device) // codes.span
+        segment = (torch.arange(tokens, device=x.device) + codes.offset) // codes.span
         x = x * codes.channel_step.float().index_select(2, segment)
         if codes.channel_low is not None:
             x = x + codes.channel_low.float().index_select(2, segment)

@@ -231,7 +231,7 @@ class PackedStore(RetrievalStore):
             if tokens <= 0:
                 break
             counts = [[max(0, min(end - start, tokens))] * self.k.heads for end in both]
-            runs.append(Run(keys.first(tokens), values.first(tokens), counts))
+            runs.append(Run(keys.part(0, tokens), values.part(0, tokens), counts))
             start += tokens
             if keys.tokens != values.tokens:  # what follows begins at different tokens
                 break

@@ -44,7 +44,7 @@ def test_a_part_of_a_layout_is_that_of_fewer_tokens_or_one_row() -> None:
     for run in store.runs()[0]:
         for codes in (run.k, run.v):
             whole = decoded(codes)
-            assert torch.equal(decoded(codes.first(5)), whole[:, :, :5])
+            assert torch.equal(decoded(codes.part(0, 5)), whole[:, :, :5])
             assert torch.equal(decoded(codes.row(1)), whole[1:])
 
 

@@ -31,7 +31,7 @@ def test_equals_attention_over_decoded_tokens(name: str, lengths: list[int], ste
     q = drawn(9, len(lengths), 2 * group, 1, d)
     for run in store.runs()[0]:
         assert packed.serves(q, run)
-        out, lse = packed.attend_codes(q, run, d**-0.5)
+        out, lse = packed.attend_codes(q, [run], d**-0.5)
         counts = torch.tensor(run.counts).repeat_interleave(group, 1)[:, :, None, None]
         k, v = decoded(run.k), decoded(run.v)
         want = partial(q, k, v, d**-0.5, torch.arange(k.shape[2]) < counts)
@@ -56,7 +56,7 @@ def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch:
         got = attend_coded(q, store, 0.25)
     finally:
         torch.set_num_threads(before)
-    assert tasks and max(tasks) == 2 * workers
+    assert tasks and max(tasks) >= 2 * workers
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_positions_of_32_bits() -> None:
     run = store.runs()[0][0]
     wide = Run(widened(run.k), widened(run.v), run.counts)
     assert packed.serves(q, wide)
-    for x, y in zip(packed.attend_codes(q, run, 0.25), packed.attend_codes(q, wide, 0.25), strict=True):
+    for x, y in zip(packed.attend_codes(q, [run], 0.25), packed.attend_codes(q, [wide], 0.25), strict=True):
         assert torch.equal(x, y)
 
 
@@ -83,7 +83,7 @@ def test_large_logits_and_heads_without_tokens() -> None:
     run = store.runs()[0][0]
     empty = Run(run.k, run.v, [[0, run.counts[0][1]]])
     q = 200 * drawn(7, 1, 4, 1, 16)
-    out, lse = packed.attend_codes(q, empty, 0.25)
+    out, lse = packed.attend_codes(q, [empty], 0.25)
     assert torch.equal(out[:, :2], torch.zeros(1, 2, 1, 16)) and torch.equal(
         lse[:, :2], torch.full((1, 2, 1), -torch.inf)
     )
@@ -97,7 +97,7 @@ def test_nan_stays_nan() -> None:
     run = store_of(METHODS["kivi 2"], [90], 0, seed=8).runs()[0][0]
     q = drawn(7, 1, 4, 1, 16)
     q[0, 1] = torch.nan
-    out, _ = packed.attend_codes(q, run, 0.25)
+    out, _ = packed.attend_codes(q, [run], 0.25)
     assert out[0, 1].isnan().all() and out[0, [0, 2, 3]].isfinite().all()
 
 

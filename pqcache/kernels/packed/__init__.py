@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
@@ -30,9 +30,9 @@ from pqcache.kernels.packed.keys import (
     see_block,
 )
 from pqcache.kernels.packed.memory import STREAM, TILE, Scratch, Sums, laid_out, scratch_sizes, sums_sizes
-from pqcache.kernels.packed.registers import LANES
-from pqcache.kernels.packed.tiles import HEADS, TOGETHER
-from pqcache.kernels.packed.values import add_codes, add_factors, end_block, softmax
+from pqcache.kernels.packed.registers import LANES, floats_at
+from pqcache.kernels.packed.tiles import HEADS, READ, TOGETHER
+from pqcache.kernels.packed.values import add_codes, add_factors, end_block, result, softmax
 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
@@ -50,61 +50,60 @@ def _end_of_tile(k, v, start, end):
 
 
 @numba.njit(nogil=True)
-def _attend_part(q, d, k, v, row, head, start, end, sums, scratch):
+def _attend_part(q, k, v, row, head, start, end, sums, scratch):
     """Tokens start .. end-1 of a KV head, for a block of its query heads, q (HEADS, d)."""
-    read_query(k, q, d, scratch)
+    read_query(k, q, scratch)
     segment, k_block, v_block = np.int64(-1), np.int64(-1), np.int64(-1)
     while start < end:
         stop = _end_of_tile(k, v, start, end)
         count = stop - start
-        segment = score_codes(k, row, head, start, count, d, segment, scratch)
+        segment = score_codes(k, row, head, start, count, segment, scratch)
         if k.length and start // k.length != k_block:
             k_block = start // k.length
             if k.outliers:
-                first_outliers(k, row, head, start, d, scratch)
+                first_outliers(k, row, head, start, scratch)
             if k.rank:
-                see_block(k, row, head, start, d, scratch)
+                see_block(k, row, head, start, scratch)
         if k.outliers:
-            score_outliers(k, row, head, start, count, d, scratch)
+            score_outliers(k, row, head, start, count, scratch)
         if k.rank:
             score_low_rank(k, row, head, start, count, scratch)
-        softmax(v, count, d, sums, scratch)
+        softmax(v, count, sums, scratch)
         if v.rank:
             if start // v.length != v_block and v_block >= 0:
-                end_block(v, row, head, v_block, d, sums, scratch)
+                end_block(v, row, head, v_block, sums, scratch)
             v_block = start // v.length
             add_factors(v, row, head, start, count, sums, scratch)
-        add_codes(v, row, head, start, count, d, sums, scratch)
+        add_codes(v, row, head, start, count, sums, scratch)
         start = stop
     if v.rank and v_block >= 0:
-        end_block(v, row, head, v_block, d, sums, scratch)
+        end_block(v, row, head, v_block, sums, scratch)
 
 
 def _compiled(sources: int) -> Callable[..., None]:
     """The kernel. numba keeps it on disk and compiles it again when this file changes; `sources` stands for the others."""
 
     @numba.njit(nogil=True, cache=True)
-    def attend(first, last, q, k, v, counts, blocks, parts, memory_sizes, out_sizes, out):
-        """Task = (row, KV head, block of query heads, part), counts (n, h_kv) tokens; q (tasks / parts, HEADS, d), scaled.
+    def attend(first, last, q, k, v, tasks, memory_sizes, sum_sizes, out, high, mass):
+        """tasks (t, 6): run, row, KV head, line of q, first and last token. q (lines, HEADS, d), scaled; k, v (runs,) of STREAM.
 
-        Writes Sums, of out_sizes, to each line of out (tasks, floats).
+        Writes of each task the weighted values, out (t, HEADS, d), the largest logit and the sum of weights, (t, HEADS).
         """
         assert sources >= 0  # numba looks at the variables that a function uses
-        d = q.shape[2]
-        memory = np.zeros(16 + (memory_sizes.sum() + 16 * memory_sizes.shape[0]), np.float32)
-        s = laid_out((memory.ctypes.data + 63) // 64 * 64, memory_sizes)
-        scratch = Scratch(
-            s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13], s[14], s[15]
-        )
+        sizes = np.concatenate((memory_sizes, sum_sizes))
+        memory = np.zeros(16 + sizes.sum() + 16 * sizes.shape[0], np.float32)
+        s = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
+        scratch = Scratch(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13])
+        sums = Sums(s[14], s[15], s[16], s[17], s[18], s[19], s[20])
+        added = floats_at(sums.codes, ((s[21] - s[14]) // 4,))
+        lines = floats_at(sums.high, (HEADS,)), floats_at(sums.mass, (HEADS,))
         for task in range(first, last):
-            part, mine = task % parts, task // parts
-            head = mine // blocks % counts.shape[1]
-            row = mine // blocks // counts.shape[1]
-            tiles = -(-counts[row, head] // TILE)
-            start, end = tiles * part // parts * TILE, min(tiles * (part + 1) // parts * TILE, counts[row, head])
-            at = laid_out(out.ctypes.data + task * out.strides[0], out_sizes)
-            sums = Sums(at[0], at[1], at[2], at[3], at[4], at[5], at[6])
-            _attend_part(q.ctypes.data + mine * q.strides[0], d, k, v, row, head, start, end, sums, scratch)
+            run, row, head, line, start, end = tasks[task]
+            added[:] = 0
+            lines[0][:] = -np.inf
+            _attend_part(q.ctypes.data + line * q.strides[0], k[run], v[run], row, head, start, end, sums, scratch)
+            result(v[run], row, head, sums, scratch, out[task])
+            high[task], mass[task] = lines
 
     return attend
 
@@ -112,14 +111,37 @@ def _compiled(sources: int) -> Callable[..., None]:
 _attend = _compiled(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
 
 
-def _read_as(codes: Codes) -> tuple[int, int, int]:
-    """Planes of codes that are read in place, 0 if they are not; the bytes of a token, padded; and bits per code."""
-    width, unit = codes.codes.shape[3], LANES * TOGETHER
-    groups = 1 if codes.token_step is None else codes.token_step.shape[3]
-    planes = 8 // codes.bits if codes.bits in (2, 4, 8) else 0
-    if planes and width % unit == 0 and width * planes == codes.d and width % groups == 0:
-        return planes, width, codes.bits
-    return 0, -(-codes.d // unit) * unit, 8
+@numba.njit(nogil=True, cache=True)
+def _merge(lines, parts, high, mass, out, lse):
+    """Join the tasks of each line of queries: parts (t, HEADS, d), high and mass (t, HEADS) -> out (lines, HEADS, d), lse."""
+    lse[:] = -np.inf
+    for task in range(lines.shape[0]):
+        lse[lines[task]] = np.maximum(lse[lines[task]], high[task])
+    total = np.zeros_like(lse)
+    for task in range(lines.shape[0]):
+        line = lines[task]
+        for a in range(lse.shape[1]):
+            top = lse[line, a]
+            share = np.exp(high[task, a] - (np.float32(0) if np.isinf(top) else top))
+            total[line, a] += share * mass[task, a]
+            for j in range(out.shape[2]):
+                out[line, a, j] += share * parts[task, a, j]
+    for line in range(lse.shape[0]):
+        for a in range(lse.shape[1]):
+            if total[line, a] != 0:
+                out[line, a] /= total[line, a]
+            lse[line, a] += np.log(total[line, a])
+
+
+def _read_as(codes: Codes) -> tuple[int, int, int, int]:
+    """Bits of a code as the tiles read it, whether it is spread for that, channels of a token then, and groups of it."""
+    unit, groups = LANES * TOGETHER, 1 if codes.token_step is None else codes.token_step.shape[3]
+    width = -(-codes.d // unit) * unit
+    if groups > 1 and codes.d // groups % unit:  # tiles cannot apply these steps
+        return 32, 1, width, 1
+    if codes.bits in READ and width == codes.d:
+        return codes.bits, 0, width, groups
+    return (32 if codes.bits == 32 else 8), 1, width, groups
 
 
 def _pair(step: torch.Tensor | None, low: torch.Tensor | None) -> tuple[int, ...]:
@@ -133,8 +155,8 @@ def _pair(step: torch.Tensor | None, low: torch.Tensor | None) -> tuple[int, ...
     )  # fmt: skip
 
 
-def _stream(codes: Codes) -> Any:
-    """The description as numbers. The tensors must outlive it."""
+def _stream(codes: Codes) -> tuple[int, ...]:
+    """The description as the numbers of STREAM. The tensors must outlive it."""
     outliers, low_rank = codes.outliers, codes.low_rank
     sparse: tuple[int, ...] = (0,) * 8
     factors: tuple[int, ...] = (0,) * 9
@@ -149,14 +171,15 @@ def _stream(codes: Codes) -> Any:
     if low_rank is not None:
         a, b = _pair(low_rank.a, None), _pair(low_rank.b, None)
         factors, length = (low_rank.a.shape[3], a[0], *a[2:], b[0], *b[2:]), low_rank.length
+    read, spread, width, tile_groups = _read_as(codes)
+    strides = [stride * codes.codes.element_size() for stride in codes.codes.stride()[:3]]
     groups = 0 if codes.token_step is None else codes.token_step.shape[3]
-    numbers = (
-        codes.bits, *_read_as(codes), codes.codes.data_ptr(), *codes.codes.stride()[:3],
-        groups, *_pair(codes.token_step, codes.token_low),
-        codes.span if codes.channel_step is not None else codes.codes.shape[2] + 1, *_pair(codes.channel_step, codes.channel_low),
-        *sparse, *factors, length,
+    return (
+        codes.bits, codes.d, read, spread, width, codes.codes.data_ptr(), *strides,
+        groups, tile_groups, *_pair(codes.token_step, codes.token_low),
+        codes.span if codes.channel_step is not None else codes.codes.shape[2] + 1, codes.offset,
+        *_pair(codes.channel_step, codes.channel_low), *sparse, *factors, length,
     )  # fmt: skip
-    return np.array([numbers], STREAM)[0]
 
 
 def _regular(codes: Codes, keys: bool) -> bool:
@@ -189,57 +212,45 @@ def serves(q: torch.Tensor, run: Run) -> bool:
     return q.dtype == torch.float32 and _regular(run.k, True) and _regular(run.v, False)
 
 
-def attend_codes(q: torch.Tensor, run: Run, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one token per row, q (n, h, 1, d) fp32, over a run of packed tokens, where `serves` says so.
+def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> np.ndarray:
+    """The kernel's tasks, a line's after another's, so that equal shares of them are equal work.
+
+    A run is cut into parts where there would be fewer tasks than pieces of work for all threads.
+    """
+    workers, lines = torch.get_num_threads(), n * h_kv * blocks
+    parts = max(1, min(-(-2 * workers // lines), 8)) if workers > 1 else 1
+    tasks = []
+    for line in range(lines):
+        row, head = line // (h_kv * blocks), line // blocks % h_kv
+        for number, run in enumerate(runs):
+            count = int(run.counts[row][head])
+            tiles = -(-count // TILE)
+            edges = [min(tiles * part // parts * TILE, count) for part in range(parts + 1)]
+            tasks += [(number, row, head, line, a, b) for a, b in itertools.pairwise(edges) if a < b]
+    return np.array(tasks, np.int64).reshape(-1, 6)
+
+
+def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one token per row, q (n, h, 1, d) fp32, over runs of packed tokens, where `serves` says so of each.
 
     Returns the normalised output (n, h, 1, d) and the log-sum-exp (n, h, 1); 0 and -inf where a head has no token.
     """
     n, h, _, d = q.shape
-    h_kv = run.k.codes.shape[1]
+    h_kv = runs[0].k.codes.shape[1]
     group = h // h_kv
     blocks = -(-group // HEADS)
-    k, v = _stream(run.k), _stream(run.v)
-    counts = np.asarray(run.counts, np.int64)
-    workers = torch.get_num_threads()
-    tasks = n * h_kv * blocks
-    parts = max(1, min(-(-2 * workers // tasks), -(-int(counts.max()) // TILE), 8)) if workers > 1 else 1
+    k, v = (
+        np.array([_stream(codes) for codes in of_all], STREAM)
+        for of_all in zip(*((r.k, r.v) for r in runs), strict=True)
+    )
+    tasks = _tasks(runs, n, h_kv, blocks)
     queries = np.zeros((n, h_kv, blocks * HEADS, d), np.float32)
     queries[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
-    sums = sums_sizes(v, d)
-    ends = list(
-        itertools.accumulate([0, *(-(-int(size) // 16) * 16 for size in sums)])
-    )  # each array begins a cache line
-    out = np.zeros((tasks * parts, ends[-1]), np.float32)
-    out[:, ends[5] : ends[5] + HEADS] = -np.inf
-    threads.run(
-        _attend, tasks * parts, queries.reshape(tasks, HEADS, d), k, v, counts, blocks, parts, scratch_sizes(k, v, d), sums, out
-    )  # fmt: skip
-    lines = torch.from_numpy(out).view(n, h_kv, blocks, parts, -1)
-    arrays = [lines[..., start : start + int(size)] for start, size in zip(ends, sums, strict=False)]
-    result, lse = _joined(arrays, run.v, max(1, int(v["planes"])), group)
-    return result.reshape(n, h, 1, d), lse.reshape(n, h, 1)
-
-
-def _joined(arrays: list[torch.Tensor], v: Codes, planes: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the arrays of Sums, (n, h_kv, blocks, parts, floats): output (n, h_kv, group, d), log-sum-exp (n, h_kv, group)."""
-    codes, dense, sparse, lows, _, high, mass = arrays
-    top = high.amax(3, keepdim=True)
-    share = torch.exp(high - torch.where(top.isinf(), 0, top))
-
-    def add_parts(x: torch.Tensor) -> torch.Tensor:
-        """(n, h_kv, blocks, parts, HEADS, ...) -> (n, h_kv, group, ...)."""
-        return (x * share[..., None]).sum(3).flatten(2, 3)[:, :, :group]
-
-    in_planes = add_parts(codes.unflatten(-1, (HEADS, -1))).unflatten(-1, (planes, -1))
-    result = in_planes.transpose(-1, -2).flatten(-2)[..., : v.d] + add_parts(lows[..., None])
-    if v.low_rank is not None:
-        result = result + add_parts(dense.unflatten(-1, (HEADS, -1)))
-    if v.outliers is not None:
-        result = result + add_parts(sparse.unflatten(-1, (-1, HEADS)).transpose(-1, -2))
-    total = add_parts(mass[..., None])
-    result = result / torch.where(total == 0, 1, total)
-    if v.channel_step is not None:
-        result = result * v.channel_step.float()
-        if v.channel_low is not None:
-            result = result + v.channel_low.float() * (total != 0)
-    return result, top.squeeze(3).flatten(2, 3)[:, :, :group] + total[..., 0].log()
+    queries = queries.reshape(-1, HEADS, d)
+    parts = np.empty((len(tasks), HEADS, d), np.float32)
+    high, mass = np.empty((2, len(tasks), HEADS), np.float32)
+    threads.run(_attend, len(tasks), queries, k, v, tasks, scratch_sizes(k, v, d), sums_sizes(v, d), parts, high, mass)
+    out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
+    _merge(tasks[:, 3], parts, high, mass, out, lse)
+    result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, :group].reshape(n, h, 1, d)
+    return result, torch.from_numpy(lse).view(n, h_kv, -1)[:, :, :group].reshape(n, h, 1)

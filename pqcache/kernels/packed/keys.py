@@ -6,84 +6,73 @@ import numba
 import numpy as np
 
 from pqcache.kernels.packed import registers
-from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors
+from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
 from pqcache.kernels.packed.registers import LANES
-from pqcache.kernels.packed.tiles import HEADS, TOKENS, products, products_grouped
+from pqcache.kernels.packed.tiles import HEADS, products
 
 
 @numba.njit(nogil=True)
-def read_query(k, q, d, scratch):
-    """A block's queries q (HEADS, d), in planes and with heads side by side; channels without a step have step 1."""
-    planes, width = max(1, k.planes), k.width
-    source = registers.floats_at(q, (HEADS, d))
-    in_planes = registers.floats_at(scratch.query, (HEADS, planes * width))
-    beside = registers.floats_at(scratch.beside_query, (d, HEADS))
-    steps = registers.floats_at(scratch.channels, (d,))
-    in_planes[:] = 0
-    for j in range(d):
-        steps[j] = 1
-        for a in range(HEADS):
-            in_planes[a, j % planes * width + j // planes] = source[a, j]
+def read_query(k, q, scratch):
+    """A block's queries q (HEADS, d), padded, and with heads side by side."""
+    source = registers.floats_at(q, (HEADS, k.d))
+    query = registers.floats_at(scratch.query, (HEADS, k.width))
+    beside = registers.floats_at(scratch.beside_query, (k.d, HEADS))
+    query[:] = 0
+    for a in range(HEADS):
+        for j in range(k.d):
+            query[a, j] = source[a, j]
             beside[j, a] = source[a, j]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _fold(k, row, head, segment, d, scratch):
+def _fold(k, row, head, segment, scratch):
     """Queries times the channel steps of a segment, their sums, and their products with its lows."""
-    planes, width = max(1, k.planes), k.width
-    wide = planes * width
-    widest = max(d, wide)
-    lines = registers.floats_at(scratch.channels, (4, widest))
+    width = k.width
+    lines = registers.floats_at(scratch.channels, (2, width))
     query, folded = (
-        registers.floats_at(scratch.query, (HEADS, wide)),
-        registers.floats_at(scratch.folded, (HEADS, wide)),
+        registers.floats_at(scratch.query, (HEADS, width)),
+        registers.floats_at(scratch.folded, (HEADS, width)),
     )
     sums = registers.floats_at(scratch.sums, (2, HEADS))
     offset = row * k.channel_row + head * k.channel_head + segment * k.channel_segment
+    lines[0], lines[1] = 1, 0
     if k.channel_step:
-        registers.widen(k.channel_step + offset, scratch.channels, d)
+        registers.widen(k.channel_step + offset, scratch.channels, k.d)
     if k.channel_low:
-        registers.widen(k.channel_low + offset, scratch.channels + 4 * widest, d)
-    for which in range(2):
-        for p in range(planes):
-            for b in range(d // planes):
-                lines[2 + which, p * width + b] = lines[which, b * planes + p]
+        registers.widen(k.channel_low + offset, scratch.channels + 4 * width, k.d)
+    if not k.groups:
+        undo(k.read, lines[0], lines[1])
     for a in range(HEADS):
         added, summed = np.float32(0), np.float32(0)
-        for j in range(wide):
-            value = query[a, j] * lines[2, j]
-            added += query[a, j] * lines[3, j]
+        for j in range(width):
+            value = query[a, j] * lines[0, j]
+            added += query[a, j] * lines[1, j]
             folded[a, j] = value
             summed += value
         sums[0, a], sums[1, a] = added, summed
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_codes(k, row, head, start, count, d, segment, scratch):
+def score_codes(k, row, head, start, count, segment, scratch):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
     logits = registers.floats_at(scratch.logits, (HEADS, LINE))
     steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
     sums = registers.floats_at(scratch.sums, (2, HEADS))
-    planes, blocks = max(1, k.planes), k.width // LANES
-    q_stride, grouped, bits = 4 * planes * k.width, k.groups > 1, k.bits_read
-    codes, stride = prepare_tile(k, row, head, start, count, d, scratch)
+    groups, step, low = k.tile_groups, 0, 0
+    codes, stride = prepare_tile(k, row, head, start, count, scratch)
     first = 0
     while first < count:
-        here = (start + first) // k.span
-        last = min(count, (here + 1) * k.span - start)
+        here = (k.offset + start + first) // k.span
+        last = min(count, (here + 1) * k.span - start - k.offset)
         if here != segment:
-            _fold(k, row, head, here, d, scratch)
+            _fold(k, row, head, here, scratch)
             segment = here
-        for i in range(first, last, TOKENS):
-            at, valid, out = codes + i * stride, min(last - i, TOKENS), scratch.logits + 4 * i
-            if grouped:
-                beside = 4 * i * k.width
-                products_grouped(
-                    bits, planes, at, stride, valid, scratch.folded, q_stride, blocks, scratch.wide_steps + beside,
-                    scratch.wide_lows + beside, out, 4 * LINE,
-                )  # fmt: skip
-            else:
-                products(bits, planes, at, stride, valid, scratch.folded, q_stride, blocks, 0, 0, out, 4 * LINE)
+        if groups > 1:
+            step, low = scratch.steps + 4 * first * groups, scratch.lows + 4 * first * groups
+        products(
+            k.read, codes + first * stride, stride, last - first, scratch.folded, 4 * k.width, groups,
+            k.width // LANES // groups, step, low, scratch.logits + 4 * first, 4 * LINE,
+        )  # fmt: skip
         for a in range(HEADS):
             added, whole = sums[0, a], sums[1, a]
             if k.groups == 1:
@@ -97,12 +86,12 @@ def score_codes(k, row, head, start, count, d, segment, scratch):
 
 
 @numba.njit(nogil=True)
-def first_outliers(k, row, head, start, d, scratch):
+def first_outliers(k, row, head, start, scratch):
     """Point each channel's cursor to its first outlier from token `start` on: binary searches."""
-    cursor = registers.ints_at(scratch.cursor, (d,))
+    cursor = registers.ints_at(scratch.cursor, (k.d,))
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, step, within = k.positions, k.position_bytes, k.entry_next, start % k.length
-    for j in range(d):
+    for j in range(k.d):
         low, high = 0, k.outliers
         while low < high:
             middle = (low + high) // 2
@@ -114,14 +103,14 @@ def first_outliers(k, row, head, start, d, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_outliers(k, row, head, start, count, d, scratch):
+def score_outliers(k, row, head, start, count, scratch):
     """Add to the tile's logits by how much outliers of key channels differ from their codes. The tile is in one block."""
-    cursor = registers.ints_at(scratch.cursor, (d,))
+    cursor = registers.ints_at(scratch.cursor, (k.d,))
     logits, beside = (
         registers.floats_at(scratch.logits, (HEADS, LINE)),
         registers.floats_at(scratch.beside, (TILE, HEADS)),
     )
-    query = registers.floats_at(scratch.beside_query, (d, HEADS))
+    query = registers.floats_at(scratch.beside_query, (k.d, HEADS))
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, values, most, step = k.positions, k.position_bytes, k.values, k.outliers, k.entry_next
     codes = k.codes + row * k.codes_row + head * k.codes_head + start * k.codes_token
@@ -132,7 +121,7 @@ def score_outliers(k, row, head, start, count, d, scratch):
     one_segment = start // span == (start + count - 1) // span
     offset = start // span * segment
     beside[:] = 0
-    for j in range(d):
+    for j in range(k.d):
         at = cursor[j]
         while at < most:
             entry = block + at * step + j
@@ -153,16 +142,16 @@ def score_outliers(k, row, head, start, count, d, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def see_block(k, row, head, start, d, scratch):
+def see_block(k, row, head, start, scratch):
     """The query times the second low-rank factor of a block: `seen`."""
-    seen, line = registers.floats_at(scratch.seen, (k.rank, HEADS)), registers.floats_at(scratch.line, (d,))
-    query = registers.floats_at(scratch.beside_query, (d, HEADS))
+    seen, line = registers.floats_at(scratch.seen, (k.rank, HEADS)), registers.floats_at(scratch.line, (k.d,))
+    query = registers.floats_at(scratch.beside_query, (k.d, HEADS))
     at = k.b + row * k.b_row + head * k.b_head + start // k.length * k.b_block
     for r in range(k.rank):
-        registers.widen(at + 2 * r * d, scratch.line, d)
+        registers.widen(at + 2 * r * k.d, scratch.line, k.d)
         for a in range(HEADS):
             seen[r, a] = 0
-        for j in range(d):
+        for j in range(k.d):
             for a in range(HEADS):
                 seen[r, a] += line[j] * query[j, a]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pqcache.kernels.packed import registers
 from pqcache.kernels.packed.registers import LANES
-from pqcache.kernels.packed.tiles import HEADS, expand
+from pqcache.kernels.packed.tiles import HEADS
 
 TILE = 128  # tokens between two updates of the running maximum; a multiple of LANES; its codes fit the nearest cache
 LINE = TILE + LANES  # floats of a head's logits: the last product may write past the tile
@@ -18,13 +18,16 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and
 # Codes of K or V as numbers: addresses, strides in bytes (of row, KV head, token, ...), sizes. Address 0: there is none.
 _FIELDS = (
     "bits",
-    "planes",  # 1, 2 or 4: codes are read in place; 0: tiles are first spread to one byte per code
-    "width",  # bytes of a token, padded
-    "bits_read",  # of a code as the tiles read it: `bits`, or 8 after spreading
+    "d",
+    "read",  # bits of a code as the tiles read it: `bits`, or 8 or 32 after spreading
+    "spread",  # whether tiles are spread first, to one byte per code or to floats
+    "width",  # channels of a token as the tiles read it
     *("codes", "codes_row", "codes_head", "codes_token"),
     "groups",  # of a token; 0: no steps and lows per token
+    "tile_groups",  # that the tiles apply; 1: none
     *("token_step", "token_low", "token_row", "token_head", "token_token"),
     "span",  # tokens per segment of channel steps
+    "offset",  # tokens of the first segment that come before the first token
     *("channel_step", "channel_low", "channel_row", "channel_head", "channel_segment"),
     "outliers",  # per block and channel (keys), or per token (values)
     *("values", "positions", "position_bytes"),
@@ -41,14 +44,12 @@ class Scratch(NamedTuple):
 
     logits: int  # (HEADS, LINE); later the probabilities
     beside: int  # (TILE, HEADS): what outliers add to the logits; later the probabilities, a token's heads side by side
-    spread: int  # (TILE, width) bytes: codes, one byte each
+    spread: int  # (TILE, width) bytes or floats: codes, or what they stand for
     steps: int  # (TILE, groups): of the tile's tokens
     lows: int
-    wide_steps: int  # (TILE, width): the same for every byte
-    wide_lows: int
-    channels: int  # (4, widest): steps (1 where there are none) and lows of a segment's channels; the same in planes
-    query: int  # (HEADS, planes * width): in planes
-    folded: int  # (HEADS, planes * width): times the segment's steps
+    channels: int  # (2, width): steps (1 where there are none) and lows of a segment's channels
+    query: int  # (HEADS, width)
+    folded: int  # (HEADS, width): times the segment's steps
     beside_query: int  # (d, HEADS): a channel's heads side by side
     sums: int  # (2, HEADS): of the query times the segment's lows, of the folded query
     factors: int  # (rank, TILE): low-rank factors of the tile's tokens
@@ -60,7 +61,7 @@ class Scratch(NamedTuple):
 class Sums(NamedTuple):
     """Addresses of what a task adds up: fp32."""
 
-    codes: int  # (HEADS, planes * width): weighted codes
+    codes: int  # (HEADS, width): weighted codes
     dense: int  # (HEADS, d): the low-rank part
     sparse: int  # (d, HEADS): outliers' differences
     lows: int  # (HEADS,): weighted lows of tokens with one group
@@ -80,21 +81,20 @@ def laid_out(base, sizes):
 
 
 def scratch_sizes(k: Any, v: Any, d: int) -> np.ndarray:
-    """Floats of each array of Scratch."""
-    width, groups = max(k["width"], v["width"]), max(1, k["groups"], v["groups"])
-    wide = TILE * width if max(k["groups"], v["groups"]) > 1 else 0
-    query = HEADS * max(1, k["planes"]) * k["width"]
+    """Floats of each array of Scratch, for streams of any of the runs k, v (runs,) of STREAM."""
+    width, groups = (max(1, k[name].max(), v[name].max()) for name in ("width", "groups"))
+    spread = max(int(x["width"]) * int(x["read"]) // 32 for x in (*k, *v))
+    rank = max(k["rank"].max(), v["rank"].max())
     return np.array([
-        HEADS * LINE, TILE * HEADS, TILE * width // 4, TILE * groups, TILE * groups, wide, wide, 4 * max(d, query // HEADS),
-        query, query, d * HEADS, 2 * HEADS, k["rank"] * TILE if k["rank"] > v["rank"] else v["rank"] * TILE,
-        k["rank"] * HEADS, d, d,
+        HEADS * LINE, TILE * HEADS, TILE * spread, TILE * groups, TILE * groups, 2 * width, HEADS * width, HEADS * width,
+        d * HEADS, 2 * HEADS, rank * TILE, rank * HEADS, d, d,
     ], np.int64)  # fmt: skip
 
 
 def sums_sizes(v: Any, d: int) -> np.ndarray:
     """Floats of each array of Sums."""
-    codes = HEADS * max(1, v["planes"]) * v["width"]
-    return np.array([codes, HEADS * d, d * HEADS, HEADS, max(1, v["rank"]) * HEADS, HEADS, HEADS], np.int64)
+    width, rank = int(v["width"].max()), max(1, int(v["rank"].max()))
+    return np.array([HEADS * width, HEADS * d, d * HEADS, HEADS, rank * HEADS, HEADS, HEADS], np.int64)
 
 
 @numba.njit(nogil=True)
@@ -125,8 +125,33 @@ def _spread_codes(stream, base, count, d, out):
 
 
 @numba.njit(nogil=True)
-def _read_pairs(stream, row, head, start, count, d, source, out, wide):
-    """A tile's steps, or lows, in fp32: out (TILE, groups), and where there are several groups `wide` (TILE, width)."""
+def _spread_numbers(stream, base, count, scratch):
+    """Write to scratch.spread, in fp32, what `count` tokens' codes at `base` stand for under their groups' steps and lows."""
+    out = registers.floats_at(scratch.spread, (TILE, stream.width))
+    steps = registers.floats_at(scratch.steps, (TILE, stream.groups))
+    lows = registers.floats_at(scratch.lows, (TILE, stream.groups))
+    each = stream.d // max(1, stream.groups)
+    for i in range(count):
+        at = base + i * stream.codes_token
+        for j in range(stream.d):
+            if stream.bits == 32:
+                out[i, j] = registers.read_float(at + 4 * j)
+            else:
+                out[i, j] = code_at(at, stream.bits, j) * steps[i, j // each] + lows[i, j // each]
+
+
+@numba.njit(nogil=True, fastmath=FAST)
+def undo(bits, steps, lows):
+    """Steps and lows of codes become those of what the tiles read (tiles.py): 1 + code / 2^bits below 8 bits."""
+    if bits < 8:
+        for i in range(steps.shape[0]):
+            steps[i] *= 1 << bits
+            lows[i] -= steps[i]
+
+
+@numba.njit(nogil=True)
+def _read_pairs(stream, row, head, start, count, source, out):
+    """A tile's steps, or lows, in fp32: out (TILE, groups)."""
     groups = stream.groups
     at = source + row * stream.token_row + head * stream.token_head + start * stream.token_token
     if stream.token_token == 2 * groups:
@@ -134,28 +159,30 @@ def _read_pairs(stream, row, head, start, count, d, source, out, wide):
     else:
         for i in range(count):
             registers.widen(at + i * stream.token_token, out + 4 * i * groups, groups)
-    if groups > 1:
-        each = d // max(1, stream.planes) // groups
-        for i in range(count):
-            expand(out + 4 * i * groups, groups, each, wide + 4 * i * stream.width)
 
 
 @numba.njit(nogil=True)
-def prepare_tile(stream, row, head, start, count, d, scratch):
+def prepare_tile(stream, row, head, start, count, scratch):
     """Read a tile's steps and lows, and its codes, spread if need be: their address and stride."""
     if stream.groups:
-        _read_pairs(stream, row, head, start, count, d, stream.token_step, scratch.steps, scratch.wide_steps)
-        _read_pairs(stream, row, head, start, count, d, stream.token_low, scratch.lows, scratch.wide_lows)
+        _read_pairs(stream, row, head, start, count, stream.token_step, scratch.steps)
+        _read_pairs(stream, row, head, start, count, stream.token_low, scratch.lows)
     codes = stream.codes + row * stream.codes_row + head * stream.codes_head + start * stream.codes_token
-    if stream.planes:
+    if stream.read == 32 and stream.spread:
+        _spread_numbers(stream, codes, count, scratch)
+        return scratch.spread, 4 * stream.width
+    if stream.groups:
+        size = (count * stream.groups,)
+        undo(stream.read, registers.floats_at(scratch.steps, size), registers.floats_at(scratch.lows, size))
+    if not stream.spread:
         return codes, stream.codes_token
-    _spread_codes(stream, codes, count, d, scratch.spread)
+    _spread_codes(stream, codes, count, stream.d, scratch.spread)
     return scratch.spread, stream.width
 
 
 @numba.njit(nogil=True)
 def code_at(at, bits, channel):
-    """One code of a token at an address: codes are a stream of bits, the lowest first."""
+    """One code of a token at an address, 8 bits or less: codes are a stream of bits, the lowest first."""
     bit = channel * bits
     word = registers.read_byte(at + (bit >> 3))
     if (bit & 7) + bits > 8:

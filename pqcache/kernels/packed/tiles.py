@@ -1,16 +1,18 @@
-"""Products of query heads with packed codes, a few tokens at a time: nothing is unpacked but into vector registers.
+"""Products of query heads with packed codes, and their weighted sums: nothing is unpacked but into vector registers.
 
-Codes of 8, 4 and 2 bits have 1, 2 and 4 planes: plane p of a row of bytes holds the codes in bits p * bits and up, so it is
-unpacked by a shift and a mask. Channel j is byte j // planes of plane j % planes. Queries and results are in the order of planes,
-`width` floats each, so that the codes of a byte meet their query entries in the same lane.
+A vector of LANES codes of 2 or 4 bits is one word of 32 or 64 bits, spread over all lanes. Each lane turns its code to the upper
+end of a float's mantissa and puts the exponent of 1 before it: two instructions, and no conversion. What tiles compute with
+is therefore 1 + code / 2^bits below 8 bits; steps and lows are given so that they undo it (`memory.undo`). Codes of 8 bits are
+converted, those of 32 bits are floats.
 
-A block of HEADS query heads shares one read and one unpacking. `grouped` codes have a step and a low per byte, given in fp32.
+A block of HEADS query heads shares one read and one unpacking. `grouped` codes have a step and a low per group of channels.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -30,70 +32,86 @@ from pqcache.kernels.packed.registers import (
     spread,
     store,
     sums,
+    words,
 )
 
 HEADS = 4  # query heads of a block; a smaller group is padded
 TOKENS = LANES // HEADS  # that `products` takes at a time: all sums fit one register
-TOGETHER = 2  # vectors of bytes that `accumulate` takes at a time; a row is a multiple of so many
+TOGETHER = 2  # vectors of codes that `accumulate` takes at a time; a group of channels is a multiple of so many
+READ = (2, 4, 8, 32)  # bits of codes that are read in place
 
 
-def _codes(builder: Any, address: Any, shift: Any, mask: Any) -> Any:
-    """The codes of one plane in LANES bytes at an address, as floats. shift, mask: vectors."""
-    raw = builder.zext(load(builder, address, ir.VectorType(I8, LANES)), WORDS)
-    return builder.sitofp(builder.and_(builder.lshr(raw, shift), mask), FLOATS)
+def _raw(builder: Any, bits: int, address: Any) -> Any:
+    """LANES codes at an address, as floats that stand for them: see the module."""
+    if bits == 32:
+        return load(builder, address, FLOATS)
+    if bits == 8:
+        return builder.sitofp(builder.zext(load(builder, address, ir.VectorType(I8, LANES)), WORDS), FLOATS)
+    size = LANES * bits
+    if size <= 32:
+        word = load(builder, address, ir.IntType(size))
+        x = spread(builder, word if size == 32 else builder.zext(word, I32))
+    else:
+        pair = load(builder, address, ir.VectorType(I32, 2))
+        halves = ir.Constant(WORDS, [lane * 2 // LANES for lane in range(LANES)])
+        x = builder.shuffle_vector(pair, ir.Constant(pair.type, ir.Undefined), halves)
+    place = 23 - bits  # of a code in a float
+    turns = [(place - lane * bits) % 32 for lane in range(LANES)]
+    kind = ir.FunctionType(WORDS, [WORDS] * 3)
+    turn = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fshl.v{LANES}i32")
+    x = builder.call(turn, [x, x, ir.Constant(WORDS, turns)])
+    one = words(0x3F800000)
+    return builder.bitcast(builder.or_(builder.and_(x, words(((1 << bits) - 1) << place)), one), FLOATS)
 
 
-def _plane(builder: Any, bits: Any, plane: Any) -> tuple[Any, Any]:
-    """Shift and mask of a plane, as vectors."""
-    one = ir.Constant(I32, 1)
-    mask = builder.sub(builder.shl(one, builder.trunc(bits, I32)), one)
-    shift = builder.trunc(builder.mul(bits, plane), I32)
-    return spread(builder, shift), spread(builder, mask)
+def _scaled(builder: Any, x: Any, step: Any, low: Any, entry: Any) -> Any:
+    """x step + low, with a group's step and low at an entry."""
+    place = builder.mul(entry, number(4))
+    both = (spread(builder, load(builder, add(builder, base, place), F32)) for base in (step, low))
+    return multiply_add(builder, x, *both)
 
 
-def _make_products(grouped: bool) -> Any:
-    """q . code of TOKENS tokens and HEADS query heads."""
+def _make_products(bits: int, grouped: bool) -> Any:
+    """q . x of `count` tokens and HEADS query heads."""
 
     @intrinsic
-    def products(typingctx, bits, planes, codes, stride, valid, q, q_stride, blocks, step, low, out, out_stride):
-        """Write q_a . x_i to out[a, i]; rows are `stride` bytes apart, and those from `valid` on repeat the last."""
-        signature = types.void(*[types.intp] * 12)
+    def products(typingctx, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride):
+        """Write q_a . x_i to out[a, i], and up to TOKENS - 1 numbers behind it. Rows are `stride` bytes apart.
+
+        groups of `per` vectors each. step, low (count, groups): of grouped codes.
+        """
+        signature = types.void(*[types.intp] * 11)
 
         def generate(context, builder, signature, args):
-            bits, planes, codes, stride, valid, q, q_stride, blocks, step, low, out, out_stride = args
-            last = builder.sub(valid, number(1))
-            index = [builder.select(builder.icmp_signed("<", number(i), last), number(i), last) for i in range(TOKENS)]
-            rows = [add(builder, codes, builder.mul(i, stride)) for i in index]
-            width = builder.mul(blocks, number(4 * LANES))  # bytes of a plane of a query, and of a token's steps
-            total = [
-                [cgutils.alloca_once_value(builder, floats(0.0)) for _ in range(TOKENS)] for _ in range(HEADS)
-            ]  # fmt: skip
-            for of_head in total:
-                for held in of_head:
+            codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride = args
+            last = builder.sub(count, number(1))
+            total = [[cgutils.alloca_once(builder, FLOATS) for _ in range(TOKENS)] for _ in range(HEADS)]
+            tiles = builder.udiv(builder.add(count, number(TOKENS - 1)), number(TOKENS))
+            with cgutils.for_range(builder, tiles) as outer:
+                first = builder.mul(outer.index, number(TOKENS))
+                index = [builder.add(first, number(i)) for i in range(TOKENS)]
+                index = [builder.select(builder.icmp_signed("<", i, last), i, last) for i in index]
+                rows = [add(builder, codes, builder.mul(i, stride)) for i in index]
+                for held in (held for of_head in total for held in of_head):
                     builder.store(floats(0.0), held)
-            with cgutils.for_range(builder, planes) as outer:
-                shift, mask = _plane(builder, bits, outer.index)
-                queries = add(builder, q, builder.mul(width, outer.index))
-                with cgutils.for_range(builder, blocks) as inner:
-                    offset = builder.mul(inner.index, number(LANES))
-                    offset4 = builder.mul(offset, number(4))
-                    x = [_codes(builder, add(builder, row, offset), shift, mask) for row in rows]
+                with cgutils.for_range(builder, groups) as group, cgutils.for_range(builder, per) as inner:
+                    block = builder.add(builder.mul(group.index, per), inner.index)
+                    offset = builder.mul(block, number(LANES * bits // 8))
+                    x = [_raw(builder, bits, add(builder, row, offset)) for row in rows]
                     if grouped:
-                        for i in range(TOKENS):
-                            place = add(builder, offset4, builder.mul(index[i], width))
-                            steps, lows = (load(builder, add(builder, base, place), FLOATS) for base in (step, low))
-                            x[i] = multiply_add(builder, x[i], steps, lows)
-                    for a in range(HEADS):
-                        place = add(builder, queries, offset4, builder.mul(q_stride, number(a)))
-                        entries = load(builder, place, FLOATS)
-                        for i in range(TOKENS):
-                            held = total[a][i]
-                            builder.store(multiply_add(builder, entries, x[i], builder.load(held)), held)
-            result = sums(builder, [builder.load(held) for of_head in total for held in of_head])
-            for a in range(HEADS):
-                lanes = ir.Constant(ir.VectorType(I32, TOKENS), [a * TOKENS + i for i in range(TOKENS)])
-                part = builder.shuffle_vector(result, ir.Constant(FLOATS, ir.Undefined), lanes)
-                store(builder, part, add(builder, out, builder.mul(out_stride, number(a))))
+                        entries = [builder.add(builder.mul(i, groups), group.index) for i in index]
+                        x = [_scaled(builder, part, step, low, e) for part, e in zip(x, entries, strict=True)]
+                    place = add(builder, q, builder.mul(block, number(4 * LANES)))
+                    for a, of_head in enumerate(total):
+                        query = load(builder, add(builder, place, builder.mul(q_stride, number(a))), FLOATS)
+                        for part, held in zip(x, of_head, strict=True):
+                            builder.store(multiply_add(builder, query, part, builder.load(held)), held)
+                result = sums(builder, [builder.load(held) for of_head in total for held in of_head])
+                for a in range(HEADS):
+                    lanes = ir.Constant(ir.VectorType(I32, TOKENS), [a * TOKENS + i for i in range(TOKENS)])
+                    part = builder.shuffle_vector(result, ir.Constant(FLOATS, ir.Undefined), lanes)
+                    place = add(builder, out, builder.mul(out_stride, number(a)), builder.mul(first, number(4)))
+                    store(builder, part, place)
             return context.get_dummy_value()
 
         return signature, generate
@@ -101,48 +119,40 @@ def _make_products(grouped: bool) -> Any:
     return products
 
 
-def _make_accumulate(grouped: bool) -> Any:
+def _make_accumulate(bits: int, grouped: bool) -> Any:
     """Weighted sums of codes, for HEADS query heads."""
 
     @intrinsic
-    def accumulate(typingctx, bits, planes, codes, stride, count, p, p_stride, blocks, step, low, out, out_stride):
-        """out[a] += sum over `count` tokens of p[a, i] x_i; rows are `stride` bytes apart; blocks a multiple of TOGETHER."""
-        signature = types.void(*[types.intp] * 12)
+    def accumulate(typingctx, codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride):
+        """out[a] += sum over `count` tokens of p[a, i] x_i; arguments as of `products`, `per` a multiple of TOGETHER."""
+        signature = types.void(*[types.intp] * 11)
 
         def generate(context, builder, signature, args):
-            bits, planes, codes, stride, count, p, p_stride, blocks, step, low, out, out_stride = args
-            width = builder.mul(blocks, number(4 * LANES))
+            codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride = args
             slots = [(a, u) for a in range(HEADS) for u in range(TOGETHER)]
             total = {slot: cgutils.alloca_once(builder, FLOATS) for slot in slots}
-            steps_of_row = builder.udiv(blocks, number(TOGETHER))
-            with cgutils.for_range(builder, builder.mul(planes, steps_of_row)) as outer:
-                plane = builder.udiv(outer.index, steps_of_row)
-                shift, mask = _plane(builder, bits, plane)
-                first = builder.mul(builder.urem(outer.index, steps_of_row), number(LANES * TOGETHER))
-                first4 = builder.mul(first, number(4))
-                start = add(builder, out, first4, builder.mul(width, plane))
+            passes = builder.udiv(per, number(TOGETHER))
+            with cgutils.for_range(builder, groups) as group, cgutils.for_range(builder, passes) as outer:
+                block = builder.add(builder.mul(group.index, per), builder.mul(outer.index, number(TOGETHER)))
+                start = add(builder, out, builder.mul(block, number(4 * LANES)))
                 place = {
                     (a, u): add(builder, start, 4 * LANES * u, builder.mul(out_stride, number(a))) for a, u in slots
                 }
                 for slot in slots:
                     builder.store(load(builder, place[slot], FLOATS), total[slot])
+                column = add(builder, codes, builder.mul(block, number(LANES * bits // 8)))
                 with cgutils.for_range(builder, count) as inner:
-                    row = add(builder, codes, first, builder.mul(inner.index, stride))
-                    x = [_codes(builder, add(builder, row, LANES * u), shift, mask) for u in range(TOGETHER)]
+                    row = add(builder, column, builder.mul(inner.index, stride))
+                    x = [_raw(builder, bits, add(builder, row, LANES * bits // 8 * u)) for u in range(TOGETHER)]
                     if grouped:
-                        beside = add(builder, first4, builder.mul(inner.index, width))
-                        for u in range(TOGETHER):
-                            steps, lows = (
-                                load(builder, add(builder, base, beside, 4 * LANES * u), FLOATS) for base in (step, low)
-                            )
-                            x[u] = multiply_add(builder, x[u], steps, lows)
-                    entry = add(builder, p, builder.mul(inner.index, number(4)))
+                        entry = builder.add(builder.mul(inner.index, groups), group.index)
+                        x = [_scaled(builder, part, step, low, entry) for part in x]
+                    weights = add(builder, p, builder.mul(inner.index, number(4)))
                     for a in range(HEADS):
-                        weight = load(builder, add(builder, entry, builder.mul(p_stride, number(a))), F32)
-                        for u in range(TOGETHER):
-                            held = total[a, u]
-                            new = multiply_add(builder, spread(builder, weight), x[u], builder.load(held))
-                            builder.store(new, held)
+                        weight = load(builder, add(builder, weights, builder.mul(p_stride, number(a))), F32)
+                        for u, part in enumerate(x):
+                            new = multiply_add(builder, spread(builder, weight), part, builder.load(total[a, u]))
+                            builder.store(new, total[a, u])
                 for slot in slots:
                     store(builder, builder.load(total[slot]), place[slot])
             return context.get_dummy_value()
@@ -152,39 +162,45 @@ def _make_accumulate(grouped: bool) -> Any:
     return accumulate
 
 
-def _make_expand() -> Any:
-    """Steps or lows per group, as `grouped` codes need them."""
-    eight = ir.VectorType(F32, 8)
-
-    @intrinsic
-    def expand(typingctx, x, groups, each, out):
-        """Write every of `groups` floats at x `each` times to `out`."""
-        signature = types.void(*[types.intp] * 4)
-
-        def generate(context, builder, signature, args):
-            x, groups, each, out = args
-            whole = builder.udiv(each, number(8))
-            done = builder.mul(whole, number(8))
-            with cgutils.for_range(builder, groups) as loop:
-                value = load(builder, add(builder, x, builder.mul(loop.index, number(4))), F32)
-                one = builder.insert_element(ir.Constant(eight, ir.Undefined), value, ir.Constant(I32, 0))
-                zeros = ir.Constant(ir.VectorType(I32, 8), [0] * 8)
-                many = builder.shuffle_vector(one, ir.Constant(eight, ir.Undefined), zeros)
-                start = add(builder, out, builder.mul(builder.mul(loop.index, each), number(4)))
-                with cgutils.for_range(builder, whole) as inner:
-                    store(builder, many, add(builder, start, builder.mul(inner.index, number(32))))
-                with cgutils.for_range(builder, builder.sub(each, done)) as inner:
-                    entry = builder.mul(builder.add(done, inner.index), number(4))
-                    store(builder, value, add(builder, start, entry))
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return expand
+_products2, _products4, _products8, _products32 = (_make_products(bits, grouped=False) for bits in READ)
+_products2g, _products4g, _products8g = (_make_products(bits, grouped=True) for bits in READ[:3])
+_accumulate2, _accumulate4, _accumulate8, _accumulate32 = (_make_accumulate(bits, grouped=False) for bits in READ)
+_accumulate2g, _accumulate4g, _accumulate8g = (_make_accumulate(bits, grouped=True) for bits in READ[:3])
 
 
-expand: Any = _make_expand()
-products: Any = _make_products(grouped=False)
-products_grouped: Any = _make_products(grouped=True)
-accumulate: Any = _make_accumulate(grouped=False)
-accumulate_grouped: Any = _make_accumulate(grouped=True)
+@numba.njit(nogil=True)
+def products(bits, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride):
+    """By how codes are read, and grouped where there is a step; see _make_products."""
+    if bits == 32:
+        _products32(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+    elif step and bits == 2:
+        _products2g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride)
+    elif step and bits == 4:
+        _products4g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride)
+    elif step:
+        _products8g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride)
+    elif bits == 2:
+        _products2(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+    elif bits == 4:
+        _products4(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+    else:
+        _products8(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+
+
+@numba.njit(nogil=True)
+def accumulate(bits, codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride):
+    """As `products`; see _make_accumulate."""
+    if bits == 32:
+        _accumulate32(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+    elif step and bits == 2:
+        _accumulate2g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride)
+    elif step and bits == 4:
+        _accumulate4g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride)
+    elif step:
+        _accumulate8g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride)
+    elif bits == 2:
+        _accumulate2(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+    elif bits == 4:
+        _accumulate4(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+    else:
+        _accumulate8(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)

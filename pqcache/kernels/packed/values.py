@@ -6,32 +6,34 @@ import numba
 import numpy as np
 
 from pqcache.kernels.packed import registers
-from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors
+from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
 from pqcache.kernels.packed.registers import LANES
-from pqcache.kernels.packed.tiles import HEADS, accumulate, accumulate_grouped
+from pqcache.kernels.packed.tiles import HEADS, accumulate
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _shrink(v, d, a, factor, sums):
+def _shrink(v, a, factor, sums):
     """Scale what head a has added up."""
-    wide = max(1, v.planes) * v.width
-    codes, dense = registers.floats_at(sums.codes, (HEADS, wide)), registers.floats_at(sums.dense, (HEADS, d))
-    sparse = registers.floats_at(sums.sparse, (d, HEADS))
+    codes, dense = registers.floats_at(sums.codes, (HEADS, v.width)), registers.floats_at(sums.dense, (HEADS, v.d))
+    sparse = registers.floats_at(sums.sparse, (v.d, HEADS))
     lows, mass = registers.floats_at(sums.lows, (HEADS,)), registers.floats_at(sums.mass, (HEADS,))
     low_rank = registers.floats_at(sums.low_rank, (max(1, v.rank), HEADS))
     lows[a] *= factor
     mass[a] *= factor
-    for j in range(wide):
+    for j in range(v.width):
         codes[a, j] *= factor
-    for j in range(d):
-        dense[a, j] *= factor
-        sparse[j, a] *= factor
+    if v.rank:
+        for j in range(v.d):
+            dense[a, j] *= factor
+    if v.outliers:
+        for j in range(v.d):
+            sparse[j, a] *= factor
     for r in range(v.rank):
         low_rank[r, a] *= factor
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def softmax(v, count, d, sums, scratch):
+def softmax(v, count, sums, scratch):
     """Logits become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
     blocks = -(-count // LANES)
     logits = registers.floats_at(scratch.logits, (HEADS, LINE))
@@ -42,20 +44,21 @@ def softmax(v, count, d, sums, scratch):
             logits[a, i] = -np.inf
         top = registers.peak(at, blocks)
         if top > high[a]:
-            _shrink(v, d, a, np.exp(high[a] - top), sums)
+            _shrink(v, a, np.exp(high[a] - top), sums)
             high[a] = top
         mass[a] += registers.weights(at, blocks, high[a])
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def add_codes(v, row, head, start, count, d, sums, scratch):
+def add_codes(v, row, head, start, count, sums, scratch):
     """Add the tile's weighted values: codes, steps and lows, and outliers."""
     logits = registers.floats_at(scratch.logits, (HEADS, LINE))
     steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
     weighted = registers.floats_at(sums.lows, (HEADS,))
-    codes, stride = prepare_tile(v, row, head, start, count, d, scratch)
+    codes, stride = prepare_tile(v, row, head, start, count, scratch)
     if v.outliers:
-        _add_outliers(v, row, head, start, count, d, sums, scratch)
+        _add_outliers(v, row, head, start, count, sums, scratch)
+    step, low = 0, 0
     if v.groups == 1:  # the weights are not needed any more
         for a in range(HEADS):
             added = np.float32(0)
@@ -63,17 +66,12 @@ def add_codes(v, row, head, start, count, d, sums, scratch):
                 added += logits[a, i] * lows[i]
                 logits[a, i] *= steps[i]
             weighted[a] += added
-    planes, blocks = max(1, v.planes), v.width // LANES
-    out_stride = 4 * planes * v.width
-    if v.groups > 1:
-        accumulate_grouped(
-            v.bits_read, planes, codes, stride, count, scratch.logits, 4 * LINE, blocks, scratch.wide_steps,
-            scratch.wide_lows, sums.codes, out_stride,
-        )  # fmt: skip
-    else:
-        accumulate(
-            v.bits_read, planes, codes, stride, count, scratch.logits, 4 * LINE, blocks, 0, 0, sums.codes, out_stride
-        )
+    elif v.tile_groups > 1:
+        step, low = scratch.steps, scratch.lows
+    accumulate(
+        v.read, codes, stride, count, scratch.logits, 4 * LINE, v.tile_groups, v.width // LANES // v.tile_groups,
+        step, low, sums.codes, 4 * v.width,
+    )  # fmt: skip
 
 
 @numba.njit(nogil=True)
@@ -92,16 +90,18 @@ def _earlier(positions, size, line, most, bound):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _add_outliers(v, row, head, start, count, d, sums, scratch):
+def _add_outliers(v, row, head, start, count, sums, scratch):
     """Add by how much outliers of a tile's tokens differ from their codes."""
     logits, beside = (
         registers.floats_at(scratch.logits, (HEADS, LINE)),
         registers.floats_at(scratch.beside, (TILE, HEADS)),
     )
+    d = v.d
     sparse = registers.floats_at(sums.sparse, (d, HEADS))
     positions, size, values, most = v.positions, v.position_bytes, v.values, v.outliers
     codes = v.codes + row * v.codes_row + head * v.codes_head + start * v.codes_token
     bits, stride, groups = v.bits, v.codes_token, v.groups
+    base, unit = (1.0, 1.0 / (1 << bits)) if v.read < 8 else (0.0, 1.0)  # what steps and lows are for
     for i in range(count):
         for a in range(HEADS):
             beside[i, a] = logits[a, i]
@@ -112,7 +112,8 @@ def _add_outliers(v, row, head, start, count, d, sums, scratch):
             if j >= d:
                 break
             pair = 4 * (i * groups + (j * groups // d if groups > 1 else 0))
-            near = code_at(codes + i * stride, bits, j) * registers.read_float(scratch.steps + pair)
+            code = np.float32(base + unit * code_at(codes + i * stride, bits, j))
+            near = code * registers.read_float(scratch.steps + pair)
             change = registers.read_float(values + 4 * entry) - near - registers.read_float(scratch.lows + pair)
             for a in range(HEADS):
                 sparse[j, a] += beside[i, a] * change
@@ -136,8 +137,9 @@ def add_factors(v, row, head, start, count, sums, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def end_block(v, row, head, block, d, sums, scratch):
+def end_block(v, row, head, block, sums, scratch):
     """Add (p a) b of a block that is over, and begin with the next."""
+    d = v.d
     added, line = registers.floats_at(sums.low_rank, (v.rank, HEADS)), registers.floats_at(scratch.line, (d,))
     dense = registers.floats_at(sums.dense, (HEADS, d))
     at = v.b + row * v.b_row + head * v.b_head + block * v.b_block
@@ -148,3 +150,27 @@ def end_block(v, row, head, block, d, sums, scratch):
             for j in range(d):
                 dense[a, j] += product * line[j]
             added[r, a] = 0
+
+
+@numba.njit(nogil=True, fastmath=FAST)
+def result(v, row, head, sums, scratch, out):
+    """All that was added up, for channels in order, times their step: out (HEADS, d), to be divided by the sums' mass."""
+    codes, dense = registers.floats_at(sums.codes, (HEADS, v.width)), registers.floats_at(sums.dense, (HEADS, v.d))
+    sparse, lows = registers.floats_at(sums.sparse, (v.d, HEADS)), registers.floats_at(sums.lows, (HEADS,))
+    mass, lines = registers.floats_at(sums.mass, (HEADS,)), registers.floats_at(scratch.channels, (2, v.width))
+    offset = row * v.channel_row + head * v.channel_head
+    lines[0], lines[1] = 1, 0
+    if v.channel_step:
+        registers.widen(v.channel_step + offset, scratch.channels, v.d)
+    if v.channel_low:
+        registers.widen(v.channel_low + offset, scratch.channels + 4 * v.width, v.d)
+    if not v.groups:
+        undo(v.read, lines[0], lines[1])
+    for a in range(HEADS):
+        for j in range(v.d):
+            value = codes[a, j] + lows[a]
+            if v.rank:
+                value += dense[a, j]
+            if v.outliers:
+                value += sparse[j, a]
+            out[a, j] = value * lines[0, j] + mass[a] * lines[1, j]
