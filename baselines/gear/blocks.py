@@ -143,6 +143,11 @@ class BlockCodec(Codec):
         """One run's parameters and outliers beside its codes (n, h_kv, tokens, bytes); None where no kernel can read them."""
         raise NotImplementedError
 
+    @property
+    def alike(self) -> bool:
+        """Whether the codes in the places of a vector's outliers are equal: one mean was coded there, under one step and low."""
+        return self.group is None
+
     def outliers_per_side(self, entries: int) -> int:
         """Largest (and as many smallest) numbers of a vector of `entries` that are stored exactly."""
         if not self.released:
@@ -307,7 +312,7 @@ class KeyCodec(BlockCodec):
                 self._entries(name, run.offsets[1], run.blocks * count).unflatten(2, (run.blocks, count))
                 for name in ("values", "positions")
             )
-            outliers = Outliers(values, positions, run.length)
+            outliers = Outliers(values, positions, run.length, alike=self.alike)
         span = run.length // run.sizes[0]
         return Codes(self.bits, self.shape[2], codes, None, None, step, low, span, outliers, low_rank)
 
@@ -362,7 +367,7 @@ class ValueCodec(BlockCodec):
             step, low = (x[:, 0].unflatten(2, (h, -1)).transpose(1, 2) for x in (step, low))
         else:
             return None
-        outliers = Outliers(sparse[0], sparse[1]) if sparse else None
+        outliers = Outliers(sparse[0], sparse[1], alike=self.alike) if sparse else None
         return Codes(self.bits, d, codes, step, low, outliers=outliers, low_rank=low_rank)
 
     def near(

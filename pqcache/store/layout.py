@@ -28,12 +28,14 @@ class Outliers:
 
     length tokens per block: values (n, h_kv, blocks, count, d), the token within the block in positions.
     length = 0, one entry per token for all KV heads: values (n, 1, tokens, count), the channel among h_kv * d in positions.
-    values have the model's type, positions int16 or int32.
+    values have the model's type, positions int16 or int32. alike: the outliers of a channel in a block, or of a token, stand in
+    the places of equal codes with one step and low, so that one of them tells what all differ from.
     """
 
     values: torch.Tensor
     positions: torch.Tensor
     length: int = 0
+    alike: bool = False
 
 
 @dataclass(frozen=True)

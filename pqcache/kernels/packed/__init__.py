@@ -23,16 +23,17 @@ import torch
 from pqcache.kernels import threads
 from pqcache.kernels.packed.keys import (
     first_outliers,
+    read_outliers,
     read_query,
     score_codes,
     score_low_rank,
     score_outliers,
     see_block,
 )
-from pqcache.kernels.packed.memory import STREAM, TILE, Scratch, Sums, laid_out, scratch_sizes, sums_sizes
+from pqcache.kernels.packed.memory import STREAM, TILE, WINDOW, Scratch, laid_out, memory_of, scratch_sizes, sums_sizes
 from pqcache.kernels.packed.registers import LANES, floats_at
 from pqcache.kernels.packed.tiles import HEADS, READ, TOGETHER
-from pqcache.kernels.packed.values import add_codes, add_factors, end_block, result, softmax
+from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
@@ -50,64 +51,94 @@ def _end_of_tile(k, v, start, end):
 
 
 @numba.njit(nogil=True)
-def _attend_part(q, k, v, row, head, start, end, sums, scratch):
-    """Tokens start .. end-1 of a KV head, for a block of its query heads, q (HEADS, d)."""
-    read_query(k, q, scratch)
-    segment, k_block, v_block = np.int64(-1), np.int64(-1), np.int64(-1)
+def _begin_block(k, row, head, start, scratch):
+    """Make ready for the outliers and the low-rank part of a block of keys, from token `start` on."""
+    if k.outliers:
+        first_outliers(k, row, head, start, scratch)
+    if k.rank:
+        see_block(k, row, head, start, scratch)
+
+
+@numba.njit(nogil=True)
+def _attend_tile(k, v, row, head, start, stop, window, segment, scratch, sums):
+    """Tokens start .. stop-1 of one KV head; returns the segment of keys that is folded from now on."""
+    count = stop - start
+    segment = score_codes(k, row, head, start, count, segment, scratch)
+    if k.outliers:
+        score_outliers(start - window, count, scratch)
+    if k.rank:
+        score_low_rank(k, row, head, start, count, scratch)
+    softmax(v, count, sums, scratch)
+    if v.rank:
+        add_factors(v, row, head, start, count, sums, scratch)
+    add_codes(v, row, head, start, count, sums, scratch)
+    return segment
+
+
+@numba.njit(nogil=True)
+def _attend_part(k, v, row, head, heads, start, end, memory):
+    """Tokens start .. end-1 of `heads` KV heads, whose queries `read_query` has read."""
+    segments = np.full(heads, -1, np.int64)
+    k_block, v_block, window, ahead = np.int64(-1), np.int64(-1), start, start
     while start < end:
         stop = _end_of_tile(k, v, start, end)
-        count = stop - start
-        segment = score_codes(k, row, head, start, count, segment, scratch)
-        if k.length and start // k.length != k_block:
+        new_keys, new_values = k.length and start // k.length != k_block, v.rank and start // v.length != v_block
+        refill = k.outliers and (new_keys or start == ahead)
+        if refill:
+            window, ahead = start, min(end, start + WINDOW, (start // k.length + 1) * k.length)
+        for h in range(heads):
+            scratch, sums = memory_of(memory, h)
+            if new_keys:
+                _begin_block(k, row, head + h, start, scratch)
+            if refill:
+                read_outliers(k, row, head + h, window, ahead - window, scratch)
+            if new_values and v_block >= 0:
+                end_block(v, row, head + h, v_block, sums, scratch)
+            segments[h] = _attend_tile(k, v, row, head + h, start, stop, window, segments[h], scratch, sums)
+        if v.outliers:
+            add_outliers(v, row, start, stop - start, memory)
+        if new_keys:
             k_block = start // k.length
-            if k.outliers:
-                first_outliers(k, row, head, start, scratch)
-            if k.rank:
-                see_block(k, row, head, start, scratch)
-        if k.outliers:
-            score_outliers(k, row, head, start, count, scratch)
-        if k.rank:
-            score_low_rank(k, row, head, start, count, scratch)
-        softmax(v, count, sums, scratch)
-        if v.rank:
-            if start // v.length != v_block and v_block >= 0:
-                end_block(v, row, head, v_block, sums, scratch)
+        if new_values:
             v_block = start // v.length
-            add_factors(v, row, head, start, count, sums, scratch)
-        add_codes(v, row, head, start, count, sums, scratch)
         start = stop
-    if v.rank and v_block >= 0:
-        end_block(v, row, head, v_block, sums, scratch)
+    for h in range(heads):
+        scratch, sums = memory_of(memory, h)
+        if v_block >= 0:
+            end_block(v, row, head + h, v_block, sums, scratch)
 
 
 def _compiled(sources: int) -> Callable[..., None]:
     """The kernel. numba keeps it on disk and compiles it again when this file changes; `sources` stands for the others."""
 
     @numba.njit(nogil=True, cache=True)
-    def attend(first, last, q, k, v, tasks, memory_sizes, sum_sizes, out, high, mass):
-        """tasks (t, 6): run, row, KV head, line of q, first and last token. q (lines, HEADS, d), scaled; k, v (runs,) of STREAM.
+    def attend(first, last, q, k, v, tasks, sizes, out, high, mass):
+        """tasks (t, 9): run, row, KV head, how many of them, line of q, lines to the next head, place, first and last token.
 
-        Writes of each task the weighted values, out (t, HEADS, d), the largest logit and the sum of weights, (t, HEADS).
+        q (lines, HEADS, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array of Scratch and Sums. Writes for each
+        task and head, from its place on, the weighted values, out (places, HEADS, d), the largest logit and the sum of weights.
         """
         assert sources >= 0  # numba looks at the variables that a function uses
-        sizes = np.concatenate((memory_sizes, sum_sizes))
-        memory = np.zeros(16 + sizes.sum() + 16 * sizes.shape[0], np.float32)
-        s = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
-        scratch = Scratch(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13])
-        sums = Sums(s[14], s[15], s[16], s[17], s[18], s[19], s[20])
-        added = floats_at(sums.codes, ((s[21] - s[14]) // 4,))
-        lines = floats_at(sums.high, (HEADS,)), floats_at(sums.mass, (HEADS,))
+        whole = sizes.sum() + 16 * sizes.shape[0]
+        memory = np.zeros(16 + whole * tasks[first:last, 3].max(), np.float32)
+        base = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
         for task in range(first, last):
-            run, row, head, line, start, end = tasks[task]
-            added[:] = 0
-            lines[0][:] = -np.inf
-            _attend_part(q.ctypes.data + line * q.strides[0], k[run], v[run], row, head, start, end, sums, scratch)
-            result(v[run], row, head, sums, scratch, out[task])
-            high[task], mass[task] = lines
+            run, row, head, heads, line, apart, place, start, end = tasks[task]
+            for h in range(heads):
+                scratch, sums = memory_of(base, h)
+                floats_at(sums.codes, ((base[-1] - base[SCRATCH]) // 4,))[:] = 0
+                floats_at(sums.high, (HEADS,))[:] = -np.inf
+                read_query(k[run], q.ctypes.data + (line + h * apart) * q.strides[0], scratch)
+            _attend_part(k[run], v[run], row, head, heads, start, end, base)
+            for h in range(heads):
+                scratch, sums = memory_of(base, h)
+                result(v[run], row, head + h, sums, scratch, out[place + h])
+                high[place + h], mass[place + h] = floats_at(sums.high, (HEADS,)), floats_at(sums.mass, (HEADS,))
 
     return attend
 
 
+SCRATCH = len(Scratch._fields)
 _attend = _compiled(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
 
 
@@ -158,7 +189,7 @@ def _pair(step: torch.Tensor | None, low: torch.Tensor | None) -> tuple[int, ...
 def _stream(codes: Codes) -> tuple[int, ...]:
     """The description as the numbers of STREAM. The tensors must outlive it."""
     outliers, low_rank = codes.outliers, codes.low_rank
-    sparse: tuple[int, ...] = (0,) * 8
+    sparse: tuple[int, ...] = (0,) * 9
     factors: tuple[int, ...] = (0,) * 9
     length = 0
     if outliers is not None:
@@ -166,7 +197,7 @@ def _stream(codes: Codes) -> tuple[int, ...]:
         by_channel, length = int(outliers.length > 0), outliers.length
         strides = [values.stride(i) for i in range(4)] if by_channel else [values.stride(0), 0, 0, values.stride(2)]
         sparse = (
-            values.shape[3], values.data_ptr(), positions.data_ptr(), positions.element_size(), *strides,
+            values.shape[3], int(outliers.alike), values.data_ptr(), positions.data_ptr(), positions.element_size(), *strides,
         )  # fmt: skip
     if low_rank is not None:
         a, b = _pair(low_rank.a, None), _pair(low_rank.b, None)
@@ -209,25 +240,32 @@ def _regular(codes: Codes, keys: bool) -> bool:
 
 def serves(q: torch.Tensor, run: Run) -> bool:
     """Whether `attend_codes` reads this run: fp32 queries, layouts of the usual kind."""
+    if run.v.outliers is not None and any(len(set(counts)) > 1 for counts in run.counts):
+        return False
     return q.dtype == torch.float32 and _regular(run.k, True) and _regular(run.v, False)
 
 
-def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> np.ndarray:
-    """The kernel's tasks, a line's after another's, so that equal shares of them are equal work.
+def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel's tasks (t, 9), and the line of queries that each place in its output belongs to.
 
-    A run is cut into parts where there would be fewer tasks than pieces of work for all threads.
+    A line's tasks follow another's, so that equal shares of them are equal work. A run is cut into parts where there would be
+    fewer tasks than pieces of work for all threads. Where outliers belong to all KV heads, a task has all heads.
     """
-    workers, lines = torch.get_num_threads(), n * h_kv * blocks
-    parts = max(1, min(-(-2 * workers // lines), 8)) if workers > 1 else 1
-    tasks = []
-    for line in range(lines):
-        row, head = line // (h_kv * blocks), line // blocks % h_kv
-        for number, run in enumerate(runs):
+    workers = torch.get_num_threads()
+    tasks, places = [], []
+    for number, run in enumerate(runs):
+        heads = h_kv if run.v.outliers is not None else 1
+        parts = max(1, min(-(-4 * workers * heads // (n * h_kv * blocks)), 8 * workers)) if workers > 1 else 1
+        for row, head, block in itertools.product(range(n), range(0, h_kv, heads), range(blocks)):
+            line = (row * h_kv + head) * blocks + block
             count = int(run.counts[row][head])
-            tiles = -(-count // TILE)
-            edges = [min(tiles * part // parts * TILE, count) for part in range(parts + 1)]
-            tasks += [(number, row, head, line, a, b) for a, b in itertools.pairwise(edges) if a < b]
-    return np.array(tasks, np.int64).reshape(-1, 6)
+            edges = [min(-(-count // TILE) * part // parts * TILE, count) for part in range(parts + 1)]
+            for start, end in itertools.pairwise(edges):
+                if start < end:
+                    tasks.append((line, number, row, head, heads, line, blocks, len(places), start, end))
+                    places += range(line, line + heads * blocks, blocks)
+    ordered = np.array(sorted(tasks), np.int64).reshape(-1, 10)
+    return ordered[:, 1:], np.array(places, np.int64)
 
 
 def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,14 +281,16 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
         np.array([_stream(codes) for codes in of_all], STREAM)
         for of_all in zip(*((r.k, r.v) for r in runs), strict=True)
     )
-    tasks = _tasks(runs, n, h_kv, blocks)
+    tasks, places = _tasks(runs, n, h_kv, blocks)
     queries = np.zeros((n, h_kv, blocks * HEADS, d), np.float32)
     queries[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
     queries = queries.reshape(-1, HEADS, d)
-    parts = np.empty((len(tasks), HEADS, d), np.float32)
-    high, mass = np.empty((2, len(tasks), HEADS), np.float32)
-    threads.run(_attend, len(tasks), queries, k, v, tasks, scratch_sizes(k, v, d), sums_sizes(v, d), parts, high, mass)
+    parts = np.empty((len(places), HEADS, d), np.float32)
+    high, mass = np.empty((2, len(places), HEADS), np.float32)
+    sizes = np.concatenate([scratch_sizes(k, v, d), sums_sizes(v, d)])
+    if len(tasks):
+        threads.run(_attend, len(tasks), queries, k, v, tasks, sizes, parts, high, mass)
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
-    _merge(tasks[:, 3], parts, high, mass, out, lse)
+    _merge(places, parts, high, mass, out, lse)
     result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, :group].reshape(n, h, 1, d)
     return result, torch.from_numpy(lse).view(n, h_kv, -1)[:, :, :group].reshape(n, h, 1)

@@ -86,9 +86,19 @@ def score_codes(k, row, head, start, count, segment, scratch):
 
 
 @numba.njit(nogil=True)
+def _near(k, row, head, token, channel):
+    """What the code of a key's channel stands for."""
+    at = k.codes + row * k.codes_row + head * k.codes_head + token * k.codes_token
+    of = row * k.channel_row + head * k.channel_head + token // k.span * k.channel_segment + 2 * channel
+    return code_at(at, k.bits, channel) * registers.read_half(k.channel_step + of) + registers.read_half(
+        k.channel_low + of
+    )
+
+
+@numba.njit(nogil=True)
 def first_outliers(k, row, head, start, scratch):
     """Point each channel's cursor to its first outlier from token `start` on: binary searches."""
-    cursor = registers.ints_at(scratch.cursor, (k.d,))
+    cursor, near = registers.ints_at(scratch.cursor, (k.d,)), registers.floats_at(scratch.near, (k.d,))
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, step, within = k.positions, k.position_bytes, k.entry_next, start % k.length
     for j in range(k.d):
@@ -100,45 +110,44 @@ def first_outliers(k, row, head, start, scratch):
             else:
                 high = middle
         cursor[j] = low
+        if k.alike:
+            near[j] = _near(k, row, head, start - within + position_at(positions, size, block + j), j)
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_outliers(k, row, head, start, count, scratch):
-    """Add to the tile's logits by how much outliers of key channels differ from their codes. The tile is in one block."""
-    cursor = registers.ints_at(scratch.cursor, (k.d,))
-    logits, beside = (
-        registers.floats_at(scratch.logits, (HEADS, LINE)),
-        registers.floats_at(scratch.beside, (TILE, HEADS)),
-    )
-    query = registers.floats_at(scratch.beside_query, (k.d, HEADS))
+def read_outliers(k, row, head, start, count, scratch):
+    """By how much outliers of key channels change the logits of `count` tokens, in one block: scratch.ahead (WINDOW, HEADS).
+
+    Many tiles at once, since the end of each channel's entries is a jump that the processor cannot foresee.
+    """
+    cursor, nears = registers.ints_at(scratch.cursor, (k.d,)), registers.floats_at(scratch.near, (k.d,))
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, values, most, step = k.positions, k.position_bytes, k.values, k.outliers, k.entry_next
-    codes = k.codes + row * k.codes_row + head * k.codes_head + start * k.codes_token
-    bits, stride, span, segment = k.bits, k.codes_token, k.span, k.channel_segment
-    of_channels = row * k.channel_row + head * k.channel_head
-    steps, lows = k.channel_step + of_channels, k.channel_low + of_channels
     within = start % k.length
-    one_segment = start // span == (start + count - 1) // span
-    offset = start // span * segment
-    beside[:] = 0
+    registers.floats_at(scratch.ahead, (count * HEADS,))[:] = 0
     for j in range(k.d):
-        at = cursor[j]
+        at, near = cursor[j], nears[j]
         while at < most:
             entry = block + at * step + j
             i = position_at(positions, size, entry) - within
             if i >= count:
                 break
-            if not one_segment:
-                offset = (start + i) // span * segment
-            near = code_at(codes + i * stride, bits, j) * registers.read_half(steps + offset + 2 * j)
-            change = registers.read_float(values + 4 * entry) - near - registers.read_half(lows + offset + 2 * j)
-            for a in range(HEADS):
-                beside[i, a] += query[j, a] * change
+            if not k.alike:
+                near = _near(k, row, head, start + i, j)
+            change = registers.read_float(values + 4 * entry) - near
+            registers.add_four(scratch.ahead + 4 * HEADS * i, scratch.beside_query + 4 * HEADS * j, change)
             at += 1
         cursor[j] = at
-    for i in range(count):
-        for a in range(HEADS):
-            logits[a, i] += beside[i, a]
+
+
+@numba.njit(nogil=True, fastmath=FAST)
+def score_outliers(first, count, scratch):
+    """Add to the tile's logits what outliers change; the tile begins with token `first` of those read ahead."""
+    logits = registers.floats_at(scratch.logits, (HEADS, LINE))
+    ahead = registers.floats_at(scratch.ahead + 4 * HEADS * first, (count, HEADS))
+    for a in range(HEADS):
+        for i in range(count):
+            logits[a, i] += ahead[i, a]
 
 
 @numba.njit(nogil=True, fastmath=FAST)

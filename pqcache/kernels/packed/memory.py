@@ -13,6 +13,7 @@ from pqcache.kernels.packed.tiles import HEADS
 
 TILE = 128  # tokens between two updates of the running maximum; a multiple of LANES; its codes fit the nearest cache
 LINE = TILE + LANES  # floats of a head's logits: the last product may write past the tile
+WINDOW = 512  # tokens whose outliers are read at a time; a multiple of TILE
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 
 # Codes of K or V as numbers: addresses, strides in bytes (of row, KV head, token, ...), sizes. Address 0: there is none.
@@ -30,6 +31,7 @@ _FIELDS = (
     "offset",  # tokens of the first segment that come before the first token
     *("channel_step", "channel_low", "channel_row", "channel_head", "channel_segment"),
     "outliers",  # per block and channel (keys), or per token (values)
+    "alike",  # whether a vector's outliers all have the same code, step and low
     *("values", "positions", "position_bytes"),
     *("entry_row", "entry_head", "entry_block", "entry_next"),  # strides in entries
     "rank",
@@ -40,10 +42,11 @@ STREAM = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
 class Scratch(NamedTuple):
-    """Addresses of a thread's memory for one tile: fp32 arrays unless stated. Arrays would count references at every use."""
+    """Addresses of a thread's memory for a tile of a KV head: fp32 unless stated. Arrays would count references at every use."""
 
     logits: int  # (HEADS, LINE); later the probabilities
-    beside: int  # (TILE, HEADS): what outliers add to the logits; later the probabilities, a token's heads side by side
+    beside: int  # (TILE, HEADS): the probabilities, a token's heads side by side
+    ahead: int  # (WINDOW, HEADS): what outliers add to the logits of this tile and the next ones
     spread: int  # (TILE, width) bytes or floats: codes, or what they stand for
     steps: int  # (TILE, groups): of the tile's tokens
     lows: int
@@ -56,6 +59,7 @@ class Scratch(NamedTuple):
     seen: int  # (rank, HEADS): the query times the other factor of the block
     line: int  # (d,)
     cursor: int  # (d,) int32: each channel's next outlier
+    near: int  # (d,): what the code stands for that outliers of a channel have in their places, where it is one
 
 
 class Sums(NamedTuple):
@@ -80,21 +84,44 @@ def laid_out(base, sizes):
     return out
 
 
+@numba.njit(nogil=True)
+def memory_of(s, index):
+    """Scratch and Sums of a task's KV head number `index`, from the addresses of the first one's arrays."""
+    by = index * (s[-1] - s[0])
+    scratch = Scratch(
+        s[0] + by, s[1] + by, s[2] + by, s[3] + by, s[4] + by, s[5] + by, s[6] + by, s[7] + by, s[8] + by, s[9] + by,
+        s[10] + by, s[11] + by, s[12] + by, s[13] + by, s[14] + by, s[15] + by,
+    )  # fmt: skip
+    return scratch, Sums(s[16] + by, s[17] + by, s[18] + by, s[19] + by, s[20] + by, s[21] + by, s[22] + by)
+
+
 def scratch_sizes(k: Any, v: Any, d: int) -> np.ndarray:
     """Floats of each array of Scratch, for streams of any of the runs k, v (runs,) of STREAM."""
     width, groups = (max(1, k[name].max(), v[name].max()) for name in ("width", "groups"))
     spread = max(int(x["width"]) * int(x["read"]) // 32 for x in (*k, *v))
     rank = max(k["rank"].max(), v["rank"].max())
-    return np.array([
-        HEADS * LINE, TILE * HEADS, TILE * spread, TILE * groups, TILE * groups, 2 * width, HEADS * width, HEADS * width,
-        d * HEADS, 2 * HEADS, rank * TILE, rank * HEADS, d, d,
-    ], np.int64)  # fmt: skip
+    ahead = WINDOW * HEADS if k["outliers"].any() else 0
+    sizes = Scratch(
+        logits=HEADS * LINE, beside=TILE * HEADS, ahead=ahead, spread=TILE * spread, steps=TILE * groups, lows=TILE * groups,
+        channels=2 * width, query=HEADS * width, folded=HEADS * width, beside_query=d * HEADS, sums=2 * HEADS,
+        factors=rank * TILE, seen=rank * HEADS, line=d, cursor=d, near=d,
+    )  # fmt: skip
+    return np.array(sizes, np.int64)
 
 
 def sums_sizes(v: Any, d: int) -> np.ndarray:
     """Floats of each array of Sums."""
     width, rank = int(v["width"].max()), max(1, int(v["rank"].max()))
-    return np.array([HEADS * width, HEADS * d, d * HEADS, HEADS, rank * HEADS, HEADS, HEADS], np.int64)
+    sizes = Sums(
+        codes=HEADS * width,
+        dense=HEADS * d,
+        sparse=d * HEADS,
+        lows=HEADS,
+        low_rank=rank * HEADS,
+        high=HEADS,
+        mass=HEADS,
+    )
+    return np.array(sizes, np.int64)
 
 
 @numba.njit(nogil=True)

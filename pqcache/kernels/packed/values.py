@@ -6,7 +6,17 @@ import numba
 import numpy as np
 
 from pqcache.kernels.packed import registers
-from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
+from pqcache.kernels.packed.memory import (
+    FAST,
+    LINE,
+    TILE,
+    code_at,
+    memory_of,
+    position_at,
+    prepare_tile,
+    read_factors,
+    undo,
+)
 from pqcache.kernels.packed.registers import LANES
 from pqcache.kernels.packed.tiles import HEADS, accumulate
 
@@ -51,13 +61,16 @@ def softmax(v, count, sums, scratch):
 
 @numba.njit(nogil=True, fastmath=FAST)
 def add_codes(v, row, head, start, count, sums, scratch):
-    """Add the tile's weighted values: codes, steps and lows, and outliers."""
+    """Add the tile's weighted values: codes, steps and lows."""
     logits = registers.floats_at(scratch.logits, (HEADS, LINE))
     steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
     weighted = registers.floats_at(sums.lows, (HEADS,))
     codes, stride = prepare_tile(v, row, head, start, count, scratch)
-    if v.outliers:
-        _add_outliers(v, row, head, start, count, sums, scratch)
+    if v.outliers:  # they are added for all KV heads at once
+        beside = registers.floats_at(scratch.beside, (TILE, HEADS))
+        for i in range(count):
+            for a in range(HEADS):
+                beside[i, a] = logits[a, i]
     step, low = 0, 0
     if v.groups == 1:  # the weights are not needed any more
         for a in range(HEADS):
@@ -74,49 +87,36 @@ def add_codes(v, row, head, start, count, sums, scratch):
     )  # fmt: skip
 
 
-@numba.njit(nogil=True)
-def _earlier(positions, size, line, most, bound):
-    """How many of a token's outliers, from entry `line` on, are in channels below `bound`: counted, since a search guesses."""
-    count = 0
-    if size == 2:
-        shorts = registers.shorts_at(positions + 2 * line, (most,))
-        for e in range(most):
-            count += shorts[e] < bound
-    else:
-        ints = registers.ints_at(positions + 4 * line, (most,))
-        for e in range(most):
-            count += ints[e] < bound
-    return count
+@numba.njit(nogil=True, fastmath=FAST)
+def _near(v, row, start, i, head, j, memory):
+    """What the code of channel j of the tile's token i stands for, in a KV head. The tile begins with token `start`."""
+    base, unit = np.float32(0), np.float32(1)
+    if v.read < 8:  # what steps and lows are for
+        base, unit = np.float32(1), np.float32(1 / (1 << v.bits))
+    at = v.codes + row * v.codes_row + head * v.codes_head + (start + i) * v.codes_token
+    pair = head * (memory[-1] - memory[0]) + 4 * (i * v.groups + (j * v.groups // v.d if v.groups > 1 else 0))
+    scratch, _ = memory_of(memory, 0)
+    code = base + unit * code_at(at, v.bits, j)
+    return code * registers.read_float(scratch.steps + pair) + registers.read_float(scratch.lows + pair)
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _add_outliers(v, row, head, start, count, sums, scratch):
-    """Add by how much outliers of a tile's tokens differ from their codes."""
-    logits, beside = (
-        registers.floats_at(scratch.logits, (HEADS, LINE)),
-        registers.floats_at(scratch.beside, (TILE, HEADS)),
-    )
-    d = v.d
-    sparse = registers.floats_at(sums.sparse, (d, HEADS))
-    positions, size, values, most = v.positions, v.position_bytes, v.values, v.outliers
-    codes = v.codes + row * v.codes_row + head * v.codes_head + start * v.codes_token
-    bits, stride, groups = v.bits, v.codes_token, v.groups
-    base, unit = (1.0, 1.0 / (1 << bits)) if v.read < 8 else (0.0, 1.0)  # what steps and lows are for
+def add_outliers(v, row, start, count, memory):
+    """Add by how much outliers of a tile's tokens differ from their codes, for all KV heads. memory: see memory_of."""
+    positions, size, values, most, d = v.positions, v.position_bytes, v.values, v.outliers, v.d
+    apart = memory[-1] - memory[0]
+    scratch, sums = memory_of(memory, 0)
+    by_d = (np.int64(1) << 40) // d + 1  # a division would cost more than all else
     for i in range(count):
-        for a in range(HEADS):
-            beside[i, a] = logits[a, i]
-    for i in range(count):
-        line = row * v.entry_row + (start + i) * v.entry_next
-        for entry in range(line + _earlier(positions, size, line, most, head * d), line + most):
-            j = position_at(positions, size, entry) - head * d
-            if j >= d:
-                break
-            pair = 4 * (i * groups + (j * groups // d if groups > 1 else 0))
-            code = np.float32(base + unit * code_at(codes + i * stride, bits, j))
-            near = code * registers.read_float(scratch.steps + pair)
-            change = registers.read_float(values + 4 * entry) - near - registers.read_float(scratch.lows + pair)
-            for a in range(HEADS):
-                sparse[j, a] += beside[i, a] * change
+        line, near = row * v.entry_row + (start + i) * v.entry_next, np.float32(0)
+        for entry in range(line, line + most):
+            channel = position_at(positions, size, entry)
+            head = channel * by_d >> 40
+            j, by = channel - head * d, head * apart
+            if not v.alike or entry == line:
+                near = _near(v, row, start, i, head, j, memory)
+            change = registers.read_float(values + 4 * entry) - near
+            registers.add_four(sums.sparse + by + 4 * HEADS * j, scratch.beside + by + 4 * HEADS * i, change)
 
 
 @numba.njit(nogil=True, fastmath=FAST)
