@@ -178,7 +178,7 @@ class SalientStore(PackedStore):
         yield from self.rest(size, self.k.body)
 
     def runs(self) -> tuple[list[Run], list[int]]:
-        """One run per width, in slot order. None at all where ranges differ within a width."""
+        """One run per width, in slot order, and the exact tail of even rows. None at all where ranges differ within a width."""
         k, v = self.k.codec, self.v.codec
         assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec)
         runs = []
@@ -189,12 +189,18 @@ class SalientStore(PackedStore):
             if keys is None or values is None:
                 return [], [0] * len(self.k.body)
             runs.append(Run(keys, values, subset.filled))
-        return runs, self.k.body
+        if not runs or not self.even() or self.k.body == self.lengths:
+            return runs, self.k.body
+        tail = (stream.stretch(self.k.body[0], self.length, None) for stream in (self.k, self.v))
+        runs.append(Run(*tail, [[self.k.tails[0]] * self.k.heads] * len(self.lengths)))
+        return runs, list(self.lengths)
 
     def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The exact tail, if `read` is what is packed; without a run everything."""
+        """The exact tail, if `read` is what is packed; nothing where all is read, without a run everything."""
         tail = self.k.tail
         assert tail is not None and self.v.tail is not None
+        if list(read) == self.lengths:
+            return
         if list(read) != self.k.body:
             yield from self.tiles(size)
             return

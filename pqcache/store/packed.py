@@ -11,7 +11,7 @@ import torch
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec, right_align
-from pqcache.store.layout import Run
+from pqcache.store.layout import Codes, Run
 from pqcache.store.transfer import table
 
 Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the oldest to pack now
@@ -127,6 +127,16 @@ class PackedStream:
         exact = take_tokens(self.tail.contiguous(), (indices + shift).clamp(0, width - 1), group)
         return torch.where((indices >= body)[..., None], exact, packed)
 
+    def stretch(self, lo: int, hi: int, packed: Codes | None) -> Codes:
+        """Tokens lo .. hi-1 as kernels read them, all packed or all exact, where all rows have as many of either."""
+        assert self.tail is not None
+        body = self.body[0]
+        if hi <= body:
+            assert packed is not None
+            return packed.part(lo, hi)
+        first = self.tail.shape[2] - self.tails[0] - body
+        return Codes(32, self.tail.shape[3], self.tail[:, :, first + lo : first + hi])
+
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Keep only indices (n, h_kv, m), ascending in every head: row r keeps its first indices[r, :, :counts[r]].
 
@@ -221,7 +231,10 @@ class PackedStore(RetrievalStore):
         return self.k.tile(lo, hi), self.v.tile(lo, hi)
 
     def runs(self) -> tuple[list[Run], list[int]]:
-        """The tokens whose K and V are packed, as kernels read them, and how many of each row's tokens these are."""
+        """Tokens as kernels read them, and how many of each row's tokens these are.
+
+        Those whose K and V are packed; where all rows have as many of them, and fp32, then those that one or neither has packed.
+        """
         k, v = self.k.codec.layout(), self.v.codec.layout()
         both = [min(pair) for pair in zip(self.k.body, self.v.body, strict=True)]
         runs: list[Run] = []
@@ -235,7 +248,28 @@ class PackedStore(RetrievalStore):
             start += tokens
             if keys.tokens != values.tokens:  # what follows begins at different tokens
                 break
+        if runs and start == max(both) and self.even():
+            return self._with_exact(runs, start, [x[0] if x and len(x) == 1 else None for x in (k, v)])
         return runs, [min(end, start) for end in both]
+
+    def even(self) -> bool:
+        """Whether all rows have as many packed tokens, and as many exact ones, in fp32."""
+        return all(
+            stream.tail is not None and stream.tail.dtype == torch.float32 and len(set(rows)) == 1
+            for stream in (self.k, self.v)
+            for rows in (stream.body, stream.tails)
+        )
+
+    def _with_exact(self, runs: list[Run], start: int, packed: list[Codes | None]) -> tuple[list[Run], list[int]]:
+        """Add the tokens from `start` on of even rows; `packed`: the streams' only layouts."""
+        ends, longer = (max(self.k.body[0], self.v.body[0]), self.length), packed[self.v.body[0] > self.k.body[0]]
+        if start < ends[0] and (longer is None or longer.outliers is not None or longer.low_rank is not None):
+            return runs, [start] * len(self.lengths)
+        for lo, hi in zip((start, ends[0]), ends, strict=True):
+            if lo < hi:
+                pair = (stream.stretch(lo, hi, codes) for stream, codes in zip((self.k, self.v), packed, strict=True))
+                runs.append(Run(*pair, [[hi - lo] * self.k.heads] * len(self.lengths)))
+        return runs, list(self.lengths)
 
     def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """As `tiles`, without each row's first read[r] tokens; `read` is what `runs` returned."""

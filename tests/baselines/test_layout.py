@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baselines.gear.method import GEAR
 from baselines.zipcache import ZipCache
 from pqcache.store.layout import decoded
+from pqcache.store.quantizer import unpack_codes
 
 from .coded_stores import METHODS, mean_bits, store_of
 
@@ -18,7 +20,7 @@ def test_the_layout_stands_for_what_the_codec_decodes(name: str, lengths: list[i
     store = store_of(METHODS[name], lengths, steps, seed=3)
     runs, read = store.runs()
     if len(lengths) == 1:
-        assert runs and max(read) == min(max(store.k.body), max(store.v.body))
+        assert runs and read == store.lengths  # tails and all
     whole = store.view()
     for r, (length, packed) in enumerate(zip(store.lengths, read, strict=True)):
         for head in range(store.k.heads):
@@ -46,6 +48,26 @@ def test_a_part_of_a_layout_is_that_of_fewer_tokens_or_one_row() -> None:
             whole = decoded(codes)
             assert torch.equal(decoded(codes.part(0, 5)), whole[:, :, :5])
             assert torch.equal(decoded(codes.row(1)), whole[1:])
+
+
+def test_a_part_of_a_segment_knows_where_it_begins() -> None:
+    codes = store_of(METHODS["kivi 2"], [40], 0, seed=5).runs()[0][0].k
+    assert codes.span == 8 and torch.equal(decoded(codes.part(5, 19)), decoded(codes)[:, :, 5:19])
+    assert torch.equal(decoded(codes.part(5, 19).part(4, 14)), decoded(codes)[:, :, 9:19])
+
+
+@pytest.mark.parametrize("protocol", ["paper", "release"])
+def test_outliers_that_say_so_are_over_equal_codes(protocol: str) -> None:
+    """Ties and all: each vector of GEAR without groups has outliers, and their codes are one."""
+    (run, *_) = store_of(GEAR(residual=20, outliers=0.1, protocol=protocol), [40], 0, seed=6).runs()[0]
+    assert run.k.outliers is not None and run.v.outliers is not None and run.k.outliers.alike and run.v.outliers.alike
+    k, v = (unpack_codes(codes.codes, codes.bits, codes.d) for codes in (run.k, run.v))
+    of_channels = k.gather(2, run.k.outliers.positions[:, :, 0].long())
+    of_tokens = v.transpose(1, 2).flatten(2).gather(2, run.v.outliers.positions[:, 0].long())
+    assert of_channels.shape[2] > 1 and (of_channels == of_channels[:, :, :1]).all()
+    assert of_tokens.shape[2] > 1 and (of_tokens == of_tokens[:, :, :1]).all()
+    (run, *_) = store_of(METHODS["gear kivi"], [40], 0, seed=6).runs()[0]
+    assert run.k.outliers is not None and not run.k.outliers.alike
 
 
 def test_ranges_that_differ_within_a_width_have_no_layout() -> None:

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baselines.gear.method import GEAR
+from baselines.kivi import KIVI
+from baselines.zipcache import MiKV
 from pqcache import kernels
 from pqcache.kernels import threads
 from pqcache.selective.attention import partial
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.layout import Codes, Run, decoded
-from tests.baselines.coded_stores import METHODS, store_of
+from tests.baselines.coded_stores import METHODS, mean_bits, store_of
 from tests.baselines.fed import drawn
 
 pytest.importorskip("numba")
@@ -37,6 +40,28 @@ def test_equals_attention_over_decoded_tokens(name: str, lengths: list[int], ste
         want = partial(q, k, v, d**-0.5, torch.arange(k.shape[2]) < counts)
         torch.testing.assert_close(out, want.out, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5)
+
+
+WHOLE = {  # groups of channels that fill registers: their steps are applied there
+    "kivi 2": KIVI(group=32, residual=32),
+    "kivi 4": KIVI(bits=4, group=32, residual=32),
+    "kivi 8": KIVI(bits=8, group=64, residual=64),
+    "mikv": MiKV(budget=mean_bits(6), gap=8, bits_high=8, group=32),
+    "gear kivi": GEAR(bits=2, backbone="kivi", group=32, residual=32, outliers=0.1),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_groups_of_whole_registers(name: str) -> None:
+    store = store_of(WHOLE[name], [270], 5, seed=10, d=64)
+    q = drawn(11, 1, 8, 1, 64)
+    with kernels.plain_torch():
+        want = attend_coded(q, store, 0.125)
+    runs, read = store.runs()
+    assert read == store.lengths and all(packed.serves(q, run) for run in runs)
+    out, lse = packed.attend_codes(q, runs, 0.125)
+    torch.testing.assert_close(out, want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi 2", "zipcache", "mikv", "gear", "gear kivi"])
