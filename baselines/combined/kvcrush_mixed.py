@@ -58,9 +58,9 @@ class SplitStore:
         """See PackedStore.tiles; the exact part is a tile of its own, not a copy."""
         yield from self.rest(size, [0] * len(self.lengths))
 
-    def runs(self) -> tuple[list[Run], list[int]]:
+    def runs(self, exact: bool = False) -> tuple[list[Run], list[int]]:
         """See PackedStore.runs: of the packed part."""
-        return self.packed.runs()
+        return self.packed.runs(exact)
 
     def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """See PackedStore.rest."""

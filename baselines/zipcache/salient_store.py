@@ -177,8 +177,8 @@ class SalientStore(PackedStore):
                 yield k.slots(which, lo, hi), v.slots(which, lo, hi), inside
         yield from self.rest(size, self.k.body)
 
-    def runs(self) -> tuple[list[Run], list[int]]:
-        """One run per width, in slot order, and the exact tail of even rows. None at all where ranges differ within a width."""
+    def runs(self, exact: bool = False) -> tuple[list[Run], list[int]]:
+        """One run per width, in slot order; if `exact`, the tail of even rows. None at all where ranges differ in a width."""
         k, v = self.k.codec, self.v.codec
         assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec)
         runs = []
@@ -189,10 +189,10 @@ class SalientStore(PackedStore):
             if keys is None or values is None:
                 return [], [0] * len(self.k.body)
             runs.append(Run(keys, values, subset.filled))
-        if not runs or not self.even() or self.k.body == self.lengths:
+        if not exact or not runs or not self.even() or self.k.body == self.lengths:
             return runs, self.k.body
-        tail = (stream.stretch(self.k.body[0], self.length, None) for stream in (self.k, self.v))
-        runs.append(Run(*tail, [[self.k.tails[0]] * self.k.heads] * len(self.lengths)))
+        keys, values = (stream.stretch(self.k.body[0], self.length, None) for stream in (self.k, self.v))
+        runs.append(Run(keys, values, [[self.k.tails[0]] * self.k.heads] * len(self.lengths)))
         return runs, list(self.lengths)
 
     def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:

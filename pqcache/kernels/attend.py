@@ -16,14 +16,11 @@ from pqcache.kernels import threads
 from pqcache.kernels.dense import join
 from pqcache.kernels.nearest import LANES
 from pqcache.kernels.vectors import (
+    FP32,
     ROWS,
     STAMP,
-    add1,
-    add2,
-    add4,
-    dot1,
-    dot2,
-    dot4,
+    add,
+    dot,
     exp_below,
     fetch,
     head_block,
@@ -93,12 +90,7 @@ def _logits_tile(query, rows, count, block, logits, row_bytes):
             fetch(rows[ahead], row_bytes)
         for a in range(0, heads, block):
             mine, to = query_at + a * query_step, out_at + a * out_step + 4 * i
-            if block == 4:
-                dot4(rows_at + 8 * i, mine, query_step, d, to, out_step)
-            elif block == 2:
-                dot2(rows_at + 8 * i, mine, query_step, d, to, out_step)
-            else:
-                dot1(rows_at + 8 * i, mine, query_step, d, to, out_step)
+            dot(block, FP32, rows_at + 8 * i, mine, query_step, d, to, out_step)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -112,12 +104,7 @@ def _values_tile(logits, rows, count, block, result, row_bytes):
             fetch(rows[ahead], row_bytes)
         for a in range(0, heads, block):
             mine, to = weights_at + a * weight_step + 4 * i, out_at + a * out_step
-            if block == 4:
-                add4(rows_at + 8 * i, mine, weight_step, d, to, out_step)
-            elif block == 2:
-                add2(rows_at + 8 * i, mine, weight_step, d, to, out_step)
-            else:
-                add1(rows_at + 8 * i, mine, weight_step, d, to, out_step)
+            add(block, FP32, rows_at + 8 * i, mine, weight_step, d, to, out_step)
 
 
 @numba.njit(nogil=True, inline="always", fastmath=_FAST)

@@ -19,12 +19,8 @@ from pqcache.kernels.vectors import (
     KINDS,
     ROWS,
     STAMP,
-    any_add1,
-    any_add2,
-    any_add4,
-    any_dot1,
-    any_dot2,
-    any_dot4,
+    add,
+    dot,
     exp_below,
     fetch,
     head_block,
@@ -53,12 +49,7 @@ def _tile_logits(kind, query, rows, count, block, size, logits):
         fetch(rows[i] + _AHEAD, tokens * size)  # rows are side by side
         for a in range(0, heads, block):
             mine, to = query_at + 4 * a * d, out_at + 4 * (a * _TILE + i)
-            if block == 4:
-                any_dot4(kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
-            elif block == 2:
-                any_dot2(kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
-            else:
-                any_dot1(kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
+            dot(block, kind, rows_at + 8 * i, mine, 4 * d, d, to, 4 * _TILE)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -70,12 +61,7 @@ def _tile_values(kind, weights, rows, count, block, size, result):
         fetch(rows[i] + _AHEAD, ROWS * size)
         for a in range(0, heads, block):
             mine, to = weights_at + 4 * (a * _TILE + i), out_at + 4 * a * d
-            if block == 4:
-                any_add4(kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
-            elif block == 2:
-                any_add2(kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
-            else:
-                any_add1(kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
+            add(block, kind, rows_at + 8 * i, mine, 4 * _TILE, d, to, 4 * d)
 
 
 @numba.njit(nogil=True, inline="always")

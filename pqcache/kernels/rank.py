@@ -15,7 +15,7 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.nearest import LANES
-from pqcache.kernels.vectors import STAMP, dot1, dot2, dot4, exp_below, head_block, largest
+from pqcache.kernels.vectors import FP32, STAMP, dot, exp_below, head_block, largest
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST
@@ -151,12 +151,7 @@ def _products(query, keys, lo, hi, g, block, rows, logits):
         for i in range(0, min(_TILE, hi - start), tokens):
             for a in range(0, heads, block):
                 mine, to = query_at + a * query_step, out_at + a * out_step + 4 * (start - lo + i)
-                if block == 4:
-                    dot4(rows_at + 8 * i, mine, query_step, r, to, out_step)
-                elif block == 2:
-                    dot2(rows_at + 8 * i, mine, query_step, r, to, out_step)
-                else:
-                    dot1(rows_at + 8 * i, mine, query_step, r, to, out_step)
+                dot(block, FP32, rows_at + 8 * i, mine, query_step, r, to, out_step)
 
 
 def _make_rank(stamp: str) -> Any:

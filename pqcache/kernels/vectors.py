@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -33,6 +34,7 @@ if "+f16c" in FEATURES or platform.machine() in (
 ):  # elsewhere fp16 is converted by a call per number
     KINDS[torch.float16] = np.int16(0)
 
+FP32 = KINDS[torch.float32]
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _WHOLE = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _LINE = 64  # bytes of a cache line
@@ -168,27 +170,11 @@ def make_dot(heads: int) -> Any:
     """The products of LANES / heads rows with `heads` queries, as a numba intrinsic."""
 
     @intrinsic
-    def dot(typingctx, rows, query, query_step, d, out, out_step):
+    def dot(typingctx, kind, rows, query, query_step, d, out, out_step):
         """out[head, token] = query . row over d >= LANES entries.
 
-        rows: address of the rows' addresses; queries and heads of out so many bytes apart.
+        kind: a value of KINDS; rows: address of the rows' addresses; queries and heads of out so many bytes apart.
         """
-
-        def generate(context, builder, signature, args):
-            _dot(builder, heads, types.float32, args)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 6), generate
-
-    return dot
-
-
-def make_any_dot(heads: int) -> Any:
-    """The same over rows of any kind."""
-
-    @intrinsic
-    def dot(typingctx, kind, rows, query, query_step, d, out, out_step):
-        """As `dot` of make_dot; kind: a value of KINDS."""
 
         def generate(context, builder, signature, args):
             _dot(builder, heads, kind, args[1:])
@@ -203,24 +189,11 @@ def make_add(heads: int) -> Any:
     """The weighted sum of ROWS rows for `heads` heads, as a numba intrinsic."""
 
     @intrinsic
-    def add(typingctx, rows, weights, weight_step, d, out, out_step):
-        """out[head] += sum over rows of weights[head, row] times the row, d >= LANES entries; heads so many bytes apart."""
-
-        def generate(context, builder, signature, args):
-            _add(builder, heads, types.float32, args)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 6), generate
-
-    return add
-
-
-def make_any_add(heads: int) -> Any:
-    """The same over rows of any kind."""
-
-    @intrinsic
     def add(typingctx, kind, rows, weights, weight_step, d, out, out_step):
-        """As `add` of make_add; kind: a value of KINDS."""
+        """out[head] += sum over rows of weights[head, row] times the row, d >= LANES entries; heads so many bytes apart.
+
+        kind: a value of KINDS.
+        """
 
         def generate(context, builder, signature, args):
             _add(builder, heads, kind, args[1:])
@@ -329,10 +302,32 @@ def _generate_fetch(typingctx: Any, address: Any, size: Any) -> Any:
     return types.void(types.intp, types.intp), generate
 
 
-dot1, dot2, dot4 = (make_dot(heads) for heads in (1, 2, 4))
-add1, add2, add4 = (make_add(heads) for heads in (1, 2, 4))
-any_dot1, any_dot2, any_dot4 = (make_any_dot(heads) for heads in (1, 2, 4))
-any_add1, any_add2, any_add4 = (make_any_add(heads) for heads in (1, 2, 4))
+_dot1, _dot2, _dot4 = (make_dot(heads) for heads in (1, 2, 4))
+_add1, _add2, _add4 = (make_add(heads) for heads in (1, 2, 4))
+
+
+@numba.njit(nogil=True, inline="always")
+def dot(heads, kind, rows, query, query_step, d, out, out_step):
+    """By the heads of a block, 1, 2 or 4; see make_dot."""
+    if heads == 4:
+        _dot4(kind, rows, query, query_step, d, out, out_step)
+    elif heads == 2:
+        _dot2(kind, rows, query, query_step, d, out, out_step)
+    else:
+        _dot1(kind, rows, query, query_step, d, out, out_step)
+
+
+@numba.njit(nogil=True, inline="always")
+def add(heads, kind, rows, weights, weight_step, d, out, out_step):
+    """By the heads of a block, 1, 2 or 4; see make_add."""
+    if heads == 4:
+        _add4(kind, rows, weights, weight_step, d, out, out_step)
+    elif heads == 2:
+        _add2(kind, rows, weights, weight_step, d, out, out_step)
+    else:
+        _add1(kind, rows, weights, weight_step, d, out, out_step)
+
+
 largest: Any = intrinsic(_generate_largest)
 exp_below: Any = intrinsic(_generate_exp)
 fetch: Any = intrinsic(_generate_fetch)

@@ -47,12 +47,15 @@ def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int 
 
 
 def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[Part | None, list[int]]:
-    """Attention over the packed tokens by a kernel, and how many of each row's tokens that are; None: no kernel serves."""
+    """Attention over packed tokens, and exact ones where it can, by a kernel, and how many of each row's tokens these are.
+
+    None: no kernel serves.
+    """
     if not kernels.native(q):
         return None, []
     from pqcache.kernels.packed import attend_codes, serves
 
-    runs, read = store.runs()
+    runs, read = store.runs(exact=True)
     if not runs or not all(serves(q, run) for run in runs):
         return None, []
     return Part(*attend_codes(q, runs, scaling)), read

@@ -230,10 +230,10 @@ class PackedStore(RetrievalStore):
         """K and V of tokens lo .. hi-1, packed or exact: (n, h_kv, hi - lo, d). Other tiles are not decoded."""
         return self.k.tile(lo, hi), self.v.tile(lo, hi)
 
-    def runs(self) -> tuple[list[Run], list[int]]:
-        """Tokens as kernels read them, and how many of each row's tokens these are.
+    def runs(self, exact: bool = False) -> tuple[list[Run], list[int]]:
+        """The tokens whose K and V are packed, as kernels read them, and how many of each row's tokens these are.
 
-        Those whose K and V are packed; where all rows have as many of them, and fp32, then those that one or neither has packed.
+        exact: behind them also those that one or neither stream has packed, where all rows have as many, in fp32.
         """
         k, v = self.k.codec.layout(), self.v.codec.layout()
         both = [min(pair) for pair in zip(self.k.body, self.v.body, strict=True)]
@@ -248,7 +248,7 @@ class PackedStore(RetrievalStore):
             start += tokens
             if keys.tokens != values.tokens:  # what follows begins at different tokens
                 break
-        if runs and start == max(both) and self.even():
+        if exact and runs and start == max(both) and self.even():
             return self._with_exact(runs, start, [x[0] if x and len(x) == 1 else None for x in (k, v)])
         return runs, [min(end, start) for end in both]
 
@@ -267,8 +267,8 @@ class PackedStore(RetrievalStore):
             return runs, [start] * len(self.lengths)
         for lo, hi in zip((start, ends[0]), ends, strict=True):
             if lo < hi:
-                pair = (stream.stretch(lo, hi, codes) for stream, codes in zip((self.k, self.v), packed, strict=True))
-                runs.append(Run(*pair, [[hi - lo] * self.k.heads] * len(self.lengths)))
+                keys, values = self.k.stretch(lo, hi, packed[0]), self.v.stretch(lo, hi, packed[1])
+                runs.append(Run(keys, values, [[hi - lo] * self.k.heads] * len(self.lengths)))
         return runs, list(self.lengths)
 
     def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:

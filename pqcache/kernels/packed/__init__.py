@@ -38,6 +38,9 @@ from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
 
+# numbers in K below which the calling thread works alone, as others take longer to begin: 512 tokens of 8 heads of 128
+ALONE = 1 << 19
+
 
 @numba.njit(nogil=True)
 def _end_of_tile(k, v, start, end):
@@ -119,8 +122,10 @@ def _compiled(sources: int) -> Callable[..., None]:
         task and head, from its place on, the weighted values, out (places, HEADS, d), the largest logit and the sum of weights.
         """
         assert sources >= 0  # numba looks at the variables that a function uses
-        whole = sizes.sum() + 16 * sizes.shape[0]
-        memory = np.zeros(16 + whole * tasks[first:last, 3].max(), np.float32)
+        heads = 0
+        for task in range(first, last):
+            heads = max(heads, tasks[task, 3])
+        memory = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * heads, np.float32)
         base = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
         for task in range(first, last):
             run, row, head, heads, line, apart, place, start, end = tasks[task]
@@ -288,7 +293,10 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     parts = np.empty((len(places), HEADS, d), np.float32)
     high, mass = np.empty((2, len(places), HEADS), np.float32)
     sizes = np.concatenate([scratch_sizes(k, v, d), sums_sizes(v, d)])
-    if len(tasks):
+    numbers = int((tasks[:, 3] * (tasks[:, 8] - tasks[:, 7])).sum()) * d
+    if numbers < ALONE:
+        _attend(0, len(tasks), queries, k, v, tasks, sizes, parts, high, mass)
+    else:
         threads.run(_attend, len(tasks), queries, k, v, tasks, sizes, parts, high, mass)
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
     _merge(places, parts, high, mass, out, lse)
