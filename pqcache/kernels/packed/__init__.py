@@ -257,7 +257,8 @@ def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndar
     fewer tasks than pieces of work for all threads. Where outliers belong to all KV heads, a task has all heads.
     """
     workers = torch.get_num_threads()
-    tasks, places = [], []
+    tasks: list[tuple[int, ...]] = []
+    places: list[int] = []
     for number, run in enumerate(runs):
         heads = h_kv if run.v.outliers is not None else 1
         parts = max(1, min(-(-4 * workers * heads // (n * h_kv * blocks)), 8 * workers)) if workers > 1 else 1
@@ -287,9 +288,9 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
         for of_all in zip(*((r.k, r.v) for r in runs), strict=True)
     )
     tasks, places = _tasks(runs, n, h_kv, blocks)
-    queries = np.zeros((n, h_kv, blocks * HEADS, d), np.float32)
-    queries[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
-    queries = queries.reshape(-1, HEADS, d)
+    padded = np.zeros((n, h_kv, blocks * HEADS, d), np.float32)
+    padded[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
+    queries = padded.reshape(-1, HEADS, d)
     parts = np.empty((len(places), HEADS, d), np.float32)
     high, mass = np.empty((2, len(places), HEADS), np.float32)
     sizes = np.concatenate([scratch_sizes(k, v, d), sums_sizes(v, d)])
