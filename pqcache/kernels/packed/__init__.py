@@ -139,6 +139,7 @@ def _compiled(sources: int) -> Callable[..., None]:
                 scratch, sums = memory_of(base, h)
                 result(v[run], row, head + h, sums, scratch, out[place + h])
                 high[place + h], mass[place + h] = floats_at(sums.high, (HEADS,)), floats_at(sums.mass, (HEADS,))
+        memory[0] = 0  # numba frees an array behind its last use, and addresses are none
 
     return attend
 
