@@ -210,17 +210,18 @@ class H2O(EvictionMethod):
         """The entry with the smallest sum outside sinks and local window; among equals the latest goes."""
         scorer = layer.scorer
         assert layer.positions is not None and isinstance(scorer, HeavyHitterScorer) and scorer.sums is not None
-        length = layer.store.length
-        position, sums = layer.positions.view(length), scorer.sums.view(length)
-        device, sinks = position.device, [plan.sinks for plan in layer.plans]
+        lengths, position, sums = layer.store.lengths, layer.positions.data, scorer.sums.data
+        sinks = [plan.sinks for plan in layer.plans]
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
         if position.numel() >= MANY and sums.dtype == torch.float32 and kernels.native(position, sums):
             from pqcache.kernels.positions import lightest as by_kernel
 
-            return by_kernel(layer.positions.data, scorer.sums.data, sinks, ends, layer.store.lengths)
+            return by_kernel(position, sums, sinks, ends, lengths)
+        length, device = max(lengths), position.device
+        position, sums = position[:, :, :length], sums[:, :, :length]
         first = table(sinks, device)[:, None, None]
         candidate = (position >= first) & (position < table(ends, device)[:, None, None])
-        valid = row_mask(layer.store.lengths, length, device)
+        valid = row_mask(lengths, length, device)
         candidate = candidate if valid is None else candidate & valid
         sums = sums.masked_fill(~candidate, torch.inf)
         lightest = candidate & (sums == sums.amin(-1, keepdim=True))

@@ -1,7 +1,8 @@
-"""Lists of chosen positions: of whole clusters, in ascending order, and how many positions a group's heads chose together."""
+"""Lists of chosen positions: of whole clusters, in ascending order, how many a group's heads chose; the entry to drop."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numba
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
+from pqcache.kernels.packed.registers import ints_at
 
 
 @numba.njit(nogil=True, cache=True)
@@ -148,3 +150,25 @@ def lightest(
     # numbers from 0 on have the order of their bits; loops over ints become vectors
     _lightest(positions.numpy(), weights.numpy().view(np.int32), begin, end, count, out)
     return torch.from_numpy(out)
+
+
+@numba.njit(nogil=True, cache=True)
+def _replace(address, row_step, head_step, step, words, slots, last):
+    """slots (n, heads); steps in bytes; last[r]: the entry of row r that is copied, -1: none."""
+    for row in range(slots.shape[0]):
+        for head in range(slots.shape[1] if last[row] >= 0 else 0):
+            base = address + row * row_step + head * head_step
+            source, to = ints_at(base + last[row] * step, (words,)), ints_at(base + slots[row, head] * step, (words,))
+            for i in range(words):
+                to[i] = source[i]
+
+
+def replace(data: torch.Tensor, slots: torch.Tensor, last: Sequence[int]) -> None:
+    """Entry slots[r, h] of data (n, heads, capacity, *rest) becomes what entry last[r] of the row is; last[r] < 0: nothing does.
+
+    slots (n, heads) int64; an entry is in one piece, and whole words of 4 bytes. torch's indexing takes four times as long.
+    """
+    size = data.element_size()
+    row, head, step = (size * stride for stride in data.stride()[:3])
+    words = math.prod(data.shape[3:]) * size // 4
+    _replace(data.data_ptr(), row, head, step, words, slots.numpy(), np.asarray(last, np.int64))

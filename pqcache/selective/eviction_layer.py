@@ -174,8 +174,12 @@ class Evictor:
         """One token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: record its position."""
         if self.method.is_dynamic:  # entries do not stay in order
             assert self.positions is not None
-            position = send(self.seen, torch.int32, like.device)[:, None, None]
-            self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
+            if len(set(lengths)) == len(set(self.seen)) == 1:  # the same number in the same place: no table to send
+                self.positions.reserve(lengths[0] + 1)
+                self.positions.data[:, :, lengths[0]] = self.seen[0]
+            else:
+                position = send(self.seen, torch.int32, like.device)[:, None, None]
+                self.positions.write(position.expand(-1, like.shape[1], 1), lengths, [1] * len(self.seen))
         self.seen = [s + 1 for s in self.seen]
         self.grown = [count + 1 for count in self.grown]
         if self.method.replans and self.method.is_dynamic:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pqcache import kernels
 from pqcache.store import pages
 from pqcache.store import pinned as pinned_memory
 
@@ -87,6 +88,10 @@ class Buffer:
         return self.data.shape[2]
 
     @property
+    def _entry_bytes(self) -> int:
+        return math.prod(self.data.shape[3:]) * self.data.element_size()
+
+    @property
     def slack(self) -> int:
         """Bytes of capacity that no entry uses yet."""
         n, heads, capacity, *rest = self.data.shape
@@ -121,10 +126,16 @@ class Buffer:
 
     def drop(self, slots: torch.Tensor, lengths: Sequence[int], rows: Sequence[bool]) -> None:
         """In the flagged rows, overwrite entry slots (n, heads) with the row's last entry, which the caller then forgets."""
-        for row, (length, flag) in enumerate(zip(lengths, rows, strict=True)):
-            if flag:
-                head = torch.arange(self.data.shape[1], device=self.data.device)
-                self.data[row, head, slots[row]] = self.data[row, :, length - 1].clone()
+        last = [length - 1 if flag else -1 for length, flag in zip(lengths, rows, strict=True)]
+        if self._entry_bytes % 4 == 0 and kernels.native(self.data, slots):
+            from pqcache.kernels.positions import replace
+
+            replace(self.data, slots, last)
+        else:
+            head = torch.arange(self.data.shape[1], device=self.data.device)
+            for row, end in enumerate(last):
+                if end >= 0:
+                    self.data[row, head, slots[row]] = self.data[row, :, end].clone()
         self.filled = max(length - flag for length, flag in zip(lengths, rows, strict=True))
 
     def map_rows(self, index: torch.Tensor) -> None:

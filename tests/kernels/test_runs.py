@@ -1,11 +1,14 @@
-"""Attention over runs in several buffers, and over all tokens with probabilities, against plain torch; the lightest entry."""
+"""Attention over runs in several buffers, and over all tokens with probabilities, against plain torch; the lightest entry
+and its place."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pqcache import kernels
 from pqcache.selective.attention import merge, partial
+from pqcache.store.buffer import Buffer
 
 pytest.importorskip("numba")
 from pqcache.kernels import positions, runs
@@ -64,3 +67,19 @@ def test_the_latest_of_the_lightest_entries():
     weight = torch.tensor([[[0.0, 1.0, 2.0, 0.0, 1.0]], [[3.0, 3.0, 3.0, 0.5, 0.0]]])
     assert positions.lightest(position, weight, [1, 0], [9, 5], [5, 4]).tolist() == [[1], [3]]
     assert positions.lightest(position, weight, [7, 0], [9, 3], [5, 5]).tolist() == [[0], [2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("rest", [(), (4,), (2, 6)])
+@pytest.mark.parametrize("token_major", [False, True])
+def test_an_entry_per_head_becomes_the_last_one_of_its_row(dtype, rest, token_major):
+    x = torch.randint(100, (3, 2, 7, *rest)).to(dtype)
+    slots = torch.tensor([[0, 4], [1, 1], [5, 2]])
+    buffers = [Buffer.like(x, token_major=token_major) for _ in range(2)]
+    for buffer in buffers:
+        buffer.write(x, [0] * 3, [7] * 3)
+    buffers[0].drop(slots, [7, 6, 3], [True, False, True])
+    with kernels.without_numba():
+        buffers[1].drop(slots, [7, 6, 3], [True, False, True])
+    assert torch.equal(buffers[0].data, buffers[1].data) and buffers[0].filled == buffers[1].filled == 6
+    assert torch.equal(buffers[0].data[2, 0, 5], x[2, 0, 2]) and torch.equal(buffers[0].data[1, :, :7], x[1])
