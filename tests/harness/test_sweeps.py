@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_alone_and_fails_its_cells_in_a
     assert command("method=full", f"model.path={empty}") == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert error.startswith(f"error: model.path={empty}: cannot be loaded; set model.path to a local folder")
+    assert error.startswith(f"error: model.path={empty}: holds no config.json")
     assert command("-m", "method=full", "seed=0,1", f"model.path={empty}") == 1
     error = capsys.readouterr().err
     assert [line.startswith("failed: full") for line in error.splitlines() if "failed" in line] == [True, True]

@@ -33,7 +33,9 @@ CANNOT: dict[str, Callable[[list[str]], bool]] = {
     "starts a cluster": lambda words: bool({"launch=ray", "launch=slurm"} & {*words}) or words[0] in ("ray", "sbatch"),
     "needs a GPU": lambda words: "cuda" in words,
     "measures this machine for minutes": lambda words: "pqcache.harness.launch.profile" in words,
-    "installs from the network": lambda words: words[0] in ("pip", "conda") or words[:2] == ["make", "setup"],
+    "installs from the network": lambda words: (
+        words[0] in ("pip", "conda") or words[:2] in (["make", "setup"], ["make", "math"])
+    ),
 }
 NOT_OFFLINE = {
     "python run.py task=lm_eval task.name=arc_easy": "reads data of the hub",
@@ -50,6 +52,7 @@ NOT_OFFLINE = {
     "pip wheel": "installs from the network",  # what builds the wheel; tests/project/test_packaging.py builds it offline
     "conda env create": "installs from the network",
     "make setup": "installs from the network",
+    "make math": "installs from the network",
 }
 # Commands that other tests run -> the test, and words in it that show so.
 ELSEWHERE = {

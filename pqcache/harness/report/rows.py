@@ -74,9 +74,7 @@ class Row(TypedDict):
     hyper_parameters: dict[str, Any]  # the rest of method.*, defaults filled in
     task: str
     task_options: dict[str, Any]  # the rest of task.*
-    # what the task read: source, revision, sha256 by file; {} where it makes its documents itself. unscored: answers that
-    # count as wrong because they could not be scored; absent where there are none
-    data: dict[str, Any]
+    data: dict[str, Any]  # what the task read: source, revision, sha256 by file; how many answers could not be scored
     seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
     n_samples: int
     n_failed: int  # samples that are no answer (NaN in the logits): without them no mean, so score is null
