@@ -50,3 +50,21 @@ def test_the_command_draws_and_prints(reference: Path, tmp_path: Path, capsys: p
     assert "| pqcache |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         trade_off.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(("budgets", "said"), [([0.2, 0.1], ["budget 0.2", "budget 0.1"]), ([0.2], [])])
+def test_budgets_are_told_apart_where_a_method_has_several(
+    budgets: list[float], said: list[str], reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method's marker at one budget alone is filled, whatever the others' budgets are."""
+    labels: list[str] = []
+    legend = trade_off.drawing.legend
+    monkeypatch.setattr(
+        trade_off.drawing,
+        "legend",
+        lambda figure, axes: (labels.extend(axes[1].get_legend_handles_labels()[1]), legend(figure, axes)),
+    )
+    made = trade_off.points(group_rows(reference / "pocket"))
+    chosen = [p for p in made if p.method in ("full", "kivi") or (p.method == "pqcache" and p.budget in budgets)]
+    assert trade_off.draw(chosen, tmp_path / "a.png", "") is not None
+    assert [label for label in labels if label.startswith("budget")] == said

@@ -134,7 +134,9 @@ def draw(made: Sequence[Point], path: Path, caption: str) -> Path | None:
     drawing.style(memory, "Memory", "cache on the device, MiB", "score")
     _panel(time, made, [point.tpot_ms for point in made])
     drawing.style(time, "Time", "decode step, ms", "")
-    budgets = sorted({point.budget for point in made if point.method != "full"}, reverse=True)
+    methods = [point.method for point in made]
+    several = [point for point in made if methods.count(point.method) > 1]  # one budget alone is always filled
+    budgets = sorted({point.budget for point in several}, reverse=True)
     for budget in budgets:
         time.plot([], [], marker="o", linestyle="none", color="#555555", label=f"budget {budget:g}",
                   markerfacecolor="#555555" if budget == budgets[0] else HOLLOW)  # fmt: skip
