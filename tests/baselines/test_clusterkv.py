@@ -107,6 +107,7 @@ def test_zero_and_constant_keys_give_no_nan() -> None:
     group=st.sampled_from([1, 3]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
+@pytest.mark.rest
 def test_one_cluster_per_token_is_the_exact_top(
     seed: int, lengths: list[int], budget: int, group: int, dtype: torch.dtype
 ) -> None:

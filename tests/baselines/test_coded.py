@@ -44,6 +44,7 @@ def recorded(model: PreTrainedModel, method: Any, s: int, steps: int) -> tuple[S
     return cache, chosen, queries
 
 
+@pytest.mark.rest
 def test_the_policy_chooses_as_it_does_alone(llama: PreTrainedModel) -> None:
     """The index comes from exact keys, so the first step of the first layer selects the same tokens."""
     _, alone, q_alone = recorded(llama, PQCache(**QUARTER, **PQ), 150, 1)

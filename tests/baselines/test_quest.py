@@ -81,6 +81,7 @@ def test_pages_of_one_token_are_the_exact_top_tokens(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     reduce=st.sampled_from(["none", "sum_logit"]),
 )
+@pytest.mark.rest
 def test_more_pages_keep_the_ones_before(
     seed: int, lengths: list[int], group: int, dtype: torch.dtype, reduce: str
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_shortlist_of_k_before_the_oracle_is_the_first_stage_alone(llama: PreT
     group=st.sampled_from([1, 2]),
     reduce=st.sampled_from(["sum_softmax", "none"]),
 )
+@pytest.mark.rest
 def test_a_shortlist_of_k_clusters_is_the_choice_of_clusters(seed: int, s: int, group: int, reduce: str) -> None:
     """ClusterKV's own selection in the same candidates: clusters in rank order, sinks and window left out."""
     one, q = stepped(two("clusterkv", "oracle", shortlist=1, reduce=reduce), seed, [s], group)
@@ -200,6 +201,7 @@ def test_a_shortlist_of_k_clusters_is_the_choice_of_clusters(seed: int, s: int, 
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("store", ["resident", "host"])
 @pytest.mark.parametrize("heads", ["one", "kv", "query"])
+@pytest.mark.rest
 def test_scores_of_a_shortlist_are_those_of_the_whole(second: str, store: str, heads: str) -> None:
     one, q = stepped(alone(second, store=store), 3, [80, 61], 3)
     index, ctx = one.layer.index, one.context(decode=True)

@@ -265,6 +265,7 @@ def test_drawn_answers_are_recorded(llama: PreTrainedModel, recordable: list[int
     assert drawn[0] == drawn[1] != greedy and len(recordable) == 8
 
 
+@pytest.mark.rest
 def test_batches_are_recorded_and_again_after_rows_have_left(llama: PreTrainedModel, recordable: list[int]) -> None:
     """One row of two ends with its 12th token; a question's tokens are fed one by one. The last steps are too few."""
     first, second = prompt(30, 24)

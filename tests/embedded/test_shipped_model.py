@@ -38,9 +38,9 @@ def test_architecture() -> None:
     assert config.max_position_embeddings >= 16384
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(8, marks=pytest.mark.rest)])
-def test_needle_pocket_free_running(model: PreTrainedModel, tok: PreTrainedTokenizerBase, n: int) -> None:
-    points = [score(generate(model, tok, s["prompt"]), s["values"]) for s in make_samples(n, 512, 0, tok)]
+@pytest.mark.rest
+def test_needle_pocket_free_running(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
+    points = [score(generate(model, tok, s["prompt"]), s["values"]) for s in make_samples(8, 512, 0, tok)]
     assert sum(points) / len(points) >= 75.0
 
 

@@ -30,6 +30,7 @@ def options(folder: Path, steps: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("_threads")
+@pytest.mark.rest
 def test_a_run_writes_weights_curve_and_card(tmp_path: Path) -> None:
     train.main(options(tmp_path, 6))
     written = {path.name for path in (tmp_path / "out").iterdir()}

@@ -141,6 +141,7 @@ def test_a_trace_of_another_geometry_is_refused_before_anything_runs(
     assert "recorded with ModelShape(n_layers=2" in error
 
 
+@pytest.mark.rest
 def test_figures(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     out = tmp_path / "out"
     assert command("-m", "method=full,oracle,quest", "budget=0.2,0.4", "diagnostics=true", "limit=1") == 0
@@ -154,6 +155,7 @@ def test_figures(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         diagnostic_figures.main()
 
 
+@pytest.mark.rest
 def test_recall_sweep(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(recall_sweep, "BUDGETS", (64, 128))
     monkeypatch.setattr(recall_sweep, "FEW_BUDGETS", (64,))

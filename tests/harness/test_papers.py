@@ -173,6 +173,7 @@ def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) 
         {"kind": "scatter", "x": "prompt", "y": "score"},
     ],
 )
+@pytest.mark.rest
 def test_figures_are_drawn(figure: dict[str, Any], plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     columns = {"score": "score", "prompt": "row:prompt_tokens"} if figure["kind"] == "scatter" else {"score": "score"}
     drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "columns": columns, "figure": figure})

@@ -123,6 +123,7 @@ def test_without_a_network_one_line_and_no_wait(
     assert not tracking.is_logged(cell(tmp_path).folder, "online")
 
 
+@pytest.mark.rest
 def test_sync_sends_what_is_on_disk(
     tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def test_whatever_fails_the_others_are_measured(tmp_path: Path, repo: Path) -> N
     assert rows[4]["failed"] == "it took longer than 2 s"
 
 
+@pytest.mark.rest
 def test_the_clock_ends_it(tmp_path: Path, repo: Path) -> None:
     rows = measured(tmp_path, repo, ["stuck", "good"], 4, 100)
     assert rows[0]["failed"] == "the time was over" and rows[1]["left_out"]

@@ -34,7 +34,7 @@ CANNOT: dict[str, Callable[[list[str]], bool]] = {
     "needs a GPU": lambda words: "cuda" in words,
     "measures this machine for minutes": lambda words: "pqcache.harness.launch.profile" in words,
     "installs from the network": lambda words: (
-        words[0] in ("pip", "conda") or words[:2] in (["make", "setup"], ["make", "math"])
+        words[0] in ("pip", "conda") or words[1:2] in (["setup"], ["math"]) or words[-1].endswith(".packages")
     ),
 }
 NOT_OFFLINE = {
@@ -53,6 +53,7 @@ NOT_OFFLINE = {
     "conda env create": "installs from the network",
     "make setup": "installs from the network",
     "make math": "installs from the network",
+    "python -m pqcache.harness.tasks.math_process.packages": "installs from the network",
 }
 # Commands that other tests run -> the test, and words in it that show so.
 ELSEWHERE = {
