@@ -165,9 +165,8 @@ def _spread_numbers(stream, base, count, scratch):
                 out[i, j] = registers.read_float(at + 4 * j)
             else:
                 out[i, j] = code_at(at, stream.bits, j) * steps[i, j // each] + lows[i, j // each]
-        for j in range(
-            stream.d, stream.width
-        ):  # bytes of another run's codes may be NaN as a float, and 0 * NaN is NaN
+        # the padding may hold bytes of another run's codes: as a float they can be NaN, and 0 * NaN is NaN
+        for j in range(stream.d, stream.width):
             out[i, j] = 0
 
 
