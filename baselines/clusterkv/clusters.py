@@ -48,14 +48,14 @@ def _plusplus(x: torch.Tensor, c: int, seed: int, distance: str) -> torch.Tensor
 
 def nearest(x: torch.Tensor, centroids: torch.Tensor, distance: str) -> torch.Tensor:
     """Each key's cluster, ties to the lowest: x (G, N, d), centroids (G, C, d) -> (G, N)."""
-    return _Points(x, distance).nearest(centroids)
+    return cluster_points(x, distance).codes(centroids)
 
 
 class _Points:
-    """Keys x (G, N, d), brought once into the form in which a round compares them with its centroids."""
+    """Keys x (G, N, d) fp32, brought once into the form in which a round compares them with its centroids."""
 
     def __init__(self, x: torch.Tensor, distance: str) -> None:
-        self.distance = distance
+        self.keys, self.distance = x, distance
         self.middle = x.mean(1, keepdim=True) if distance == "l2" else None
         if distance == "cosine":  # on the unit sphere the nearest is the one of highest cosine
             self.x = _unit(x)
@@ -64,7 +64,7 @@ class _Points:
         else:  # one more coordinate makes all centroids equally long: the nearest has the largest product
             self.x = F.pad(x, (0, 1))
 
-    def nearest(self, centroids: torch.Tensor) -> torch.Tensor:
+    def codes(self, centroids: torch.Tensor) -> torch.Tensor:
         """The cluster of each key (G, N), by centroids (G, C, d)."""
         if self.distance == "cosine":
             centroids = _unit(centroids)
@@ -75,15 +75,45 @@ class _Points:
             centroids = torch.cat([centroids, (squares.amax(1, keepdim=True) - squares).clamp_min(0).sqrt()], -1)
         return assign(self.x, centroids)[0]
 
+    def round(self, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same, (G, N), and the mean (G, C, d) and size (G, C) of each cluster; the mean of an empty one is not its."""
+        codes, c = self.codes(centroids), centroids.shape[1]
+        flat = (codes + torch.arange(len(codes), device=codes.device)[:, None] * c).reshape(-1)
+        sums = torch.zeros_like(centroids).flatten(0, 1).index_add_(0, flat, self.keys.flatten(0, 1))
+        counts = torch.bincount(flat, minlength=len(codes) * c).view(len(codes), c)
+        return codes, sums.view_as(centroids) / counts.clamp_min(1)[..., None], counts
 
-def _sums(x: torch.Tensor, codes: torch.Tensor, flat: torch.Tensor, c: int) -> torch.Tensor:
-    """Sums (G, c, d) of the keys x (G, N, d) of each cluster; flat: codes (G, N) numbered through all groups."""
-    if x.shape[1] >= FEW and kernels.native(x, codes):
-        from pqcache.kernels.nearest import sums_by_code
 
-        return sums_by_code(x, codes, c)  # the same additions; index_add_ spreads its index over every number first
-    sums = x.new_zeros((len(x) * c, x.shape[2]))
-    return sums.index_add_(0, flat, x.flatten(0, 1)).view(len(x), c, -1)
+class _NativePoints(_Points):
+    """The same by a CPU kernel, which reads the keys as they are and once per round.
+
+    The nearest by cosine has the largest product with a centroid of length one, whatever the key's length.
+    """
+
+    def __init__(self, x: torch.Tensor, distance: str) -> None:
+        self.keys, self.distance = x, distance
+        self.middle = x.mean(1, keepdim=True) if distance == "l2" else torch.zeros_like(x[:, :1])
+
+    def _pass(self, centroids: torch.Tensor, add: bool) -> tuple[torch.Tensor, ...]:
+        from pqcache.kernels.nearest import nearest
+
+        if self.distance == "cosine":
+            centroids = _unit(centroids)
+        product = self.distance != "l2"
+        return nearest(self.keys, centroids - self.middle, self.middle, add=add, product=product)
+
+    def codes(self, centroids: torch.Tensor) -> torch.Tensor:
+        return self._pass(centroids, add=False)[0].long()
+
+    def round(self, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        codes, _, sums, counts = self._pass(centroids, add=True)
+        return codes.long(), sums / counts.clamp_min(1)[..., None] + self.middle, counts
+
+
+def cluster_points(x: torch.Tensor, distance: str) -> _Points:
+    """Keys x (G, N, d) ready for rounds."""
+    native = x.shape[1] >= FEW and x.dtype == torch.float32 and kernels.native(x)
+    return (_NativePoints if native else _Points)(x, distance)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -100,16 +130,12 @@ def cluster(
     max_iter rounds keys are assigned once more, as the released code does.
     """
     x, centroids = x.float(), init.float()
-    c = centroids.shape[1]
-    points = _Points(x, distance)
+    points = cluster_points(x, distance)
     codes = torch.full(x.shape[:2], -1, device=x.device)
     for done in range(max_iter):
-        new = points.nearest(centroids)
+        new, means, counts = points.round(centroids)
         if torch.equal(new, codes):
-            return centroids, codes, done
+            return centroids, new, done
         codes = new
-        flat = (codes + torch.arange(len(x), device=x.device)[:, None] * c).reshape(-1)
-        sums = _sums(x, codes, flat, c)
-        counts = torch.bincount(flat, minlength=len(x) * c).view(len(x), c)
-        centroids = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centroids)
-    return centroids, points.nearest(centroids), max_iter
+        centroids = torch.where(counts[..., None] > 0, means, centroids)
+    return centroids, points.codes(centroids), max_iter

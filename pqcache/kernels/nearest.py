@@ -7,9 +7,9 @@ cluster's sum while it is still in the cache. So memory is read once per point.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
@@ -30,15 +30,9 @@ _COLUMNS = LANES * _VECTORS  # centroids per tile
 # points per task: sums are added block by block, so that the result does not depend on the number of threads
 _BLOCK = 2048
 
-ROUGH = "+avx512bf16" in FEATURES  # whether the processor has products of bfloat16, which take half the time
-
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
-_ROUGH_MAX_D = 256  # entries of a point that the rough tile has room for
-_WHOLE = ir.VectorType(_I32, LANES)  # a register of integers, or of pairs of bfloat16
-_HALF = ir.VectorType(_I16, LANES)
-if ROUGH:
-    llvm.initialize_native_asmparser()  # for the instruction's mnemonic: its intrinsic has another type in every LLVM
+_WHOLE = ir.VectorType(_I32, LANES)
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -67,70 +61,41 @@ def _number(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
-def _multiply_add(builder: Any, rows: list[Any], middle: Any, centroids: Any, d: Any, sums: list[list[Any]]) -> None:
-    """sums[p][v] += (x_p - middle) . c over d entries, fp32; x_p at rows[p], centroids (d, columns)."""
+def _multiply_add(builder: Any, rows: list[Any], centroids: Any, d: Any, sums: list[list[Any]]) -> None:
+    """sums[p][v] += x_p . c over d entries; x_p at rows[p], centroids (d, columns)."""
     fma = _function(builder, f"llvm.fma.v{LANES}f32", _VECTOR, _VECTOR, _VECTOR, _VECTOR)
     with cgutils.for_range(builder, d) as loop:
         offset = builder.mul(loop.index, _number(4))
-        center = _load(builder, builder.add(middle, offset), _F32)
         line = builder.add(centroids, builder.mul(loop.index, _number(4 * _COLUMNS)))
-        columns = [_load(builder, builder.add(line, _number(4 * LANES * v)), _VECTOR) for v in range(_VECTORS)]
+        columns = [_load(builder, builder.add(line, _number(4 * LANES * v)), _VECTOR) for v in range(len(sums[0]))]
         for row, of_point in zip(rows, sums, strict=True):
-            entry = builder.fsub(_load(builder, builder.add(row, offset), _F32), center)
+            entries = _spread(builder, _load(builder, builder.add(row, offset), _F32), _VECTOR)
             for column, place in zip(columns, of_point, strict=True):
-                entries = _spread(builder, entry, _VECTOR)
                 builder.store(builder.call(fma, [entries, column, builder.load(place)]), place)
 
 
-def _multiply_add_rough(
-    builder: Any, rows: list[Any], middle: Any, centroids: Any, d: Any, sums: list[list[Any]]
-) -> None:
-    """The same of x_p - middle and c rounded to bfloat16, d a multiple of 16; centroids (d / 2, columns) pairs of entries.
+def _make_tile(points: int, vectors: int = _VECTORS) -> Any:
+    """The tile as a numba intrinsic; every argument is an address or a number of bytes or entries.
 
-    The sum of a pair's two products is one instruction, so that this takes half the multiply-adds.
+    vectors: registers that hold a centroid; the others of the _VECTORS hold padding.
     """
-    rounded = [cgutils.alloca_once(builder, ir.ArrayType(_I16, _ROUGH_MAX_D)) for _ in rows]
-    with cgutils.for_range(builder, builder.udiv(d, _number(LANES))) as loop:
-        offset = builder.mul(loop.index, _number(4 * LANES))
-        center = _load(builder, builder.add(middle, offset), _VECTOR)
-        for row, buffer in zip(rows, rounded, strict=True):
-            bits = builder.bitcast(builder.fsub(_load(builder, builder.add(row, offset), _VECTOR), center), _WHOLE)
-            odd = builder.and_(builder.lshr(bits, ir.Constant(_WHOLE, [16] * LANES)), ir.Constant(_WHOLE, [1] * LANES))
-            nearest_even = builder.add(builder.add(bits, ir.Constant(_WHOLE, [0x7FFF] * LANES)), odd)
-            half = builder.trunc(builder.lshr(nearest_even, ir.Constant(_WHOLE, [16] * LANES)), _HALF)
-            to = builder.add(builder.ptrtoint(buffer, _I64), builder.mul(loop.index, _number(2 * LANES)))
-            builder.store(half, _at(builder, to, _HALF), align=2)
-    kind = ir.FunctionType(_VECTOR, [_VECTOR, _WHOLE, _WHOLE])
-    dot = ir.InlineAsm(kind, "vdpbf16ps $2, $3, $0", "=v,0,v,v", side_effect=False)
-    with cgutils.for_range(builder, builder.udiv(d, _number(2))) as loop:
-        line = builder.add(centroids, builder.mul(loop.index, _number(4 * _COLUMNS)))
-        columns = [_load(builder, builder.add(line, _number(4 * LANES * v)), _WHOLE) for v in range(_VECTORS)]
-        for buffer, of_point in zip(rounded, sums, strict=True):
-            at = builder.add(builder.ptrtoint(buffer, _I64), builder.mul(loop.index, _number(4)))
-            pair = _spread(builder, _load(builder, at, _I32), _WHOLE)
-            for column, place in zip(columns, of_point, strict=True):
-                builder.store(builder.call(dot, [builder.load(place), pair, column]), place)
-
-
-def _make_tile(points: int, rough: bool = False) -> Any:
-    """The tile as a numba intrinsic; every argument is an address or a number of bytes or entries."""
 
     @intrinsic
-    def tile(typingctx, x, step, middle, centroids, bias, d, values, indices):
-        """Scores (x_p - middle) . c + bias_c of `points` points at x, `step` bytes apart; the best value and its index."""
-        signature = types.void(*[types.intp] * 8)
+    def tile(typingctx, x, step, centroids, bias, d, values, indices):
+        """Scores x_p . c + bias_c of `points` points at x, `step` bytes apart; the best value and its index."""
+        signature = types.void(*[types.intp] * 7)
 
         def generate(context, builder, signature, args):
-            x, step, middle, centroids, bias, d, values, indices = args
+            x, step, centroids, bias, d, values, indices = args
             first_bit = _function(builder, "llvm.cttz.i64", _I64, _I64, ir.IntType(1))
 
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(_VECTORS)] for _ in range(points)]
-            for v in range(_VECTORS):
+            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(points)]
+            for v in range(vectors):
                 start = _load(builder, builder.add(bias, _number(4 * LANES * v)), _VECTOR)
                 for p in range(points):
                     builder.store(start, sums[p][v])
             rows = [builder.add(x, builder.mul(step, _number(p))) for p in range(points)]
-            (_multiply_add_rough if rough else _multiply_add)(builder, rows, middle, centroids, d, sums)
+            _multiply_add(builder, rows, centroids, d, sums)
             for p in range(points):
                 scores = [builder.load(s) for s in sums[p]]
                 best = scores[0]
@@ -144,7 +109,7 @@ def _make_tile(points: int, rough: bool = False) -> Any:
                     half //= 2
                 top = builder.extract_element(best, ir.Constant(_I32, 0))
                 bits = _number(0)
-                for v in range(_VECTORS):
+                for v in range(vectors):
                     equal = builder.bitcast(builder.fcmp_ordered("==", scores[v], best), ir.IntType(LANES))
                     bits = builder.or_(bits, builder.shl(builder.zext(equal, _I64), _number(LANES * v)))
                 index = builder.trunc(builder.call(first_bit, [bits, ir.Constant(ir.IntType(1), 0)]), _I32)
@@ -158,55 +123,59 @@ def _make_tile(points: int, rough: bool = False) -> Any:
 
 
 _tile = _make_tile(_POINTS)
+_tile3, _tile2, _tile1 = (_make_tile(_POINTS, vectors) for vectors in (3, 2, 1))
 _single = _make_tile(1)
-_rough = _make_tile(_POINTS, rough=ROUGH)
 
 
-def _generate_add(typingctx, total, x, middle, d):
-    """total += x - middle over d floats at these addresses. In LLVM IR, since a compiler must assume that they overlap."""
+def _rowwise(join: Callable[[Any, Any, Any], Any], doc: str) -> Any:
+    """An intrinsic out = join(a, b) over d floats, given by addresses, which a compiler would have to assume to overlap."""
 
-    def generate(context, builder, signature, args):
-        total, x, middle, d = args
-        whole = builder.udiv(d, ir.Constant(_I64, LANES))
-        done = builder.mul(whole, ir.Constant(_I64, LANES))
-        for kind, first, count, size in (
-            (_VECTOR, ir.Constant(_I64, 0), whole, LANES),
-            (_F32, done, builder.sub(d, done), 1),
-        ):
-            with cgutils.for_range(builder, count) as loop:
-                entry = builder.add(first, builder.mul(loop.index, ir.Constant(_I64, size)))
-                offset = builder.mul(entry, ir.Constant(_I64, 4))
-                value, center = (_load(builder, builder.add(a, offset), kind) for a in (x, middle))
-                place = _at(builder, builder.add(total, offset), kind)
-                builder.store(builder.fadd(builder.load(place, align=4), builder.fsub(value, center)), place, align=4)
-        return context.get_dummy_value()
+    def generate_row(typingctx, out, a, b, d):
+        def generate(context, builder, signature, args):
+            out, a, b, d = args
+            whole = builder.udiv(d, _number(LANES))
+            done = builder.mul(whole, _number(LANES))
+            for kind, first, count, size in (
+                (_VECTOR, _number(0), whole, LANES),
+                (_F32, done, builder.sub(d, done), 1),
+            ):
+                with cgutils.for_range(builder, count) as loop:
+                    entry = builder.add(first, builder.mul(loop.index, _number(size)))
+                    offset = builder.mul(entry, _number(4))
+                    x, y = (_load(builder, builder.add(row, offset), kind) for row in (a, b))
+                    builder.store(join(builder, x, y), _at(builder, builder.add(out, offset), kind), align=4)
+            return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 4), generate
+        return types.void(*[types.intp] * 4), generate
+
+    generate_row.__doc__ = doc
+    return intrinsic(generate_row)
 
 
-_add: Any = intrinsic(_generate_add)
+_subtract = _rowwise(lambda builder, x, y: builder.fsub(x, y), "out = a - b")
+_add = _rowwise(lambda builder, x, y: builder.fadd(x, y), "out = a + b")
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
-def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, sums, counts):
-    """Tasks are (group, block of points); x (G, N, d), middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
+def _pass(first, last, x, group_step, step, groups, middle, centroids, bias, codes, best, sums, counts):
+    """Tasks are (group, block of points); middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
 
-    pairs (A, tiles, d / 2, columns) int32 are the centroids in bfloat16, of size 0 where fp32 is used. Writes codes and best
-    (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
+    x is the address of points (G, N, d), whose groups are group_step bytes apart, and points of a group step bytes. Writes
+    codes and best (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
     """
-    n, d = x.shape[1], x.shape[2]
+    n, d = codes.shape[1], middle.shape[1]
     blocks = (n + _BLOCK - 1) // _BLOCK
     tiles, last_centroid = centroids.shape[1], sums.shape[2] - 1
+    last_vectors = (last_centroid % _COLUMNS) // LANES + 1  # of the last tile that hold a centroid
     values = np.empty(_POINTS, np.float32)
     indices = np.empty(_POINTS, np.int32)
-    step = x.strides[1]
+    centered = np.empty((_POINTS, d), np.float32)  # the points less the mean, read by every tile of centroids
+    at, width = centered.ctypes.data, 4 * d
     adding = sums.shape[1] > 0
-    rough = pairs.shape[2] > 0
     for task in range(first, last):
         a, block = task // blocks, task % blocks
-        points = x[groups[a]]
         shift = middle[a]
-        base, center = points.ctypes.data, shift.ctypes.data
+        base, center = x + groups[a] * group_step, shift.ctypes.data
         if adding:
             total, size = sums[a, block], counts[a, block]
             sums_at = total.ctypes.data
@@ -215,15 +184,21 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
         while i < end:
             many = end - i >= _POINTS
             points_now = _POINTS if many else 1
+            for p in range(points_now):
+                _subtract(at + p * width, base + (i + p) * step, center, d)
             for tile in range(tiles):
                 line, low = centroids[a, tile].ctypes.data, bias[a, tile].ctypes.data
-                if many and rough:
-                    line = pairs[a, tile].ctypes.data
-                    _rough(base + i * step, step, center, line, low, d, values.ctypes.data, indices.ctypes.data)
-                elif many:
-                    _tile(base + i * step, step, center, line, low, d, values.ctypes.data, indices.ctypes.data)
+                vectors = _VECTORS if tile < tiles - 1 else last_vectors
+                if not many:
+                    _single(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                elif vectors == 4:
+                    _tile(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                elif vectors == 3:
+                    _tile3(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                elif vectors == 2:
+                    _tile2(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
                 else:
-                    _single(base + i * step, step, center, line, low, d, values.ctypes.data, indices.ctypes.data)
+                    _tile1(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
                 for p in range(points_now):
                     if tile == 0 or values[p] > best[a, i + p]:
                         best[a, i + p] = values[p]
@@ -233,8 +208,9 @@ def _pass(first, last, x, groups, middle, centroids, pairs, bias, codes, best, s
                 for p in range(points_now):
                     c = codes[a, i + p]
                     size[c] += 1
-                    _add(sums_at + c * d * 4, base + (i + p) * step, center, d)
+                    _add(sums_at + c * width, sums_at + c * width, at + p * width, d)
             i += points_now
+    centered[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True)
@@ -250,22 +226,6 @@ def _moments(first, last, x, total, square):
                 value = x[g, i, j] - origin[j]
                 total[g, block, j] += value
                 square[g, block, j] += value * value
-
-
-@numba.njit(nogil=True, cache=True)
-def _sum_groups(first, last, x, codes, sums):
-    """Task = group: sums (G, C, d) += its points x (G, N, d), one after the other, each to the cluster codes (G, N) names."""
-    for g in range(first, last):
-        for i in range(codes.shape[1]):
-            for j in range(x.shape[2]):
-                sums[g, codes[g, i], j] += x[g, i, j]
-
-
-def sums_by_code(x: torch.Tensor, codes: torch.Tensor, c: int) -> torch.Tensor:
-    """Sums of each cluster's points, added in their order: x (G, N, d) fp32, codes (G, N) int64 in 0 .. c-1 -> (G, c, d)."""
-    sums = torch.zeros(len(x), c, x.shape[2])
-    threads.run(_sum_groups, len(x), x.contiguous().numpy(), codes.contiguous().numpy(), sums.numpy())
-    return sums
 
 
 def _blocks(n: int) -> int:
@@ -288,14 +248,14 @@ def nearest(
     middle: torch.Tensor,
     groups: list[int] | None = None,
     add: bool = False,
-    rough: bool = False,
+    product: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One pass over the points x (G, N, d) fp32 of `groups` (default all, A of them): nearest centroids, sums per cluster.
 
     centroids (A, C, d) and middle (A, 1, d) fp32; distances are those of x - middle to the centroids, so middle = 0 compares
     as they are. Returns codes (A, N) int32, the squared distance without |x - middle|^2 (A, N), and with add=True the sums
-    of x - middle (A, C, d) and the sizes (A, C) of the clusters (else empty). rough=True: where the processor multiplies
-    bfloat16 twice as fast, distances are those of points and centroids rounded to it; sums stay those of the points.
+    of x - middle (A, C, d) and the sizes (A, C) of the clusters (else empty).
+    product=True: the nearest is the centroid of the largest inner product, and the second result -2 times that.
     """
     groups = list(range(len(x))) if groups is None else groups
     a, n, d = len(groups), x.shape[1], x.shape[2]
@@ -305,12 +265,7 @@ def nearest(
     packed[:, :c] = centroids
     packed = packed.view(a, tiles, _COLUMNS, d)
     bias = np.full((a, tiles, _COLUMNS), -np.inf, np.float32)  # padding never wins
-    bias.reshape(a, -1)[:, :c] = (centroids.square().sum(-1) / -2).numpy()
-    if rough and ROUGH and d % LANES == 0 and d <= _ROUGH_MAX_D:
-        of_two = packed.bfloat16().view(a, tiles, _COLUMNS, d // 2, 2).transpose(2, 3).contiguous()
-        pairs = of_two.view(torch.int32)[..., 0].numpy()
-    else:
-        pairs = np.empty((a, tiles, 0, _COLUMNS), np.int32)
+    bias.reshape(a, -1)[:, :c] = 0 if product else (centroids.square().sum(-1) / -2).numpy()
     codes = np.empty((a, n), np.int32)
     best = np.empty((a, n), np.float32)
     blocks = _blocks(n)
@@ -320,11 +275,12 @@ def nearest(
     threads.run(
         _pass,
         a * blocks,
-        points.numpy(),
+        points.data_ptr(),
+        4 * points.stride(0),
+        4 * points.stride(1),
         np.asarray(groups, np.int64),
         middle.reshape(a, d).contiguous().numpy(),
         packed.transpose(2, 3).contiguous().numpy(),
-        pairs,
         bias,
         codes,
         best,

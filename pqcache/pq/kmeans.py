@@ -89,9 +89,7 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
 
     With at least 2 * 160 points per cluster, every round but the last uses evenly spaced points only, at least 160 per cluster.
     For 32,640 points, 64 centroids and 5 rounds, rounds and codes together then read all points 3.3 times instead of 6 times.
-    In such a run, a processor with AVX512-BF16 computes the distances of all rounds from points and centroids rounded to
-    bfloat16; the codes are computed in fp32. Inertia stays within 0.5 % of exact rounds over all points
-    (scripts/bench_kernels.py).
+    Inertia stays within 0.5 % of exact rounds over all points (scripts/bench_kernels.py).
 
     On a CUDA device x may be 16-bit, and a view of keys (n, h_kv, m, N, d) with G = n * h_kv * m: see `in_place`.
     """
@@ -104,7 +102,6 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     stride = x.shape[-2] // (_SAMPLE * init.shape[1])
     if stride < 2 or max_iter < 2:
         return _lloyd(points, init, max_iter, tol)
-    points.rough = points.can_be_rough
     early = _lloyd(points.every(stride), init, max_iter - 1, tol, last=False)
     result = _lloyd(points, early.centroids, max_iter - early.rounds, tol)
     return result._replace(rounds=early.rounds + result.rounds)
@@ -138,16 +135,13 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
         active = active[~same & (shift > limit[active])]
         if len(active) == 0:
             break
-    if last and (points.rough or bool(stale.any())):
+    if last and bool(stale.any()):
         codes = points.codes(centroids)
     return KMeansResult(centroids + points.middle, codes.long(), rounds)
 
 
 class _Points:
     """Points (G, N, d) fp32 less their mean: keys with a bias are far from the origin, where fp32 loses small distances."""
-
-    rough = False  # whether rounds compute distances in bfloat16
-    can_be_rough = False  # whether this machine is faster at that
 
     def __init__(self, x: torch.Tensor) -> None:
         self.middle = x.mean(1, keepdim=True)
@@ -186,7 +180,6 @@ class _NativePoints(_Points):
         from pqcache.kernels import nearest
 
         self.kernel = nearest
-        self.can_be_rough = nearest.ROUGH
         self.x = x
         self.middle, self.variance = nearest.moments(x)
 
@@ -199,7 +192,7 @@ class _NativePoints(_Points):
     def assign_and_add(
         self, groups: torch.Tensor, centroids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.kernel.nearest(self.x, centroids, self.middle[groups], groups.tolist(), True, self.rough)
+        return self.kernel.nearest(self.x, centroids, self.middle[groups], groups.tolist(), True)
 
 
 class _DevicePoints(_NativePoints):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baselines.clusterkv.clusters import nearest as nearest_by
+from baselines.clusterkv.clusters import DISTANCES, cluster_points
 from pqcache import kernels
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 
@@ -26,7 +26,7 @@ def points(g: int, n: int, d: int, seed: int, offset: float = 0.0) -> torch.Tens
     g=st.integers(1, 5),
     n=st.integers(1, 5000),
     d=st.sampled_from([1, 3, 8, 16, 64, 100]),
-    c=st.sampled_from([1, 2, 16, 63, 64, 65, 200]),
+    c=st.sampled_from([1, 2, 16, 20, 63, 64, 65, 100, 200]),
     offset=st.sampled_from([0.0, 5.0]),
     seed=st.integers(0, 99),
 )
@@ -49,29 +49,6 @@ def test_one_pass_equals_a_distance_matrix(g, n, d, c, offset, seed):
     assert (sums - expected).abs().amax() <= 1e-5 * (1 + expected.abs().amax() + n**0.5)
 
 
-@pytest.mark.parametrize(("n", "d", "c"), [(3001, 64, 64), (500, 16, 100), (700, 256, 9), (700, 24, 9), (300, 272, 9)])
-def test_rough_distances_are_those_of_rounded_points(n, d, c):
-    """Exact ones where the processor has no bfloat16 products, and where the tile does not take the dimension."""
-    x, centroids = points(3, n, d, 5, 4.0), points(3, c, d, 6)
-    middle = x.mean(1, keepdim=True)
-    codes, partial, sums, counts = nearest.nearest(x, centroids, middle, add=True, rough=True)
-    exact = nearest.nearest(x, centroids, middle, add=True)
-    if nearest.ROUGH and d % 16 == 0 and d <= 256:
-        rounded = (x - middle).bfloat16().double() @ centroids.bfloat16().double().transpose(1, 2)
-        whole = n - n % 4  # points of full tiles
-        score = rounded - centroids.double().square().sum(-1)[:, None] / 2
-        chosen = score.gather(2, codes[..., None].long())[..., 0]
-        assert (score.amax(-1) - chosen)[:, :whole].max() <= 1e-4 * (1 + score.abs().max())
-        assert (partial + 2 * score.amax(-1))[:, :whole].abs().max() <= 1e-4 * (1 + score.abs().max())
-        assert 0 < (codes != exact[0]).float().mean() < 0.02 and not torch.equal(partial, exact[1])
-    else:
-        assert all(torch.equal(a, b) for a, b in zip((codes, partial, sums, counts), exact, strict=True))
-    member = torch.nn.functional.one_hot(codes.long(), c).double()
-    assert torch.equal(counts, member.sum(1).long())
-    expected = member.transpose(1, 2) @ (x - middle).double()
-    assert (sums - expected).abs().amax() <= 1e-5 * (1 + expected.abs().amax() + n**0.5)
-
-
 @pytest.mark.parametrize("c", [9, 64, 65])
 def test_a_point_of_nan_stays_in_bounds(c):
     x, centroids = points(3, 64, 16, 7), points(3, c, 16, 8)
@@ -83,10 +60,10 @@ def test_a_point_of_nan_stays_in_bounds(c):
 
 def test_the_tile_is_of_the_machine_that_numba_compiles_for():
     """Users may ask numba for less than the processor has; an instruction that is not there would end the process."""
-    script = "from pqcache.kernels import nearest; print(nearest.ROUGH, nearest.LANES)"
+    script = "from pqcache.kernels import nearest; print(nearest.LANES)"
     env = {**os.environ, "NUMBA_ENABLE_AVX": "0"}
     printed = subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, text=True)
-    assert printed.stdout.split() == ["False", "8"]
+    assert printed.stdout.split() == ["8"]
 
 
 def test_ties_go_to_the_lower_index():
@@ -159,13 +136,18 @@ def test_empty_clusters_are_seeded_alike():
     assert torch.bincount(native.codes[0], minlength=8).gt(0).all()
 
 
-@pytest.mark.parametrize("distance", ["cosine", "l2", "ip"])
-def test_distances_of_clusters(distance):
-    x, centroids = points(3, 500, 8, 5), points(3, 12, 8, 6)
-    native = nearest_by(x, centroids, distance)
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_rounds_of_clusters(distance):
+    """Keys of other lengths than one, far from the origin; a cluster that nothing belongs to."""
+    x = points(3, 500, 8, 5, 2.0) * points(3, 500, 1, 7).abs()
+    centroids = torch.cat([points(3, 12, 8, 6, 2.0), torch.full((3, 1, 8), -3.0)], 1)
+    codes, means, counts = cluster_points(x, distance).round(centroids)
     with kernels.plain_torch():
-        plain = nearest_by(x, centroids, distance)
-    assert (native != plain).float().mean() < 1e-2
+        plain = cluster_points(x, distance)
+        expected = plain.round(centroids)
+    assert type(plain) is not type(cluster_points(x, distance))
+    assert torch.equal(codes, expected[0]) and torch.equal(counts, expected[2]) and counts[:, 12].eq(0).all()
+    torch.testing.assert_close(means[:, :12][counts[:, :12] > 0], expected[1][:, :12][counts[:, :12] > 0])
 
 
 def test_plain_torch_switches_the_kernels_off():
@@ -183,13 +165,3 @@ def test_assign_falls_back_without_numba(monkeypatch):
     x = points(2, 200, 8, 7)
     codes, _ = assign(x, x[:, :5])
     assert codes[:, :5].eq(torch.arange(5)).all()
-
-
-def test_sums_by_code_are_those_of_index_add() -> None:
-    """Bit by bit: the points of a cluster are added in their order, on any number of threads."""
-    generator = torch.Generator().manual_seed(1)
-    x, codes = torch.randn(3, 700, 8, generator=generator), torch.randint(0, 9, (3, 700), generator=generator)
-    flat = (codes + torch.arange(3)[:, None] * 11).reshape(-1)
-    expected = torch.zeros(33, 8).index_add_(0, flat, x.flatten(0, 1)).view(3, 11, 8)
-    assert torch.equal(nearest.sums_by_code(x, codes, 11), expected)
-    assert not expected[:, 9:].any()  # clusters without points
