@@ -66,7 +66,7 @@ def _begin_block(k, row, head, start, scratch):
 def _attend_tile(k, v, row, head, start, stop, window, segment, scratch, sums):
     """Tokens start .. stop-1 of one KV head; returns the segment of keys that is folded from now on."""
     count = stop - start
-    segment = score_codes(k, row, head, start, count, segment, scratch)
+    segment = score_codes(k, v, row, head, start, count, segment, scratch)
     if k.outliers:
         score_outliers(start - window, count, scratch)
     if k.rank:

@@ -8,7 +8,7 @@ import numpy as np
 from pqcache.kernels.packed import registers
 from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
 from pqcache.kernels.packed.registers import LANES
-from pqcache.kernels.packed.tiles import HEADS, products
+from pqcache.kernels.packed.tiles import HEADS, Soon, products
 
 
 @numba.njit(nogil=True)
@@ -52,8 +52,16 @@ def _fold(k, row, head, segment, scratch):
         sums[0, a], sums[1, a] = added, summed
 
 
+@numba.njit(nogil=True)
+def _next_tile(k, v, row, head, token):
+    """Where the codes are that follow a token's by a tile."""
+    keys = k.codes + row * k.codes_row + head * k.codes_head + (token + TILE) * k.codes_token
+    values = v.codes + row * v.codes_row + head * v.codes_head + (token + TILE) * v.codes_token
+    return Soon(keys, k.codes_token, values, v.codes_token)
+
+
 @numba.njit(nogil=True, fastmath=FAST)
-def score_codes(k, row, head, start, count, segment, scratch):
+def score_codes(k, v, row, head, start, count, segment, scratch):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
     logits = registers.floats_at(scratch.logits, (HEADS, LINE))
     steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
@@ -69,9 +77,10 @@ def score_codes(k, row, head, start, count, segment, scratch):
             segment = here
         if groups > 1:
             step, low = scratch.steps + 4 * first * groups, scratch.lows + 4 * first * groups
+        soon = _next_tile(k, v, row, head, start + first)
         products(
             k.read, codes + first * stride, stride, last - first, scratch.folded, 4 * k.width, groups,
-            k.width // LANES // groups, step, low, scratch.logits + 4 * first, 4 * LINE,
+            k.width // LANES // groups, step, low, scratch.logits + 4 * first, 4 * LINE, soon,
         )  # fmt: skip
         for a in range(HEADS):
             added, whole = sums[0, a], sums[1, a]

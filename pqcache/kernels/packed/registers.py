@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 # features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+LINE = 64  # bytes of a cache line
 LANES = 16 if "+avx512f" in _FEATURES else 8  # floats per vector register
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -64,6 +65,16 @@ def spread(builder: Any, scalar: Any) -> Any:
     kind = ir.VectorType(scalar.type, LANES)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), words(0))
+
+
+def fetch(builder: Any, address: Any, size: Any) -> None:
+    """Bring `size` bytes, whole cache lines of them, to the second-level cache without waiting for them."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, near, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    with cgutils.for_range(builder, builder.udiv(size, number(LINE))) as loop:
+        place = add(builder, address, builder.mul(loop.index, number(LINE)))
+        builder.call(prefetch, [at(builder, place, I8), read, near, data])
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:

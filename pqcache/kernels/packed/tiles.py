@@ -10,7 +10,7 @@ A block of HEADS query heads shares one read and one unpacking. `grouped` codes 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
@@ -25,6 +25,7 @@ from pqcache.kernels.packed.registers import (
     LANES,
     WORDS,
     add,
+    fetch,
     floats,
     load,
     multiply_add,
@@ -71,19 +72,29 @@ def _scaled(builder: Any, x: Any, step: Any, low: Any, entry: Any) -> Any:
     return multiply_add(builder, x, *both)
 
 
+class Soon(NamedTuple):
+    """Codes to be read soon. The processor fetches on its own only within a page of memory, and a tile fills a few pages."""
+
+    keys: int  # address of those of the tile's first token
+    key_size: int  # bytes of a token
+    values: int
+    value_size: int
+
+
 def _make_products(bits: int, grouped: bool) -> Any:
     """q . x of `count` tokens and HEADS query heads."""
 
     @intrinsic
-    def products(typingctx, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride):
+    def products(typingctx, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon):
         """Write q_a . x_i to out[a, i], and up to TOKENS - 1 numbers behind it. Rows are `stride` bytes apart.
 
-        groups of `per` vectors each. step, low (count, groups): of grouped codes.
+        groups of `per` vectors each. step, low (count, groups): of grouped codes. soon: memory to fetch meanwhile, see Soon.
         """
-        signature = types.void(*[types.intp] * 11)
+        signature = types.void(*[types.intp] * 11, soon)
 
         def generate(context, builder, signature, args):
-            codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride = args
+            codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon = args
+            keys, key_size, values, value_size = cgutils.unpack_tuple(builder, soon, 4)
             last = builder.sub(count, number(1))
             total = [[cgutils.alloca_once(builder, FLOATS) for _ in range(TOKENS)] for _ in range(HEADS)]
             tiles = builder.udiv(builder.add(count, number(TOKENS - 1)), number(TOKENS))
@@ -92,6 +103,8 @@ def _make_products(bits: int, grouped: bool) -> Any:
                 index = [builder.add(first, number(i)) for i in range(TOKENS)]
                 index = [builder.select(builder.icmp_signed("<", i, last), i, last) for i in index]
                 rows = [add(builder, codes, builder.mul(i, stride)) for i in index]
+                for base, size in ((keys, key_size), (values, value_size)):
+                    fetch(builder, add(builder, base, builder.mul(first, size)), builder.mul(size, number(TOKENS)))
                 for held in (held for of_head in total for held in of_head):
                     builder.store(floats(0.0), held)
                 with cgutils.for_range(builder, groups) as group, cgutils.for_range(builder, per) as inner:
@@ -169,22 +182,22 @@ _accumulate2g, _accumulate4g, _accumulate8g = (_make_accumulate(bits, grouped=Tr
 
 
 @numba.njit(nogil=True)
-def products(bits, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride):
+def products(bits, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon):
     """By how codes are read, and grouped where there is a step; see _make_products."""
     if bits == 32:
-        _products32(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+        _products32(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
     elif step and bits == 2:
-        _products2g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride)
+        _products2g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon)
     elif step and bits == 4:
-        _products4g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride)
+        _products4g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon)
     elif step:
-        _products8g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride)
+        _products8g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon)
     elif bits == 2:
-        _products2(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+        _products2(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
     elif bits == 4:
-        _products4(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+        _products4(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
     else:
-        _products8(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride)
+        _products8(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
 
 
 @numba.njit(nogil=True)
