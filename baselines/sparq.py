@@ -29,6 +29,8 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST
 
+TURNED = 64  # tokens whose keys are turned at a time: all of them would miss the processor's cache at every number
+
 
 def largest_components(q: torch.Tensor, h_kv: int, r: int) -> torch.Tensor:
     """The r components of largest |q|, summed over a group's query heads: q (n, h, 1, d) -> (n, h_kv, r), ties to the lower."""
@@ -78,9 +80,11 @@ class ComponentIndex(Index):
             self.written = [0] * n
         self.components.reserve(max(lengths) + 1)
         for row, (start, length) in enumerate(zip(self.written, lengths, strict=True)):
-            new = k[row, :, start:length].transpose(1, 2).flatten(0, 1)  # (h_kv * d, new)
-            self.components.data[row, :, start:length] = new
-            self._moved(ctx, "write_back", new)
+            by_component = self.components.data[row].unflatten(0, (h_kv, d))
+            for first in range(start, length, TURNED):
+                tile = slice(first, min(first + TURNED, length))
+                by_component[:, :, tile] = k[row, :, tile].mT
+            self._moved(ctx, "write_back", k[row, :, start:length])
         self.written = list(lengths)
         if self.method.reallocate:
             exact = torch.promote_types(v.dtype, torch.float32)

@@ -21,7 +21,8 @@ def _rotation(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tens
 
 def rotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x (n, heads, t, d) rotated by cos, sin (n or 1, t, rotary) as `module`'s attention would."""
-    return _rotation(module)(x, x, cos, sin)[0]
+    no_heads = x[:, :0]  # the model's function rotates queries and keys: here it has one of them
+    return _rotation(module)(x, no_heads, cos, sin)[0]
 
 
 def unrotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
