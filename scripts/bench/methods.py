@@ -17,6 +17,7 @@ from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.shape import NotApplicable
 from scripts.bench import dense
+from scripts.bench.allocator import keep_freed_memory
 from scripts.bench.arguments import add_machine_options, prepare, refuse_below
 from scripts.bench.layer import GEOMETRIES, AttentionLayer
 from scripts.bench.rounds import interleaved, ratios, spread
@@ -100,13 +101,22 @@ def show_decode(results: Rounds, token_bytes: int) -> dict[str, Any]:
     return figures
 
 
+def prefill(layer: AttentionLayer, rows: Makers, s: int, rounds: int) -> Rounds:
+    """What `layer.prefill` returned for a fresh method of each row, and in `full_s` what Full took right before it."""
+
+    def run(method: Method) -> dict[str, Any]:
+        return {"full_s": layer.prefill(rows["full"](), s)["prefill_s"], **layer.prefill(method, s)}
+
+    return measure(rows, rounds, f"prefill {s}", run)
+
+
 def show_prefill(results: Rounds) -> dict[str, Any]:
     """Print the prefill's table and return its figures."""
     figures: dict[str, Any] = {}
     print(f"{'':24} {'prefill s':>9} {'ratio':>7} {'per round':>15} {'of it, finish s':>16}")
     for label, rounds in results.items():
         whole = column(rounds, "prefill_s")
-        to_full = ratios(whole, column(results["full"], "prefill_s"))
+        to_full = ratios(whole, column(rounds, "full_s"))
         row = figures[label] = {
             "prefill_s": statistics.median(whole),
             "prefill_ratio": statistics.median(to_full),
@@ -175,6 +185,7 @@ def decode(
 def main(argv: list[str], description: str | None = __doc__) -> None:
     args = arguments(argv, description)
     device, dtype = prepare(args)
+    keep_freed_memory()
     size = GEOMETRIES[args.model]
     layer, rows = AttentionLayer.build(size, dtype, device), makers(args.methods, args.stores, args.budget)
     caption, speed = device_caption(device), copy_speed(device)
@@ -194,9 +205,10 @@ def main(argv: list[str], description: str | None = __doc__) -> None:
     for s in args.lengths:
         figures |= decode(layer, rows, s, args, figures)
     if s := args.prefill_length:
-        results = measure(rows, args.prefill_rounds, f"prefill {s}", lambda method: layer.prefill(method, s))
+        results = prefill(layer, rows, s, args.prefill_rounds)
         print(
-            f"true prefill of {s} tokens, {args.prefill_rounds} rounds; finish: index, eviction or packing at its end"
+            f"true prefill of {s} tokens, {args.prefill_rounds} rounds, each beside one of full;"
+            " finish: index, eviction or packing at its end"
         )
         figures["prefill"] = show_prefill(results)
         figures |= {f"{label}_prefill": row["prefill_ratio"] for label, row in figures["prefill"].items()}
