@@ -60,8 +60,8 @@ class HeavyHitterScorer(Scorer):
         if ctx.probs is not None:  # attn=standard has computed them
             self.prompt[:, :, : ctx.probs.shape[3]] += ctx.probs.sum(2, dtype=self.prompt.dtype)
             return
-        if ctx.column_sums is not None:  # so has the prompt's attention
-            self.prompt += ctx.column_sums
+        if ctx.column_sums is not None and ctx.column_sums.first == 0:  # so has the prompt's attention
+            self.prompt += ctx.column_sums.sums
             return
         add_column_sums(self.prompt, q, keys, stored, ctx.step.counts, ctx.scaling)
 

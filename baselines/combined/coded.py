@@ -54,6 +54,9 @@ class CodedRetrievalLayer(RetrievalLayer):
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.packed.observe(q, keys, stored, ctx)
 
+    def sums_from(self, lengths: list[int]) -> int | None:
+        return self.packed.sums_from(lengths)
+
     def new_store(self, n_local: int, ctx: LayerContext) -> RetrievalStore:
         return self.packed
 
@@ -118,6 +121,11 @@ class CodedEvictionLayer(EvictionLayer):
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         super().observe(q, keys, stored, ctx)
         self.packed.observe(q, keys, stored, ctx)
+
+    def sums_from(self, lengths: list[int]) -> int | None:
+        """The evictor's scores want more queries than the probes do."""
+        first = super().sums_from(lengths)
+        return self.packed.sums_from(lengths) if first is None else first
 
     def unpack(self) -> ResidentStore:
         self.kept = list(self.packed.lengths)

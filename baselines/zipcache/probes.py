@@ -16,6 +16,7 @@ from pqcache.store.transfer import table
 
 PROBES = ("random_recent", "random", "recent", "special", "all")
 BLOCK = 128  # probes whose logits exist at a time
+HEADS = 2  # KV heads whose logits exist at a time
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,19 @@ def _positions(
 def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: Sequence[int], scaling: float) -> None:
     """sums (h_kv, m) += the attention of probes q (h, p, d) to keys k (h_kv, m, d), summed over each group's query heads.
 
-    Probe i sees the first seen[i] keys; seen ascends. One block of probes of one KV head exists at a time.
+    Probe i sees the first seen[i] keys; seen ascends. One block of probes of HEADS KV heads exists at a time.
     """
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
+    scaled = (q.to(sums.dtype) * scaling).unflatten(0, (h_kv, g))
+    scratch = sums.new_empty(HEADS * g * BLOCK * max(seen, default=0))  # one for all blocks, which differ in length
     for start in range(0, len(seen), BLOCK):
         block = seen[start : start + BLOCK]
-        hidden = torch.arange(block[-1], device=k.device)[None] >= table(block, k.device)[:, None]
-        for head in range(h_kv):
-            queries = q[head * g : (head + 1) * g, start : start + BLOCK].to(sums.dtype) * scaling
-            logits = queries @ k[head, : block[-1]].to(sums.dtype).T  # (g, b, m)
-            sums[head, : block[-1]] += logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1))
+        b, m, all_see = len(block), block[-1], block[0]
+        hidden = torch.arange(all_see, m, device=k.device)[None] >= table(block, k.device)[:, None]
+        for head in range(0, h_kv, HEADS):
+            heads = slice(head, head + HEADS)
+            queries = scaled[heads, :, start : start + BLOCK].flatten(1, 2)
+            logits = scratch[: len(queries) * g * b * m].view(-1, g * b, m)
+            torch.bmm(queries, k[heads, :m].to(sums.dtype).mT, out=logits)
+            logits.unflatten(1, (g, b))[..., all_see:].masked_fill_(hidden, -torch.inf)
+            sums[heads, :m] += torch.softmax(logits, -1, out=logits).sum(1)

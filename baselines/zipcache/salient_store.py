@@ -49,9 +49,16 @@ class SalientStore(PackedStore):
 
     # -- observing --------------------------------------------------------------------------------------------------
 
-    @property
-    def needs_sums(self) -> bool:
-        return self.rule.strategy == "all"
+    def sums_from(self, lengths: list[int]) -> int | None:
+        """The first of the recent probes: with them every query is one."""
+        if self.rule.strategy == "special":
+            return None
+        first = lengths[0]
+        for probe in reversed(self.rule.positions(first)):
+            if probe != first - 1:
+                break
+            first = probe
+        return first if first < lengths[0] else None
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         step, n, h_kv = ctx.step, q.shape[0], keys.shape[1]
@@ -70,11 +77,14 @@ class SalientStore(PackedStore):
                 new = torch.zeros((h_kv, stop), dtype=sums.dtype, device=q.device)
                 if ctx.probs is not None and probes == list(range(stop)):  # attn=standard has computed them
                     new += ctx.probs[row].sum(1, dtype=new.dtype).unflatten(0, (h_kv, -1)).sum(1)
-                elif ctx.column_sums is not None:  # so has the prompt's attention
-                    new += ctx.column_sums[row].unflatten(0, (h_kv, -1)).sum(1)
                 else:
-                    queries = q[row].index_select(1, where - stop + q.shape[2])
-                    add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in probes], ctx.scaling)
+                    left = probes
+                    known = ctx.column_sums
+                    if known is not None and known.first == self.sums_from(stored):  # the attention had their logits
+                        new += known.sums[row].unflatten(0, (h_kv, -1)).sum(1)
+                        left = probes[: len(probes) - (stop - known.first)]
+                    queries = q[row].index_select(1, where[: len(left)] - stop + q.shape[2])
+                    add_probe_sums(new, queries, keys[row, :, :stop], [p + 1 for p in left], ctx.scaling)
                 sums[row, :, : stop - start] += new[:, start:]
             counted = torch.arange(first, stop, device=q.device) if self.norm == "full" else where if probes else None
             if counted is not None:

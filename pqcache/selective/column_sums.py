@@ -108,15 +108,16 @@ def add_column_sums(
 def attend_and_sum(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, windows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a whole prompt, and its column sums: (n, t, h, d) and (n, h, t), the latter fp32 or wider.
+    """Causal attention of a prompt's last t queries, and its column sums: (n, t, h, d) and (n, h, s), the latter fp32 or wider.
 
-    q (n, h, t, d), k and v (n, h_kv, t, d), no padding; windows as in `add_column_sums`. The sums are those of
+    q (n, h, t, d), k and v (n, h_kv, s, d), no padding; windows as in `add_column_sums`. The sums are those of
     `add_column_sums`, bit by bit. The output is that of sdpa up to the order of additions.
     """
     n, h, t, _ = q.shape
-    sums = torch.zeros((n, h, t), dtype=accumulator_dtype(q), device=q.device)
+    s = k.shape[2]
+    sums = torch.zeros((n, h, s), dtype=accumulator_dtype(q), device=q.device)
     out = q.new_empty((n, t, h, v.shape[3]))
-    add_column_sums(sums, q, k, [t] * n, [t] * n, scaling, windows=windows, attended=(v, out))
+    add_column_sums(sums, q, k, [s] * n, [t] * n, scaling, windows=windows, attended=(v, out))
     return out, sums
 
 

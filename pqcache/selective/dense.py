@@ -57,14 +57,21 @@ def prefill_and_sum(
     mask: torch.Tensor | None,
     ctx: LayerContext,
     windows: Sequence[int] | None = None,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`dense_prefill` of a whole prompt in one unpadded block, and its column sums (n, h, t), from the same logits.
+    """`dense_prefill` of a whole prompt in one unpadded block, and column sums (n, h, t), from the same logits.
 
-    windows as in `add_column_sums`. None: both apart are not slower, or the attention is known or needed for one token only.
+    The sums are over queries `first` and later; those before only attend. windows as in `add_column_sums`. None: both apart are
+    not slower, or the attention is known or needed for one token only.
     """
     if ctx.recorded or ctx.last_only or mask is not None or ctx.cache.attn != "sdpa" or not together(q):
         return None
-    return attend_and_sum(q, k, v, ctx.scaling, windows)
+    out, sums = attend_and_sum(q[:, :, first:], k, v, ctx.scaling, windows)
+    if first:
+        head, keys, values = (x[:, :, :first] for x in (q, k, v))
+        early = ctx.cache.kernel(ctx.module, head, keys, values, None, scaling=ctx.scaling, dropout=0.0)[0]
+        out = torch.cat([early, out], 1)
+    return out, sums
 
 
 def _attend_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:

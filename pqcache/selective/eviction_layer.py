@@ -268,9 +268,8 @@ class EvictionLayer(Evictor, StagedLayer):
             ctx.module = Repeated(ctx.module)  # type: ignore[assignment]
         return super().prefill(q, k, v, mask, ctx)
 
-    @property
-    def needs_sums(self) -> bool:
-        return self.scorer.needs_sums
+    def sums_from(self, lengths: list[int]) -> int | None:
+        return 0 if self.scorer.needs_sums else None
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.scorer.observe(q, keys, stored, ctx)

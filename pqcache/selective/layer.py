@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,8 +67,15 @@ class LayerContext:
     scaling: float = field(init=False)  # set by the attention function
     # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
     probs: torch.Tensor | None = None
-    # of a layer that `needs_sums`: what each key of a whole prompt received from all queries (n, h, t), while it is observed
-    column_sums: torch.Tensor | None = None
+    # where a layer's `sums_from` asked for them: sums over a whole prompt's last queries, while it is observed
+    column_sums: ColumnSums | None = None
+
+
+class ColumnSums(NamedTuple):
+    """What each key of a whole prompt received from its queries number `first` and later."""
+
+    first: int
+    sums: torch.Tensor  # (n, h, t), fp32 or wider
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,8 @@ class QuantizationLayer(StagedLayer):
         super().clear()
         self.store = self.method.make_store(self.layer_idx, self.shape)
 
-    @property
-    def needs_sums(self) -> bool:
-        return self.store.needs_sums
+    def sums_from(self, lengths: list[int]) -> int | None:
+        return self.store.sums_from(lengths)
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         self.store.observe(q, keys, stored, ctx)

@@ -18,9 +18,8 @@ class Scorer(RowState):
     another (one bit per query head) needs them apart. State per row is named in `per_row`, see RowState.
     """
 
-    needs_sums = (
-        False  # whether `observe` wants what each key receives from every query of a prompt (`ctx.column_sums`)
-    )
+    # whether `observe` wants what each key receives from every query of a prompt (`ctx.column_sums`, from query 0)
+    needs_sums = False
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         """One block of the prompt: q (n, h, t, d) against all staged keys (n, h_kv, length, d); see StagedLayer.observe."""

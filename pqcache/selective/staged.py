@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pqcache.selective.dense import dense_prefill, prefill_and_sum
-from pqcache.selective.layer import LayerContext, SelectiveLayer
+from pqcache.selective.layer import ColumnSums, LayerContext, SelectiveLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import standard_probabilities, weighted_values
 from pqcache.store.base import Store
@@ -44,10 +44,12 @@ class StagedLayer(SelectiveLayer):
         Row r holds stored[r] entries; the last ctx.step.counts[r] of them are this block's.
         """
 
-    @property
-    def needs_sums(self) -> bool:
-        """Whether `observe` wants what each key receives from every query of a prompt (`ctx.column_sums`)."""
-        return False
+    def sums_from(self, lengths: list[int]) -> int | None:
+        """The query from which on `observe` wants to know what each key receives from a whole prompt's (`ctx.column_sums`).
+
+        lengths: of the prompts, all rows' alike. 0: from every query; None: from none.
+        """
+        return None
 
     # -- the flow ---------------------------------------------------------------------------------------------------
 
@@ -59,8 +61,9 @@ class StagedLayer(SelectiveLayer):
             self.fresh = (k, v)
             if ctx.cache.attn == "standard":
                 ctx.probs = standard_probabilities(q, k, mask, ctx.scaling)
-            both = prefill_and_sum(q, k, v, mask, ctx) if self.needs_sums else None
-            ctx.column_sums = None if both is None else both[1]
+            first = self.sums_from(step.total)
+            both = None if first is None else prefill_and_sum(q, k, v, mask, ctx, first=first)
+            ctx.column_sums = None if first is None or both is None else ColumnSums(first, both[1])
             self.observe(q, k, step.total, ctx)
             ctx.column_sums = None
             if both is not None:

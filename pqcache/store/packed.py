@@ -208,10 +208,9 @@ class PackedStore(RetrievalStore):
         self.k.pack(everything)
         self.v.pack(everything)
 
-    @property
-    def needs_sums(self) -> bool:
-        """Whether `observe` wants what each key receives from every query of a prompt (`ctx.column_sums`)."""
-        return False
+    def sums_from(self, lengths: list[int]) -> int | None:
+        """As StagedLayer.sums_from, for `observe`."""
+        return None
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: Any) -> None:
         """A block of the prompt attends; arguments as in StagedLayer.observe. For bit widths that depend on attention."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from baselines.combined import Coded
 from baselines.h2o import H2O
 from baselines.infllm import InfLLM
 from baselines.snapkv import SnapKV
@@ -74,10 +75,15 @@ def answers(
         (lambda: MiKV(budget=QUARTER), True),
         (lambda: InfLLM(block=8, dense_prefill=True, budget=QUARTER), True),
         (lambda: SnapKV(budget=QUARTER), False),
-        (lambda: ZipCache(budget=QUARTER), False),
+        (lambda: ZipCache(budget=QUARTER), True),
+        (lambda: ZipCache(budget=QUARTER, probes="recent", norm="full"), True),
+        (lambda: ZipCache(budget=QUARTER, probes="random"), False),
+        (lambda: ZipCache(budget=QUARTER, protocol="release"), True),
+        (lambda: Coded(policy="pqcache", codec="zipcache", budget=QUARTER), True),
+        (lambda: Coded(policy="h2o", codec="zipcache", budget=QUARTER), True),
         (lambda: H2O(budget=Budget(ratio=1.0)), False),
     ],
-    ids=["h2o", "h2o-repeat", "mikv", "infllm", "snapkv", "zipcache", "h2o-noop"],
+    ids="h2o h2o-repeat mikv infllm snapkv zipcache recent random release coded coded-h2o h2o-noop".split(),
 )
 def test_a_model_answers_as_with_both_apart(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, make: Any, wanted: bool
