@@ -233,7 +233,7 @@ def _marks(indices: torch.Tensor, h_kv: int, sinks: int, local: int, length: int
     n, h, _ = indices.shape
     kind = np.uint8 if h // h_kv <= 8 else np.uint64
     marks = np.zeros((n, h_kv, length), kind)
-    threads.run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks)
+    threads.run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks, cost=indices.numel())
     return marks
 
 
@@ -272,5 +272,21 @@ def attend_chosen(
     else:
         marks, chosen = _marks(indices, h_kv, sinks, local, length), chosen[:0]
     span = (sinks, local, length)
-    threads.run(_attend, n * h_kv * parts, query, k.numpy(), v.numpy(), chosen, marks, span, g, block, parts, out, lse)
+    rows = sinks + local + indices.shape[2] * max(1, indices.shape[1] // h_kv)  # scattered ones: half the rate
+    threads.run(
+        _attend,
+        n * h_kv * parts,
+        query,
+        k.numpy(),
+        v.numpy(),
+        chosen,
+        marks,
+        span,
+        g,
+        block,
+        parts,
+        out,
+        lse,
+        cost=n * h_kv * rows * 16 * d / threads.BYTES_PER_NS,
+    )
     return torch.from_numpy(join(out[..., :g, :], lse[..., :g])).reshape(n, 1, h, d)

@@ -255,6 +255,7 @@ def top_tokens(
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     status = np.zeros(n * h_kv, np.uint8)
     kernel = _joint if c**m <= _JOINT else _wide
+    among = codes.shape[3] if shortlist is None else shortlist.shape[2]
     threads.run(
         kernel,
         n * h_kv,
@@ -266,6 +267,7 @@ def top_tokens(
         np.asarray(k, np.int64),
         out,
         status,
+        cost=n * h_kv * (5 * among + g * c**m) if kernel is _joint else n * h_kv * among * (5 + 2 * g),
     )
     return None if status.any() else torch.from_numpy(out)
 

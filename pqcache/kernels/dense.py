@@ -145,6 +145,7 @@ def attend_all(
         _attend, n * h_kv * parts, KINDS[k.dtype], query, k.data_ptr(), v.data_ptr(),
         tuple(size * step for step in k.stride()[:3]), tuple(size * step for step in v.stride()[:3]),
         np.array(lengths, np.int64), g, block, size * d, out, lse,
+        cost=sum(lengths) * h_kv * 2 * size * d / threads.BYTES_PER_NS,
     )  # fmt: skip
     joined = join(out[..., :g, :], lse[..., :g])
     return torch.from_numpy(joined).reshape(n, 1, h, d).to(q.dtype)

@@ -41,7 +41,7 @@ def cluster_tokens(
     n, heads, _ = rank.shape
     out = np.full((n, heads, max(k)), -1, np.int64)
     lists = (x.contiguous().numpy() for x in (rank, starts, sizes, order))
-    threads.run(_clusters, n * heads, *lists, np.asarray(k, np.int64), out)
+    threads.run(_clusters, n * heads, *lists, np.asarray(k, np.int64), out, cost=out.size)
     return torch.from_numpy(out)
 
 
@@ -68,7 +68,9 @@ def _ascend(first, last, positions, length, out):
 def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
     """positions (n, H, m) int64 below `length` in ascending order, padding (-1) at the end; none comes twice in a head."""
     out = np.full(positions.shape, -1, np.int64)
-    threads.run(_ascend, positions.shape[0] * positions.shape[1], positions.contiguous().numpy(), length, out)
+    rows = positions.shape[0] * positions.shape[1]
+    cost = rows * (length + positions.shape[2])
+    threads.run(_ascend, rows, positions.contiguous().numpy(), length, out, cost=cost)
     return torch.from_numpy(out)
 
 
@@ -93,7 +95,7 @@ def _count(first, last, indices, length, counts):
 def count_distinct(indices: torch.Tensor, h_kv: int, length: int) -> torch.Tensor:
     """How many positions below `length` the query heads of a group chose together: indices (n, h, k) int64 -> (n, h_kv) int64."""
     counts = np.zeros((indices.shape[0], h_kv), np.int64)
-    threads.run(_count, counts.size, indices.numpy(), length, counts)
+    threads.run(_count, counts.size, indices.numpy(), length, counts, cost=indices.numel() + counts.size * length)
     return torch.from_numpy(counts)
 
 

@@ -112,7 +112,7 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
     """
     n, heads, _ = weights.shape
     out = np.full((n, heads, max(k)), -1, np.int64)
-    threads.run(_top, n * heads, weights.contiguous().numpy(), np.asarray(k, np.int64), out)
+    threads.run(_top, n * heads, weights.contiguous().numpy(), np.asarray(k, np.int64), out, cost=weights.numel())
     return torch.from_numpy(out)
 
 
@@ -232,7 +232,8 @@ def best_by_products(
     query[:, :, :g] = q.numpy()
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     spans, ends, counts = _spans(over, hi, k)
-    threads.run(_rank, n * h_kv, query, keys.numpy(), spans, lo, ends, counts, g, block, out)
+    cost = h_kv * sum(end - start for start, end in over) * (2 * g + 4 * r / threads.BYTES_PER_NS)
+    threads.run(_rank, n * h_kv, query, keys.numpy(), spans, lo, ends, counts, g, block, out, cost=cost)
     return torch.from_numpy(out)
 
 
@@ -249,8 +250,19 @@ def best_by_lines(
     n, h_kv = q.shape[:2]
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     spans, ends, counts = _spans(over, hi, k)
+    cost = h_kv * sum(end - start for start, end in over) * (2 * q.shape[2] + 4 * q.shape[3] / threads.BYTES_PER_NS)
     threads.run(
-        _rank_lines, n * h_kv, q.contiguous().numpy(), lines.numpy(), places.numpy(), spans, lo, ends, counts, out
+        _rank_lines,
+        n * h_kv,
+        q.contiguous().numpy(),
+        lines.numpy(),
+        places.numpy(),
+        spans,
+        lo,
+        ends,
+        counts,
+        out,
+        cost=cost,
     )
     return torch.from_numpy(out)
 
@@ -293,5 +305,6 @@ def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: i
     whole = -(-(last - first) // LANES) * LANES
     out = np.empty((n, h_kv, padded, whole), np.float32)[..., : last - first]
     positive, negative = (part.numpy() for part in parts)
-    threads.run(_bounds, n * h_kv, positive, negative, low.numpy(), high.numpy(), first, g, block, out)
+    cost = n * h_kv * (last - first) * 8 * d / threads.BYTES_PER_NS
+    threads.run(_bounds, n * h_kv, positive, negative, low.numpy(), high.numpy(), first, g, block, out, cost=cost)
     return torch.from_numpy(out)[:, :, :g].reshape(n, h, last - first)

@@ -130,7 +130,8 @@ def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.T
     query = np.zeros((n, h_kv, many, padded, d), np.float32)
     query[:, :, :, :g] = (queries * scaling).view(many, n, h_kv, g, d).permute(1, 2, 0, 3, 4).numpy()
     out = np.zeros((n, h_kv, padded, d), np.float32)
-    threads.run(_attend, n * h_kv, query, runs, g, block, out, sums.numpy())
+    cost = float(runs[..., TOKENS].sum()) * 8 * d / threads.BYTES_PER_NS
+    threads.run(_attend, n * h_kv, query, runs, g, block, out, sums.numpy(), cost=cost)
     return torch.from_numpy(out)[:, :, :g].reshape(n, h, 1, d)
 
 

@@ -19,6 +19,8 @@ from pqcache.kernels import openmp
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # (process, threads): a forked child starts its own
 _lock = threading.Lock()
 _PIECES = 4  # per thread, so that a thread that was held up does not hold up the others
+BYTES_PER_NS = 10  # that one thread reads of K and V, for `cost`
+_ALONE = 200_000  # nanoseconds of work that other threads do not speed up: they take 50 to 100 us to begin
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
@@ -29,14 +31,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
         return _pools[key]
 
 
-def run(kernel: Callable[..., None], tasks: int, *args: Any) -> None:
+def run(kernel: Callable[..., None], tasks: int, *args: Any, cost: float | None = None) -> None:
     """Call kernel(first, last, *args) on disjoint ranges that cover 0 .. tasks-1. Tasks write to places of their own.
+
+    cost: the nanoseconds that one thread takes, roughly; the calling thread does little work alone. None: unknown.
 
     The calling thread works too. Of own threads it waits for none that has not begun when nothing is left: short kernels often
     end before another thread has woken up.
     """
     threads = min(torch.get_num_threads(), tasks)
-    if threads <= 1:
+    if threads <= 1 or (cost is not None and cost < _ALONE):
         kernel(0, tasks, *args)
         return
     pieces = min(tasks, threads * _PIECES)

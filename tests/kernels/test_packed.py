@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,8 +75,12 @@ def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch:
         want = attend_coded(q, store, 0.25)
     tasks = []
     run = threads.run
-    monkeypatch.setattr(threads, "run", lambda kernel, count, *args: (tasks.append(count), run(kernel, count, *args)))
-    monkeypatch.setattr(packed, "ALONE", 0)
+
+    def counted(kernel: Any, count: int, *args: Any, **cost: Any) -> None:
+        tasks.append(count)
+        run(kernel, count, *args, **cost)
+
+    monkeypatch.setattr(threads, "run", counted)
     before = torch.get_num_threads()
     torch.set_num_threads(workers)
     try:

@@ -80,6 +80,16 @@ def test_several_threads_work(kind: str) -> None:
         assert names <= again and threading.active_count() == before
 
 
+@pytest.mark.usefixtures("three")
+def test_little_work_is_done_by_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_ALONE", 1000)
+    ranges: list[tuple[int, int]] = []
+    threads.run(lambda first, last: ranges.append((first, last)), 12, cost=999)
+    assert ranges == [(0, 12)]
+    threads.run(lambda first, last: ranges.append((first, last)), 12, cost=1000)
+    assert sorted(ranges[1:]) == [(i, i + 1) for i in range(12)]
+
+
 @pytest.mark.rest
 def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=120)

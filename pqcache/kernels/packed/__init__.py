@@ -38,8 +38,7 @@ from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
 
-# numbers in K below which the calling thread works alone, as others take longer to begin: 512 tokens of 8 heads of 128
-ALONE = 1 << 19
+CODES_PER_NS = 4  # of keys, and as many of values, for four query heads
 
 
 @numba.njit(nogil=True)
@@ -296,10 +295,7 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     high, mass = np.empty((2, len(places), HEADS), np.float32)
     sizes = np.concatenate([scratch_sizes(k, v, d), sums_sizes(v, d)])
     numbers = int((tasks[:, 3] * (tasks[:, 8] - tasks[:, 7])).sum()) * d
-    if numbers < ALONE:
-        _attend(0, len(tasks), queries, k, v, tasks, sizes, parts, high, mass)
-    else:
-        threads.run(_attend, len(tasks), queries, k, v, tasks, sizes, parts, high, mass)
+    threads.run(_attend, len(tasks), queries, k, v, tasks, sizes, parts, high, mass, cost=numbers / CODES_PER_NS)
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
     _merge(places, parts, high, mass, out, lse)
     result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, :group].reshape(n, h, 1, d)
