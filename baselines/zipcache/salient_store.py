@@ -9,6 +9,7 @@ import torch
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
+from pqcache.store.chosen import chosen_run
 from pqcache.store.layout import Run
 from pqcache.store.packed import PackedStore, PackedStream
 from pqcache.store.transfer import table
@@ -204,6 +205,25 @@ class SalientStore(PackedStore):
         keys, values = (stream.stretch(self.k.body[0], self.length, None) for stream in (self.k, self.v))
         runs.append(Run(keys, values, [[self.k.tails[0]] * self.k.heads] * len(self.lengths)))
         return runs, list(self.lengths)
+
+    def _chosen_packed(self, positions: torch.Tensor) -> list[Run] | None:
+        """A run per width."""
+        k, v = self.k.codec, self.v.codec
+        assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec)
+        if not self.k.body[0]:
+            return []
+        salient, slots = self.widths.rank(positions)
+        packed = positions < self.k.body[0]
+        runs: list[Run] = []
+        for which, own in enumerate((packed & ~salient, packed & salient)):
+            if not own.any():
+                continue
+            keys, values = k.width_layout(which), v.width_layout(which)
+            run = None if keys is None or values is None else chosen_run(keys, values, slots, own)
+            if run is None:
+                return None
+            runs.append(run)
+        return runs
 
     def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """The exact tail, if `read` is what is packed; nothing where all is read, without a run everything."""

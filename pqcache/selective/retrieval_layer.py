@@ -174,7 +174,7 @@ class RetrievalLayer(StagedLayer):
         weight = None if selection is None else _weights(selection, sinks, newest, q.shape[1])
         out = valid = None
         if indices is not None and weight is None and not _uneven(newest, cand, local):
-            out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
+            out = self.attend_in_place(q, sinks, indices, newest, ctx)
         if out is None:
             valid = _valid(sinks, selection, newest, cand, local, q.device)
             keys, values = store.read(sinks, indices, newest, self.shape.group)
@@ -193,6 +193,13 @@ class RetrievalLayer(StagedLayer):
         keys, values = self.store.view()
         lengths = self.store.lengths
         return attend_rows(q, keys, values, lengths, ctx.scaling), sum(lengths) / len(lengths)
+
+    def attend_in_place(
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, ctx: LayerContext
+    ) -> torch.Tensor | None:
+        """Attention of q (n, h, 1, d) over tokens where they are stored, see RetrievalStore: (n, 1, h, d), or None."""
+        assert self.store is not None
+        return self.store.attend_in_place(q, sinks, indices, local, ctx.scaling)
 
     def attend_chosen(
         self,

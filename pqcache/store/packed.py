@@ -10,6 +10,7 @@ import torch
 
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
+from pqcache.store.chosen import chosen_run
 from pqcache.store.codec import Codec, right_align
 from pqcache.store.layout import Codes, Run
 from pqcache.store.transfer import table
@@ -250,6 +251,32 @@ class PackedStore(RetrievalStore):
         if exact and runs and start == max(both) and self.even():
             return self._with_exact(runs, start, [x[0] if x and len(x) == 1 else None for x in (k, v)])
         return runs, [min(end, start) for end in both]
+
+    def chosen_runs(self, positions: torch.Tensor) -> list[Run] | None:
+        """Tokens at positions (n, h_kv, m), no padding, as kernels read them: packed ones gathered as codes, then exact ones.
+
+        None where they cannot be: see `chosen.gathered`. K and V have packed the same tokens of each row, and as many of all.
+        """
+        if not self.even() or self.k.body != self.v.body:
+            return None
+        packed = self._chosen_packed(positions)
+        if packed is None or not any(self.k.tails):
+            return packed
+        first = self.k.body[0]
+        tail = self.length - first
+        keys, values = (stream.stretch(first, self.length, None) for stream in (self.k, self.v))
+        exact = chosen_run(keys, values, (positions - first).clamp(0, tail - 1), positions >= first)
+        return None if exact is None else [*packed, exact]
+
+    def _chosen_packed(self, positions: torch.Tensor) -> list[Run] | None:
+        """The packed ones among them."""
+        k, v = self.k.codec.layout(), self.v.codec.layout()
+        if not self.k.body[0]:
+            return []
+        if not k or not v or len(k) > 1 or len(v) > 1:
+            return None
+        run = chosen_run(k[0], v[0], positions.clamp_max(self.k.body[0] - 1), positions < self.k.body[0])
+        return None if run is None else [run]
 
     def even(self) -> bool:
         """Whether all rows have as many packed tokens, and as many exact ones, in fp32."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines.combined import coded
 from baselines.combined.coded import Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
+from pqcache import kernels
 from pqcache.pq import PQCache
 from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.selective.ledger import unique_bytes
+from pqcache.selective.quantization import attend_chosen_codes
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
 from tests.invariants.drive import Session, logits, tokens
@@ -42,6 +46,34 @@ def recorded(model: PreTrainedModel, method: Any, s: int, steps: int) -> tuple[S
         for token in tokens(steps, 2):
             session.step([token])
     return cache, chosen, queries
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "served"),
+    [("zipcache", {}, True), ("int8", {}, True), ("kivi", {"group": 16, "residual": 32}, False)],
+)
+def test_chosen_codes_are_attended_by_a_kernel_as_decoded_ones(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, codec: str, options: dict, served: bool
+) -> None:
+    """In fp32; 64-bit models always decode."""
+    pytest.importorskip("numba")
+    model = deepcopy(llama).float()
+    method = Coded(**QUARTER, policy="sparq", codec=codec, codec_options=options)
+    parts: list[bool] = []
+
+    def counted(*args: Any) -> Any:
+        part = attend_chosen_codes(*args)
+        parts.append(part is not None)
+        return part
+
+    monkeypatch.setattr(coded, "attend_chosen_codes", counted)
+    steps = [[token] for token in tokens(4, 2)]
+    with torch.no_grad():
+        got = logits(model, method, [tokens(150, 1)], steps)
+        with kernels.plain_torch():
+            want = logits(model, method, [tokens(150, 1)], steps)
+    assert parts == [served] * 4 * len(model.model.layers)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.rest

@@ -1,0 +1,53 @@
+"""Chosen tokens of a packed store, attended as codes: as over what they decode to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pqcache.selective.attention import partial
+from pqcache.selective.quantization import attend_chosen_codes
+from pqcache.store.chosen import compacted
+from tests.baselines.coded_stores import METHODS, store_of
+from tests.baselines.fed import drawn
+
+pytest.importorskip("numba")
+
+# codes whose place says more: steps per segment of tokens, outliers, low-rank parts, tails of K and V that differ
+PLACED = [name for name in METHODS if name.startswith(("kivi", "gear")) and "without" not in name]
+
+
+def chosen(length: int, m: int, n: int, heads: int) -> torch.Tensor:
+    """m ascending positions of `length` per row and head, the newest three among them."""
+    generator = torch.Generator().manual_seed(m)
+    picks = [torch.randperm(length - 3, generator=generator)[: m - 3].sort().values for _ in range(n * heads)]
+    newest = torch.arange(length - 3, length).expand(n * heads, -1)
+    return torch.cat([torch.stack(picks), newest], 1).view(n, heads, m)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("steps", "n", "d"), [(5, 1, 64), (0, 2, 16)])
+def test_equals_attention_over_decoded_tokens(name: str, steps: int, n: int, d: int) -> None:
+    store = store_of(METHODS[name], [140] * n, steps, seed=3, d=d)
+    positions, q = chosen(140 + steps, 50, n, 2), drawn(7, n, 6, 1, d)
+    got = attend_chosen_codes(q, store, positions, d**-0.5)
+    if name in PLACED:
+        assert got is None
+        return
+    assert got is not None
+    want = partial(q, store.k.take(positions), store.v.take(positions), d**-0.5)
+    torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_differ_are_not_served() -> None:
+    store = store_of(METHODS["zipcache"], [140, 120], 0, seed=4)
+    assert attend_chosen_codes(drawn(7, 2, 4, 1, 16), store, chosen(120, 20, 2, 2), 0.25) is None
+
+
+def test_compacted_keeps_the_order_of_every_head() -> None:
+    values = torch.tensor([[[5, 6, 7, 8], [1, 2, 3, 4]]])
+    inside = torch.tensor([[[True, False, True, True], [False, False, True, False]]])
+    out, counts = compacted(values, inside)
+    assert out.tolist() == [[[5, 7, 8], [3, 0, 0]]] and counts.tolist() == [[3, 1]]
+    assert compacted(values, inside & False)[0].shape == (1, 2, 0)
