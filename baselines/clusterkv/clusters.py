@@ -92,7 +92,7 @@ class _NativePoints(_Points):
 
     def __init__(self, x: torch.Tensor, distance: str) -> None:
         self.keys, self.distance = x, distance
-        self.middle = x.mean(1, keepdim=True) if distance == "l2" else torch.zeros_like(x[:, :1])
+        self.origin = x.mean(1, keepdim=True) if distance == "l2" else torch.zeros_like(x[:, :1])  # (G, 1, d)
 
     def _pass(self, centroids: torch.Tensor, add: bool) -> tuple[torch.Tensor, ...]:
         from pqcache.kernels.nearest import nearest
@@ -100,14 +100,14 @@ class _NativePoints(_Points):
         if self.distance == "cosine":
             centroids = _unit(centroids)
         product = self.distance != "l2"
-        return nearest(self.keys, centroids - self.middle, self.middle, add=add, product=product)
+        return nearest(self.keys, centroids - self.origin, self.origin, add=add, product=product)
 
     def codes(self, centroids: torch.Tensor) -> torch.Tensor:
         return self._pass(centroids, add=False)[0].long()
 
     def round(self, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes, _, sums, counts = self._pass(centroids, add=True)
-        return codes.long(), sums / counts.clamp_min(1)[..., None] + self.middle, counts
+        return codes.long(), sums / counts.clamp_min(1)[..., None] + self.origin, counts
 
 
 def cluster_points(x: torch.Tensor, distance: str) -> _Points:
