@@ -271,7 +271,8 @@ def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndar
                     tasks.append((line, number, row, head, heads, line, blocks, len(places), start, end))
                     places += range(line, line + heads * blocks, blocks)
     ordered = np.array(sorted(tasks), np.int64).reshape(-1, 10)
-    return ordered[:, 1:], np.array(places, np.int64)
+    # contiguous for any number of tasks: numba would compile the kernel again for another layout
+    return np.ascontiguousarray(ordered[:, 1:]), np.array(places, np.int64)
 
 
 def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
