@@ -8,6 +8,7 @@ or behind it on its line, describes the option; `make configs` writes it into co
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -51,9 +52,12 @@ def without_retired(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Field name -> (type, default) of a dataclass."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     left_out = set(skip)
     return {f.name: (hints[f.name], default_of(f)) for f in fields(cls) if f.name not in left_out}
+
+
+_hints = functools.cache(typing.get_type_hints)  # evaluates annotations, which are text
 
 
 def default_of(f: Field) -> Any:
@@ -169,6 +173,7 @@ COMMENTS = "__comments__"  # the attribute of a class that has no source of its 
 FOR_TOOLS = ("type:", "fmt:", "noqa")  # comments that say nothing of an option
 
 
+@functools.cache
 def _beside_fields(cls: type) -> dict[str, str]:
     """Annotated name -> its comment."""
     if cls.__module__ == "builtins":
