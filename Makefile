@@ -12,7 +12,8 @@ ROWS      := $(if $(or $(wildcard $(OUT)/runs),$(filter results,$(OUT))),$(OUT)/
 
 RUN       := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-PYTEST    := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
+# Many processes import the same: their compiled modules are kept, whatever the environment says.
+PYTEST    := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-rest test-all test-slow lint configs docs picture lock format heatmaps pocket profile report tables missing math clean clean-venv
