@@ -13,8 +13,6 @@ import yaml
 import run
 from pqcache import fields, registry
 from pqcache.fields import option_fields
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.run import models
 
@@ -236,22 +234,6 @@ def test_every_method_has_its_file() -> None:
     assert files == set(registry.METHODS)
     for path in (REPO / "configs").glob("[mt]*/*.yaml"):
         assert yaml.safe_load(path.read_text())["name"] == path.stem
-
-
-@pytest.mark.rest
-def test_experiment_files_start_with_their_command_and_sweep() -> None:
-    files = list((REPO / "configs" / "experiment").glob("*.yaml"))
-    assert files
-    for path in files:
-        command = path.read_text().splitlines()[0].removeprefix("# python run.py ").split()
-        consent = ["task.execute=true"] if path.stem == "zipcache_tableB" else []  # HumanEval runs what a model wrote
-        assert command == [f"experiment={path.stem}", *consent]
-        assert yaml.safe_load(path.read_text())["hydra"]["mode"] == "MULTIRUN"
-        plan = make_plan(compose_all(command, REPO / "configs"))  # every cell is a valid one
-        for cell in plan.cells:  # a sweep over budgets may ask quantizers of bits for one that they have no bits for
-            share_of_bits = cell.identity["method"]["name"] in ("zipcache", "mikv") and "budget" in (cell.skip or "")
-            assert cell.skip is None or share_of_bits, path.stem
-        assert {name for names in plan.best_of.values() for name in names} <= {n for c in plan.cells for n in c.names}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def keys() -> list[str]:
 
 value = st.one_of(
     st.sampled_from(NASTY),
-    st.text(max_size=30),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=30),  # the codec of the default takes seconds to list
     st.integers().map(str),
     st.floats().map(str),
     st.lists(st.integers(-5, 5000), max_size=4).map(str),
@@ -119,7 +119,7 @@ def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None
 
 
 @pytest.mark.rest
-@examples(2000)
+@examples(600)
 @given(line)
 def test_many_command_lines(argv: list[str]) -> None:
     compose(argv)
@@ -136,11 +136,11 @@ def test_groups_compose_as_hydra_composes_them(group: str) -> None:
 
 
 EXPERIMENTS = [path.stem for path in sorted((run.CONFIGS / "experiment").glob("*.yaml"))]
+USUAL = ["demo", "pqcache_table2"]
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["pqcache_table2", "demo", *(pytest.param(n, marks=pytest.mark.rest) for n in EXPERIMENTS)],
+    "name", [*USUAL, *(pytest.param(n, marks=pytest.mark.rest) for n in EXPERIMENTS if n not in USUAL)]
 )
 def test_groups_compose_as_hydra_composes_them_in_an_experiment(name: str) -> None:
     folder = run.CONFIGS.resolve()

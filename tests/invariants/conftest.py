@@ -24,10 +24,11 @@ def build(architecture: str) -> PreTrainedModel:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case, and in the rest another one of
-    every second case, the others in the next test.
+    """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
-    What a cache refuses, and how rows are fed together, depends on the method, not on the architecture: one is enough there.
+    By default it takes the first setting of every method and every second one of the further settings; the next test takes the
+    others. The rest has those that are left out, and every second first setting on another architecture. What a cache refuses,
+    and how rows are fed together, depends on the method, not on the architecture: one is enough there.
     """
     if "case" not in metafunc.fixturenames:
         return
@@ -35,14 +36,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", CASES, ids=lambda case: case.id)
         return
     test = metafunc.definition.name
-    more = slice(zlib.crc32(test.encode()) // 16 % 2, None, 2)
-    shifts = [(0, slice(None), ()), (4, more, pytest.mark.rest)]
-    if metafunc.module.__name__.endswith(("test_refusals", "test_batch")):
-        shifts = shifts[:1]
+    parity = zlib.crc32(test.encode()) // 16 % 2
+    first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
+    more = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[parity::2]
+    later = [case for case in CASES if case.number][parity::2]  # not by default
+    marked = [(case, name, case in later) for case, name in pairs(test)] + [(case, name, True) for case, name in more]
     chosen = [
-        pytest.param(case, name, id=f"{case.id}-{name}", marks=marks)
-        for shift, which, marks in shifts
-        for case, name in pairs(test, shift)[which]
+        pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.rest if rest else ())
+        for case, name, rest in marked
     ]
     metafunc.parametrize(("case", "model"), chosen, indirect=["model"])
 

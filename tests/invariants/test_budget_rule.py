@@ -164,8 +164,9 @@ def test_rows_of_a_batch_keep_their_own_budgets(llama: PreTrainedModel, usual: C
 
 
 @pytest.mark.rest
-def test_rows_of_a_batch_keep_their_own_budgets_in_every_setting(llama: PreTrainedModel, case: Case) -> None:
-    compare_rows(llama, case)
+@pytest.mark.parametrize("further", [pytest.param(case, id=case.id) for case in CASES if case.number])
+def test_rows_of_a_batch_keep_their_own_budgets_in_every_setting(llama: PreTrainedModel, further: Case) -> None:
+    compare_rows(llama, further)
 
 
 def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel) -> None:
