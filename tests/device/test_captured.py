@@ -132,7 +132,7 @@ def state(cache: SelectiveCache) -> list:
     return [x.tolist() for layer in cache.layers for x in layer.tensors()["device"]]
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 2))
+@pytest.mark.parametrize("name", thin(METHODS, 4))
 def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, device: None, name: str) -> None:
     """Whenever the replays stop, the host knows what the device has done, and ordinary steps go on from there."""
     with attach(llama):
@@ -228,15 +228,14 @@ def prompt(*lengths: int) -> list[list[int]]:
 
 
 # of the decode steps the first is an ordinary one, and the second runs before it is recorded
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("method", "new_tokens", "replays"),
     [
         (lambda: KIVI(group=8, residual=8), 14, 10),  # the 8th packs keys; values are packed one by one, on the device
-        pytest.param(lambda: Int8(), 14, 11, marks=pytest.mark.rest),
-        pytest.param(
-            lambda: ZipCache(budget=Budget(ratio=0.2), gap=6), 20, 8, marks=pytest.mark.rest
-        ),  # the 6th and 12th; then few
-        pytest.param(lambda: StreamingLLM(budget=Budget(ratio=0.5)), 14, 11, marks=pytest.mark.rest),
+        (lambda: Int8(), 14, 11),
+        (lambda: ZipCache(budget=Budget(ratio=0.2), gap=6), 20, 8),  # the 6th and 12th; then few
+        (lambda: StreamingLLM(budget=Budget(ratio=0.5)), 14, 11),
     ],
 )
 def test_steps_that_pack_run_unrecorded(
@@ -291,11 +290,11 @@ def test_a_device_that_refuses_costs_a_note(
         raise RuntimeError("operation not permitted when stream is capturing")
         yield
 
-    expected = answer(llama, METHODS["resident"](), "off")
+    expected = answer(llama, Full(), "off")
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
     with pytest.warns(RuntimeWarning, match="not permitted"):
-        assert answer(llama, METHODS["resident"](), "auto") == expected
+        assert answer(llama, Full(), "auto") == expected
     assert not recordable
 
 

@@ -54,6 +54,7 @@ def test_answers_are_those_of_single_prompts(command: Command, tmp_path: Path) -
     assert batch_text([one, two]) == "batch 1 / 2"
 
 
+@pytest.mark.rest
 def test_a_batch_goes_on_where_it_stopped(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
 ) -> None:

@@ -65,6 +65,7 @@ def test_every_figure_has_its_experiment(name: str) -> None:
     assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"
 
 
+@pytest.mark.rest
 def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["experiment=zipcache_fig6", "task.length=64,96", *TINY, f"out={tmp_path}"]
     assert run.main(argv) == 0

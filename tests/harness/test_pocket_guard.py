@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 import run
 from pqcache.harness.report.rows import Row, read_row
@@ -21,7 +20,6 @@ def rows_of(folder: Path) -> dict[str, Row]:
 @pytest.mark.rest
 @pytest.mark.timeout(900)
 def test_full_oracle_and_pqcache_reach_their_recorded_scores(tmp_path: Path) -> None:
-    torch.set_num_threads(max(torch.get_num_threads(), 2))
     recorded = rows_of(RECORDED)
     assert recorded.keys() == {"full", "oracle", "pqcache"}
     assert run.main(["experiment=pocket_guard", f"out={tmp_path}", "wandb=disabled"]) == 0

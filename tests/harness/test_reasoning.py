@@ -168,6 +168,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.rest
 def test_mathematics_with_packages_of_its_own(
     stub: Path,
     tiny: Path,

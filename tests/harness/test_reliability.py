@@ -87,6 +87,7 @@ def test_a_damaged_line_is_one_line_and_is_made_again(
     assert len(generated) == 3
 
 
+@pytest.mark.rest
 def test_an_unreadable_configuration_costs_no_other_cell(
     command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

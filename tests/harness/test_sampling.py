@@ -82,6 +82,7 @@ def test_the_same_answers_in_any_order(
     assert timed == [0, 0, 0]
 
 
+@pytest.mark.rest
 def test_a_tiny_temperature_answers_as_greedy(command: Command, tmp_path: Path) -> None:
     assert command("method=snapkv", "budget=0.3", out=tmp_path / "greedy") == 0
     assert command("method=snapkv", "budget=0.3", "decode.temperature=1e-7", out=tmp_path / "drawn") == 0

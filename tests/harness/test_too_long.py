@@ -127,6 +127,7 @@ def test_units(tiny: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert [(row["n_samples"], row["n_skipped"]) for row in rows if row is not None] == [(4, 1)] * 2
 
 
+@pytest.mark.rest
 def test_a_prompt_is_tokenized_once_for_all_cells(
     tiny: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ def build(architecture: str) -> PreTrainedModel:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
-    By default it takes the first setting of every method and every second one of the further settings; the next test takes the
+    By default it takes the first setting of every method and every third one of the further settings; other tests take the
     others. The rest has those that are left out, and every second first setting on another architecture. What a cache refuses,
     and how rows are fed together, depends on the method, not on the architecture: one is enough there.
     """
@@ -36,11 +36,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", CASES, ids=lambda case: case.id)
         return
     test = metafunc.definition.name
-    parity = zlib.crc32(test.encode()) // 16 % 2
+    number = zlib.crc32(test.encode()) // 16
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
-    more = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[parity::2]
-    later = [case for case in CASES if case.number][parity::2]  # not by default
-    marked = [(case, name, case in later) for case, name in pairs(test)] + [(case, name, True) for case, name in more]
+    more = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
+    usual = [case for case in CASES if case.number][number % 3 :: 3]
+    marked = [(case, name, case.number > 0 and case not in usual) for case, name in pairs(test)]
+    marked += [(case, name, True) for case, name in more]
     chosen = [
         pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.rest if rest else ())
         for case, name, rest in marked

@@ -66,6 +66,7 @@ def python(command: str) -> list[str]:
     return [sys.executable, *rest]
 
 
+@pytest.mark.rest
 def test_the_example_has_a_yaml_with_every_option(project: Path) -> None:
     options = yaml.safe_load((project / "configs" / "method" / "keynorm.yaml").read_text())
     assert options["name"] == "keynorm"

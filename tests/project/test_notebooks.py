@@ -40,13 +40,8 @@ def _execute(path: Path, parameters: str | None, folder: Path, monkeypatch: pyte
     return page
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param({"full": (98.5, None), "streaming": (31.25, -67.25)}, id="rows"),
-        pytest.param({}, id="empty", marks=pytest.mark.rest),
-    ],
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("rows", [{"full": (98.5, None), "streaming": (31.25, -67.25)}, {}], ids=["rows", "empty"])
 def test_tables_notebook(rows: dict[str, tuple], repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for method, (score, difference) in {**rows, HOSTILE: (7.0, None)}.items() if rows else ():
         (tmp_path / method).mkdir()
