@@ -10,6 +10,8 @@ from scripts.embedded.network import MAX_POSITION
 from scripts.embedded.recipes import Stage
 from scripts.embedded.training_rows import RowMaker
 
+pytestmark = pytest.mark.rest  # making a maker takes seconds
+
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.45), (1024, 0.4), (4096, 0.0)])
 @pytest.mark.parametrize("families", [0.0, 1.0])

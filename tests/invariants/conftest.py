@@ -26,7 +26,7 @@ def build(architecture: str) -> PreTrainedModel:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
-    By default it takes the first setting of every method and every third one of the further settings; other tests take the
+    By default it takes the first setting of every method and every fifth one of the further settings; other tests take the
     others. The rest has those that are left out, and every second first setting on another architecture. What a cache refuses,
     and how rows are fed together, depends on the method, not on the architecture: one is enough there.
     """
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     number = zlib.crc32(test.encode()) // 16
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
     more = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
-    usual = [case for case in CASES if case.number][number % 3 :: 3]
+    usual = [case for case in CASES if case.number][number % 5 :: 5]
     marked = [(case, name, case.number > 0 and case not in usual) for case, name in pairs(test)]
     marked += [(case, name, True) for case, name in more]
     chosen = [

@@ -16,6 +16,12 @@ TINY = ["--model", "tiny", "--rounds", "1", "--prefill-rounds", "1", "--steps", 
 FAMILIES = ["full", "pqcache", "streaming", "int8", "infllm"]
 
 
+@pytest.fixture(autouse=True)
+def _allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets the C library for its whole process, which here goes on with other tests."""
+    monkeypatch.setattr("scripts.bench.methods.keep_freed_memory", lambda: True)
+
+
 def run(out: Path, *argv: str) -> dict[str, Any]:
     """The figures that the command writes."""
     bench_methods.main([*TINY, *argv, "--json", str(out)])
