@@ -233,7 +233,7 @@ def _marks(indices: torch.Tensor, h_kv: int, sinks: int, local: int, length: int
     n, h, _ = indices.shape
     kind = np.uint8 if h // h_kv <= 8 else np.uint64
     marks = np.zeros((n, h_kv, length), kind)
-    threads.run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks, cost=indices.numel())
+    threads.run(_mark, n * h_kv, indices.contiguous().numpy(), sinks, local, length, marks, cost=indices.numel())
     return marks
 
 
@@ -266,7 +266,7 @@ def attend_chosen(
     parts = max(1, min(-(-2 * workers // (n * h_kv)), 8)) if workers > 1 else 1
     out = np.zeros((n, h_kv, parts, padded, d), np.float32)
     lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
-    chosen = indices.numpy()
+    chosen = indices.contiguous().numpy()
     if indices.shape[1] in (1, h_kv):
         marks = np.zeros((1, 1, 1), np.uint8)
     else:

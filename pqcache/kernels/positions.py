@@ -95,7 +95,9 @@ def _count(first, last, indices, length, counts):
 def count_distinct(indices: torch.Tensor, h_kv: int, length: int) -> torch.Tensor:
     """How many positions below `length` the query heads of a group chose together: indices (n, h, k) int64 -> (n, h_kv) int64."""
     counts = np.zeros((indices.shape[0], h_kv), np.int64)
-    threads.run(_count, counts.size, indices.numpy(), length, counts, cost=indices.numel() + counts.size * length)
+    threads.run(
+        _count, counts.size, indices.contiguous().numpy(), length, counts, cost=indices.numel() + counts.size * length
+    )
     return torch.from_numpy(counts)
 
 
