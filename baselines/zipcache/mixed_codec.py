@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pqcache.store.buffer import take_tokens
+from pqcache.store.buffer import dense, take_tokens
 from pqcache.store.codec import Codec
 from pqcache.store.layout import Codes
 from pqcache.store.quantizer import (
@@ -138,7 +138,7 @@ class MixedCodec(Codec):
         mask = self.widths.coming[row] == salient
         members = self.widths.salient[row] if salient else x.shape[1] - self.widths.salient[row]
         order = mask.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[:, :members]
-        return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+        return take_tokens(dense(x[None]), order[None])[0]
 
     def _scale(self, rows: list[torch.Tensor]) -> torch.Tensor | None:
         """Divisors of the new tokens' channels, (n, h_kv, d); where they grew, old tokens are packed again."""

@@ -15,8 +15,8 @@ from pqcache.selective.budget import floor_share
 from pqcache.store.transfer import table
 
 PROBES = ("random_recent", "random", "recent", "special", "all")
-BLOCK = 128  # probes whose logits exist at a time
-HEADS = 2  # KV heads whose logits exist at a time
+BLOCK = 32  # probes whose logits exist at a time: neighbours see nearly as many keys
+HEADS = 4  # KV heads whose logits exist at a time
 
 
 @dataclass(frozen=True)
