@@ -14,17 +14,15 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.dense import join
-from pqcache.kernels.nearest import LANES
+from pqcache.kernels.registers import LANES, exp_below, largest
 from pqcache.kernels.vectors import (
     FP32,
     ROWS,
     STAMP,
     add,
     dot,
-    exp_below,
     fetch,
     head_block,
-    largest,
 )
 
 _TILE = 256  # tokens between two updates of the running maximum

@@ -14,17 +14,15 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.nearest import LANES
+from pqcache.kernels.registers import LANES, exp_below, largest
 from pqcache.kernels.vectors import (
     KINDS,
     ROWS,
     STAMP,
     add,
     dot,
-    exp_below,
     fetch,
     head_block,
-    largest,
 )
 
 _TILE = 256  # tokens between two updates of the running maximum; a multiple of LANES and ROWS

@@ -7,7 +7,9 @@ cluster's sum while it is still in the cache. So memory is read once per point.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -15,63 +17,42 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from pqcache.kernels import threads
+from pqcache.kernels import registers, threads
+from pqcache.kernels.registers import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    greater,
+    load,
+    multiply_add,
+    number,
+    spread,
+    store,
+)
 
-# features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
-FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-_WIDE = "+avx512f" in FEATURES
-LANES = 16 if _WIDE else 8  # floats per vector register
+_STAMP = hashlib.sha256(Path(registers.__file__).read_bytes()).hexdigest()  # numba's cache looks at this file alone
 _VECTORS = 4  # registers of centroids side by side
-_POINTS = 4 if _WIDE else 2  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
+_POINTS = LANES // 4  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
 _COLUMNS = LANES * _VECTORS  # centroids per tile
 # points per task: sums are added block by block, so that the result does not depend on the number of threads
 _BLOCK = 2048
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, LANES)
-_WHOLE = ir.VectorType(_I32, LANES)
-
-
-def _at(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(_at(builder, address, kind), align=4)
-
-
-def _spread(builder: Any, scalar: Any, kind: Any) -> Any:
-    """A vector of `kind` that has the scalar in every lane."""
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_WHOLE, [0] * LANES))
-
-
-def _function(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _greater(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _number(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
 
 def _multiply_add(builder: Any, rows: list[Any], centroids: Any, d: Any, sums: list[list[Any]]) -> None:
     """sums[p][v] += x_p . c over d entries; x_p at rows[p], centroids (d, columns)."""
-    fma = _function(builder, f"llvm.fma.v{LANES}f32", _VECTOR, _VECTOR, _VECTOR, _VECTOR)
     with cgutils.for_range(builder, d) as loop:
-        offset = builder.mul(loop.index, _number(4))
-        line = builder.add(centroids, builder.mul(loop.index, _number(4 * _COLUMNS)))
-        columns = [_load(builder, builder.add(line, _number(4 * LANES * v)), _VECTOR) for v in range(len(sums[0]))]
+        offset = builder.mul(loop.index, number(4))
+        line = builder.add(centroids, builder.mul(loop.index, number(4 * _COLUMNS)))
+        columns = [load(builder, builder.add(line, number(4 * LANES * v)), FLOATS) for v in range(len(sums[0]))]
         for row, of_point in zip(rows, sums, strict=True):
-            entries = _spread(builder, _load(builder, builder.add(row, offset), _F32), _VECTOR)
+            entries = spread(builder, load(builder, builder.add(row, offset), F32))
             for column, place in zip(columns, of_point, strict=True):
-                builder.store(builder.call(fma, [entries, column, builder.load(place)]), place)
+                builder.store(multiply_add(builder, entries, column, builder.load(place)), place)
 
 
 def _make_tile(points: int, vectors: int = _VECTORS) -> Any:
@@ -87,34 +68,35 @@ def _make_tile(points: int, vectors: int = _VECTORS) -> Any:
 
         def generate(context, builder, signature, args):
             x, step, centroids, bias, d, values, indices = args
-            first_bit = _function(builder, "llvm.cttz.i64", _I64, _I64, ir.IntType(1))
+            count = ir.FunctionType(I64, [I64, ir.IntType(1)])
+            first_bit = cgutils.get_or_insert_function(builder.module, count, "llvm.cttz.i64")
 
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(points)]
+            sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(points)]
             for v in range(vectors):
-                start = _load(builder, builder.add(bias, _number(4 * LANES * v)), _VECTOR)
+                start = load(builder, builder.add(bias, number(4 * LANES * v)), FLOATS)
                 for p in range(points):
                     builder.store(start, sums[p][v])
-            rows = [builder.add(x, builder.mul(step, _number(p))) for p in range(points)]
+            rows = [builder.add(x, builder.mul(step, number(p))) for p in range(points)]
             _multiply_add(builder, rows, centroids, d, sums)
             for p in range(points):
                 scores = [builder.load(s) for s in sums[p]]
                 best = scores[0]
                 for other in scores[1:]:
-                    best = _greater(builder, other, best)
+                    best = greater(builder, other, best)
                 half = LANES // 2  # fold halves onto each other: LLVM's own reduction visits the lanes one by one
                 while half:
-                    lanes = ir.Constant(_WHOLE, [lane ^ half for lane in range(LANES)])
-                    other = builder.shuffle_vector(best, ir.Constant(_VECTOR, ir.Undefined), lanes)
-                    best = _greater(builder, other, best)
+                    lanes = ir.Constant(WORDS, [lane ^ half for lane in range(LANES)])
+                    other = builder.shuffle_vector(best, ir.Constant(FLOATS, ir.Undefined), lanes)
+                    best = greater(builder, other, best)
                     half //= 2
-                top = builder.extract_element(best, ir.Constant(_I32, 0))
-                bits = _number(0)
+                bits = number(0)
                 for v in range(vectors):
                     equal = builder.bitcast(builder.fcmp_ordered("==", scores[v], best), ir.IntType(LANES))
-                    bits = builder.or_(bits, builder.shl(builder.zext(equal, _I64), _number(LANES * v)))
-                index = builder.trunc(builder.call(first_bit, [bits, ir.Constant(ir.IntType(1), 0)]), _I32)
-                builder.store(top, _at(builder, builder.add(values, _number(4 * p)), _F32), align=4)
-                builder.store(index, _at(builder, builder.add(indices, _number(4 * p)), _I32), align=4)
+                    bits = builder.or_(bits, builder.shl(builder.zext(equal, I64), number(LANES * v)))
+                index = builder.trunc(builder.call(first_bit, [bits, ir.Constant(ir.IntType(1), 0)]), I32)
+                top = builder.extract_element(best, ir.Constant(I32, 0))
+                store(builder, top, builder.add(values, number(4 * p)))
+                store(builder, index, builder.add(indices, number(4 * p)))
             return context.get_dummy_value()
 
         return signature, generate
@@ -133,17 +115,17 @@ def _rowwise(join: Callable[[Any, Any, Any], Any], doc: str) -> Any:
     def generate_row(typingctx, out, a, b, d):
         def generate(context, builder, signature, args):
             out, a, b, d = args
-            whole = builder.udiv(d, _number(LANES))
-            done = builder.mul(whole, _number(LANES))
+            whole = builder.udiv(d, number(LANES))
+            done = builder.mul(whole, number(LANES))
             for kind, first, count, size in (
-                (_VECTOR, _number(0), whole, LANES),
-                (_F32, done, builder.sub(d, done), 1),
+                (FLOATS, number(0), whole, LANES),
+                (F32, done, builder.sub(d, done), 1),
             ):
                 with cgutils.for_range(builder, count) as loop:
-                    entry = builder.add(first, builder.mul(loop.index, _number(size)))
-                    offset = builder.mul(entry, _number(4))
-                    x, y = (_load(builder, builder.add(row, offset), kind) for row in (a, b))
-                    builder.store(join(builder, x, y), _at(builder, builder.add(out, offset), kind), align=4)
+                    entry = builder.add(first, builder.mul(loop.index, number(size)))
+                    offset = builder.mul(entry, number(4))
+                    x, y = (load(builder, builder.add(row, offset), kind) for row in (a, b))
+                    store(builder, join(builder, x, y), builder.add(out, offset))
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 4), generate
@@ -156,61 +138,68 @@ _subtract = _rowwise(lambda builder, x, y: builder.fsub(x, y), "out = a - b")
 _add = _rowwise(lambda builder, x, y: builder.fadd(x, y), "out = a + b")
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
-def _pass(first, last, x, group_step, step, groups, middle, centroids, bias, codes, best, sums, counts):
-    """Tasks are (group, block of points); middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
+def _make_pass(stamp: str) -> Any:
+    @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
+    def kernel(first, last, x, group_step, step, groups, middle, centroids, bias, codes, best, sums, counts):
+        """Tasks are (group, block of points); middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
 
-    x is the address of points (G, N, d), whose groups are group_step bytes apart, and points of a group step bytes. Writes
-    codes and best (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
-    """
-    n, d = codes.shape[1], middle.shape[1]
-    blocks = (n + _BLOCK - 1) // _BLOCK
-    tiles, last_centroid = centroids.shape[1], sums.shape[2] - 1
-    last_vectors = (last_centroid % _COLUMNS) // LANES + 1  # of the last tile that hold a centroid
-    values = np.empty(_POINTS, np.float32)
-    indices = np.empty(_POINTS, np.int32)
-    centered = np.empty((_POINTS, d), np.float32)  # the points less the mean, read by every tile of centroids
-    at, width = centered.ctypes.data, 4 * d
-    adding = sums.shape[1] > 0
-    for task in range(first, last):
-        a, block = task // blocks, task % blocks
-        shift = middle[a]
-        base, center = x + groups[a] * group_step, shift.ctypes.data
-        if adding:
-            total, size = sums[a, block], counts[a, block]
-            sums_at = total.ctypes.data
-        i = block * _BLOCK
-        end = min(n, i + _BLOCK)
-        while i < end:
-            many = end - i >= _POINTS
-            points_now = _POINTS if many else 1
-            for p in range(points_now):
-                _subtract(at + p * width, base + (i + p) * step, center, d)
-            for tile in range(tiles):
-                line, low = centroids[a, tile].ctypes.data, bias[a, tile].ctypes.data
-                vectors = _VECTORS if tile < tiles - 1 else last_vectors
-                if not many:
-                    _single(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                elif vectors == 4:
-                    _tile(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                elif vectors == 3:
-                    _tile3(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                elif vectors == 2:
-                    _tile2(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                else:
-                    _tile1(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                for p in range(points_now):
-                    if tile == 0 or values[p] > best[a, i + p]:
-                        best[a, i + p] = values[p]
-                        # for a point of NaN the index is past all centroids
-                        codes[a, i + p] = min(indices[p] + tile * _COLUMNS, last_centroid)
+        x is the address of points (G, N, d), whose groups are group_step bytes apart, and points of a group step bytes. Writes
+        codes and best (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
+        """
+        stamp  # noqa: B018
+        n, d = codes.shape[1], middle.shape[1]
+        blocks = (n + _BLOCK - 1) // _BLOCK
+        tiles, last_centroid = centroids.shape[1], sums.shape[2] - 1
+        last_vectors = (last_centroid % _COLUMNS) // LANES + 1  # of the last tile that hold a centroid
+        values = np.empty(_POINTS, np.float32)
+        indices = np.empty(_POINTS, np.int32)
+        centered = np.empty((_POINTS, d), np.float32)  # the points less the mean, read by every tile of centroids
+        at, width = centered.ctypes.data, 4 * d
+        adding = sums.shape[1] > 0
+        for task in range(first, last):
+            a, block = task // blocks, task % blocks
+            shift = middle[a]
+            base, center = x + groups[a] * group_step, shift.ctypes.data
             if adding:
+                total, size = sums[a, block], counts[a, block]
+                sums_at = total.ctypes.data
+            i = block * _BLOCK
+            end = min(n, i + _BLOCK)
+            while i < end:
+                many = end - i >= _POINTS
+                points_now = _POINTS if many else 1
                 for p in range(points_now):
-                    c = codes[a, i + p]
-                    size[c] += 1
-                    _add(sums_at + c * width, sums_at + c * width, at + p * width, d)
-            i += points_now
-    centered[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
+                    _subtract(at + p * width, base + (i + p) * step, center, d)
+                for tile in range(tiles):
+                    line, low = centroids[a, tile].ctypes.data, bias[a, tile].ctypes.data
+                    vectors = _VECTORS if tile < tiles - 1 else last_vectors
+                    if not many:
+                        _single(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                    elif vectors == 4:
+                        _tile(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                    elif vectors == 3:
+                        _tile3(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                    elif vectors == 2:
+                        _tile2(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                    else:
+                        _tile1(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                    for p in range(points_now):
+                        if tile == 0 or values[p] > best[a, i + p]:
+                            best[a, i + p] = values[p]
+                            # for a point of NaN the index is past all centroids
+                            codes[a, i + p] = min(indices[p] + tile * _COLUMNS, last_centroid)
+                if adding:
+                    for p in range(points_now):
+                        c = codes[a, i + p]
+                        size[c] += 1
+                        _add(sums_at + c * width, sums_at + c * width, at + p * width, d)
+                i += points_now
+        centered[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
+
+    return kernel
+
+
+_pass: Any = _make_pass(_STAMP)
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.packed.registers import ints_at
+from pqcache.kernels.registers import ints_at
 
 
 @numba.njit(nogil=True, cache=True)

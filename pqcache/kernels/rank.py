@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.nearest import LANES
-from pqcache.kernels.vectors import FP32, STAMP, dot, exp_below, head_block, largest
+from pqcache.kernels.registers import LANES, exp_below, largest
+from pqcache.kernels.vectors import FP32, STAMP, dot, head_block
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST

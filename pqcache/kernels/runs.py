@@ -10,8 +10,8 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.dense import _TILE, _tile_logits, _tile_softmax, _tile_values
-from pqcache.kernels.nearest import LANES
-from pqcache.kernels.vectors import KINDS, STAMP, exp_below, head_block
+from pqcache.kernels.registers import LANES, exp_below
+from pqcache.kernels.vectors import KINDS, STAMP, head_block
 
 KEYS, VALUES, TOKENS, QUERY = range(
     4

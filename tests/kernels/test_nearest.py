@@ -60,7 +60,7 @@ def test_a_point_of_nan_stays_in_bounds(c):
 
 def test_the_tile_is_of_the_machine_that_numba_compiles_for():
     """Users may ask numba for less than the processor has; an instruction that is not there would end the process."""
-    script = "from pqcache.kernels import nearest; print(nearest.LANES)"
+    script = "from pqcache.kernels import registers; print(registers.LANES)"
     env = {**os.environ, "NUMBA_ENABLE_AVX": "0"}
     printed = subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, text=True)
     assert printed.stdout.split() == ["8"]

@@ -20,7 +20,7 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels import threads
+from pqcache.kernels import registers, threads
 from pqcache.kernels.packed.keys import (
     first_outliers,
     read_outliers,
@@ -31,9 +31,9 @@ from pqcache.kernels.packed.keys import (
     see_block,
 )
 from pqcache.kernels.packed.memory import STREAM, TILE, WINDOW, Scratch, laid_out, memory_of, scratch_sizes, sums_sizes
-from pqcache.kernels.packed.registers import LANES, floats_at
 from pqcache.kernels.packed.tiles import HEADS, READ, TOGETHER
 from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
+from pqcache.kernels.registers import LANES, floats_at
 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
@@ -144,7 +144,8 @@ def _compiled(sources: int) -> Callable[..., None]:
 
 
 SCRATCH = len(Scratch._fields)
-_attend = _compiled(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
+_SOURCES = [Path(registers.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
+_attend = _compiled(zlib.crc32(b"".join(path.read_bytes() for path in _SOURCES)))
 
 
 @numba.njit(nogil=True, cache=True)

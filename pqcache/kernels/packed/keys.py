@@ -5,10 +5,10 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from pqcache.kernels.packed import registers
+from pqcache.kernels import registers
 from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
-from pqcache.kernels.packed.registers import LANES
 from pqcache.kernels.packed.tiles import HEADS, Soon, products
+from pqcache.kernels.registers import LANES
 
 
 @numba.njit(nogil=True)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from pqcache.kernels.packed import registers
-from pqcache.kernels.packed.registers import LANES
+from pqcache.kernels import registers
 from pqcache.kernels.packed.tiles import HEADS
+from pqcache.kernels.registers import LANES
 
 TILE = 128  # tokens between two updates of the running maximum; a multiple of LANES; its codes fit the nearest cache
 LINE = TILE + LANES  # floats of a head's logits: the last product may write past the tile

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from pqcache.kernels.packed.registers import (
+from pqcache.kernels.registers import (
     F32,
     FLOATS,
     I8,
@@ -25,7 +25,7 @@ from pqcache.kernels.packed.registers import (
     LANES,
     WORDS,
     add,
-    fetch,
+    fetch_lines,
     floats,
     load,
     multiply_add,
@@ -104,7 +104,9 @@ def _make_products(bits: int, grouped: bool) -> Any:
                 index = [builder.select(builder.icmp_signed("<", i, last), i, last) for i in index]
                 rows = [add(builder, codes, builder.mul(i, stride)) for i in index]
                 for base, size in ((keys, key_size), (values, value_size)):
-                    fetch(builder, add(builder, base, builder.mul(first, size)), builder.mul(size, number(TOKENS)))
+                    fetch_lines(
+                        builder, add(builder, base, builder.mul(first, size)), builder.mul(size, number(TOKENS))
+                    )
                 for held in (held for of_head in total for held in of_head):
                     builder.store(floats(0.0), held)
                 with cgutils.for_range(builder, groups) as group, cgutils.for_range(builder, per) as inner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from pqcache.kernels.packed import registers
+from pqcache.kernels import registers
 from pqcache.kernels.packed.memory import (
     FAST,
     LINE,
@@ -17,8 +17,8 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     undo,
 )
-from pqcache.kernels.packed.registers import LANES
 from pqcache.kernels.packed.tiles import HEADS, accumulate
+from pqcache.kernels.registers import LANES
 
 
 @numba.njit(nogil=True, fastmath=FAST)
@@ -52,11 +52,11 @@ def softmax(v, count, sums, scratch):
         at = scratch.logits + 4 * a * LINE
         for i in range(count, blocks * LANES):
             logits[a, i] = -np.inf
-        top = registers.peak(at, blocks)
+        top = registers.largest(at, blocks * LANES)
         if top > high[a]:
             _shrink(v, a, np.exp(high[a] - top), sums)
             high[a] = top
-        mass[a] += registers.weights(at, blocks, high[a])
+        mass[a] += registers.exp_below(at, blocks * LANES, high[a])
 
 
 @numba.njit(nogil=True, fastmath=FAST)

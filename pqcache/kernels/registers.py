@@ -2,6 +2,9 @@
 
 Compiled loops leave vector registers half empty where several query heads share one read, and take one exponential at a time.
 All memory is named by addresses (intp), which a caller takes from tensors that it keeps alive.
+
+numba's cache on disk looks at a kernel's own file alone: a kernel with a stamp of this file in its closure is compiled again
+when this file changes.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 # features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
-_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-LINE = 64  # bytes of a cache line
-LANES = 16 if "+avx512f" in _FEATURES else 8  # floats per vector register
+FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+CACHE_LINE = 64  # bytes of a cache line
+LANES = 16 if "+avx512f" in FEATURES else 8  # floats per vector register
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS = ir.VectorType(F32, LANES)
@@ -67,13 +71,13 @@ def spread(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), words(0))
 
 
-def fetch(builder: Any, address: Any, size: Any) -> None:
+def fetch_lines(builder: Any, address: Any, size: Any) -> None:
     """Bring `size` bytes, whole cache lines of them, to the second-level cache without waiting for them."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     read, near, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    with cgutils.for_range(builder, builder.udiv(size, number(LINE))) as loop:
-        place = add(builder, address, builder.mul(loop.index, number(LINE)))
+    with cgutils.for_range(builder, builder.udiv(size, number(CACHE_LINE))) as loop:
+        place = add(builder, address, builder.mul(loop.index, number(CACHE_LINE)))
         builder.call(prefetch, [at(builder, place, I8), read, near, data])
 
 
@@ -133,29 +137,37 @@ def widened(builder: Any, halves: Any) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(scaled, word), sign), kind)
 
 
-_LOWEST = -87.0  # exp of less is taken for 0
-_ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds a float to an integer in its lowest bits
-_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LEAST = -110.0  # nats below which an exponential is 0 in fp32
+
+
+def _power_of_two(builder: Any, exponent: Any) -> Any:
+    """2 to integers of -126 .. 127, by their place among a float's bits."""
+    return builder.bitcast(builder.shl(builder.add(exponent, words(127)), words(23)), FLOATS)
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    """exp(x) of a vector of numbers <= 0, within 2 units of fp32's last place; NaN stays NaN.
+    """exp(x) for x <= 0, 0 for -inf, to 1e-7; subnormal results are rounded as any others. NaN stays NaN.
 
-    exp(x) = 2^n exp(r) with n = round(x / ln 2); exp(r), |r| <= ln 2 / 2, by the polynomial of the Cephes library's expf.
+    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is its Taylor polynomial, 2^n two factors, so that neither underflows.
     """
-    small = builder.fcmp_ordered("<", x, floats(_LOWEST))
-    x = builder.select(small, floats(_LOWEST), x)
-    shifted = multiply_add(builder, x, floats(1.44269504088896341), floats(_ROUND))
-    n = builder.fsub(shifted, floats(_ROUND))
-    r = multiply_add(builder, n, floats(-0.693359375), x)
-    r = multiply_add(builder, n, floats(2.12194440e-4), r)
-    y = floats(_POLYNOMIAL[0])
-    for coefficient in _POLYNOMIAL[1:]:
-        y = multiply_add(builder, y, r, floats(coefficient))
-    y = multiply_add(builder, builder.fmul(r, r), y, builder.fadd(r, floats(1.0)))
-    # the bits of _ROUND are 0x4B400000, and n was added to them
-    power = builder.shl(builder.add(builder.bitcast(shifted, WORDS), words(127 - 0x4B400000)), words(23))
-    return builder.select(small, floats(0.0), builder.fmul(y, builder.bitcast(power, FLOATS)))
+
+    def constant(value: float) -> Any:
+        return floats(float(np.float32(value)))
+
+    x = builder.select(builder.fcmp_ordered("<", x, constant(_LEAST)), constant(_LEAST), x)
+    whole = 1.5 * 2**23  # adding it rounds a float to an integer, which its low bits then are
+    shifted = multiply_add(builder, x, constant(1 / np.log(2)), constant(whole))
+    n = builder.fsub(shifted, constant(whole))
+    high = float(np.float32(0.693359375))  # ln 2 in nine bits: its products with n are exact
+    r = multiply_add(builder, n, constant(-high), x)
+    r = multiply_add(builder, n, constant(high - np.log(2)), r)
+    total = constant(1 / 5040)
+    for factorial in (720, 120, 24, 6, 2, 1, 1):
+        total = multiply_add(builder, total, r, constant(1 / factorial))
+    integer = builder.sub(builder.bitcast(shifted, WORDS), builder.bitcast(constant(whole), WORDS))
+    first = builder.ashr(integer, words(1))
+    total = builder.fmul(total, _power_of_two(builder, first))
+    return builder.fmul(total, _power_of_two(builder, builder.sub(integer, first)))
 
 
 def _scalar(result: Any, kind: Any, convert: Callable[[Any, Any], Any]) -> Any:
@@ -265,13 +277,13 @@ def _generate_write(typingctx: Any, address: Any, word: Any) -> Any:
 write_word: Any = intrinsic(_generate_write)
 
 
-def _generate_peak(typingctx: Any, x: Any, blocks: Any) -> Any:
-    """The largest of blocks * LANES floats at x."""
+def _generate_largest(typingctx: Any, x: Any, count: Any) -> Any:
+    """The largest of `count` floats at x, a multiple of LANES and at least one, NaN left out."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, blocks = args
+        x, count = args
         best = cgutils.alloca_once_value(builder, floats(float("-inf")))
-        with cgutils.for_range(builder, blocks) as loop:
+        with cgutils.for_range(builder, builder.udiv(count, number(LANES))) as loop:
             value = load(builder, add(builder, x, builder.mul(loop.index, number(4 * LANES))), FLOATS)
             builder.store(greater(builder, value, builder.load(best)), best)
         return folded(builder, builder.load(best), lambda a, b: greater(builder, a, b))
@@ -279,19 +291,19 @@ def _generate_peak(typingctx: Any, x: Any, blocks: Any) -> Any:
     return types.float32(types.intp, types.intp), generate
 
 
-peak: Any = intrinsic(_generate_peak)
+largest: Any = intrinsic(_generate_largest)
 
 
-def _generate_weights(typingctx: Any, x: Any, blocks: Any, top: Any) -> Any:
-    """Replace blocks * LANES floats at x by exp(x - top), where none exceeds `top`; return their sum."""
+def _generate_exp(typingctx: Any, x: Any, count: Any, shift: Any) -> Any:
+    """count floats at x, a multiple of LANES, become exp(float - shift), none being above shift; returns their sum."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, blocks, top = args
+        x, count, shift = args
         total = cgutils.alloca_once_value(builder, floats(0.0))
-        tops = spread(builder, top)
-        with cgutils.for_range(builder, blocks) as loop:
+        top = spread(builder, shift)
+        with cgutils.for_range(builder, builder.udiv(count, number(LANES))) as loop:
             place = add(builder, x, builder.mul(loop.index, number(4 * LANES)))
-            value = exponential(builder, builder.fsub(load(builder, place, FLOATS), tops))
+            value = exponential(builder, builder.fsub(load(builder, place, FLOATS), top))
             store(builder, value, place)
             builder.store(builder.fadd(builder.load(total), value), total)
         return folded(builder, builder.load(total), lambda a, b: builder.fadd(a, b))
@@ -299,4 +311,4 @@ def _generate_weights(typingctx: Any, x: Any, blocks: Any, top: Any) -> Any:
     return types.float32(types.intp, types.intp, types.float32), generate
 
 
-weights: Any = intrinsic(_generate_weights)
+exp_below: Any = intrinsic(_generate_exp)
