@@ -185,7 +185,6 @@ def decode(
 def main(argv: list[str], description: str | None = __doc__) -> None:
     args = arguments(argv, description)
     device, dtype = prepare(args)
-    keep_freed_memory()
     size = GEOMETRIES[args.model]
     layer, rows = AttentionLayer.build(size, dtype, device), makers(args.methods, args.stores, args.budget)
     caption, speed = device_caption(device), copy_speed(device)
@@ -205,6 +204,7 @@ def main(argv: list[str], description: str | None = __doc__) -> None:
     for s in args.lengths:
         figures |= decode(layer, rows, s, args, figures)
     if s := args.prefill_length:
+        keep_freed_memory()  # not before: memory used again has no large pages, which scattered reads of a cache need
         results = prefill(layer, rows, s, args.prefill_rounds)
         print(
             f"true prefill of {s} tokens, {args.prefill_rounds} rounds, each beside one of full;"
