@@ -85,6 +85,7 @@ def test_composes(name: str, repo: Path, tmp_path: Path) -> None:
         assert {cell.identity["budget_rule"] for cell in plan.cells} == {"prompt"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", published.experiments())
 def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     """A number of results/published has one place in the table: a second reading of a printed line claims none."""

@@ -158,6 +158,7 @@ def compare_rows(model: PreTrainedModel, case: Case) -> None:
         case.close(torch.stack(got, 1)[slot : slot + 1, 8:], alone[:, 8:])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("usual", USUAL)
 def test_rows_of_a_batch_keep_their_own_budgets(llama: PreTrainedModel, usual: Case) -> None:
     compare_rows(llama, usual)

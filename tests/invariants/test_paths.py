@@ -37,6 +37,7 @@ def test_padded_rows_equal_single_rows(model: PreTrainedModel, case: Case) -> No
     case.same_in_chunks(lambda: logits(model, case.make(), rows, steps, chunk=23), single, "chunks:")
 
 
+@pytest.mark.rest
 def test_token_budget_in_a_padded_batch(model: PreTrainedModel, case: Case) -> None:
     rows = [tokens(100, 40), tokens(50, 41)]
     steps = [[t, t + 1] for t in STEPS[:9]]
@@ -78,6 +79,7 @@ def test_repeat_and_select_rows(model: PreTrainedModel, case: Case) -> None:
         case.close(got[slot : slot + 1], logits(model, case.make(), [tokens(70, seed)], [[5], [6]])[:, -1])
 
 
+@pytest.mark.rest
 @torch.no_grad()
 def test_second_turn_in_chunks_equals_one_block(model: PreTrainedModel, case: Case) -> None:
     def run(chunk: int | None) -> torch.Tensor:
@@ -93,6 +95,7 @@ def test_second_turn_in_chunks_equals_one_block(model: PreTrainedModel, case: Ca
     case.same_in_chunks(lambda: run(7), run(None))
 
 
+@pytest.mark.rest
 def test_requests_in_a_row_equal_fresh_ones(model: PreTrainedModel, case: Case) -> None:
     cache = SelectiveCache(model, case.make())
     for n in (95, 20, 60):

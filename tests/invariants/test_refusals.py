@@ -229,6 +229,7 @@ def test_unsupported_models_are_refused() -> None:
         SelectiveCache(gemma, Full())
 
 
+@pytest.mark.rest
 @torch.no_grad()
 def test_a_sample_beyond_the_sliding_window_is_refused_before_it_starts(case: Case) -> None:
     from transformers import AutoModelForCausalLM

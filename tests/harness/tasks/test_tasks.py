@@ -79,6 +79,7 @@ def test_a_larger_limit_only_adds_documents(name: str, tokenizer: Any) -> None:
     assert prompts[1][:2] == prompts[0]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", [name for name in GENERATED if name != "pocket"])
 def test_answers_are_long_enough_to_test_the_cache_and_fit(name: str, tokenizer: Any) -> None:
     """The first answer token comes from exact prefill attention: only what follows measures a method."""
