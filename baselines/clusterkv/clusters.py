@@ -76,7 +76,7 @@ class _Points:
         return assign(self.x, centroids)[0]
 
     def round(self, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same, (G, N), and the mean (G, C, d) and size (G, C) of each cluster; the mean of an empty one is not its."""
+        """The same, (G, N), and each cluster's mean (G, C, d) and size (G, C). The mean of an empty cluster has no meaning."""
         codes, c = self.codes(centroids), centroids.shape[1]
         flat = (codes + torch.arange(len(codes), device=codes.device)[:, None] * c).reshape(-1)
         sums = torch.zeros_like(centroids).flatten(0, 1).index_add_(0, flat, self.keys.flatten(0, 1))

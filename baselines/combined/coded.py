@@ -139,7 +139,7 @@ class CodedEvictionLayer(EvictionLayer):
         self.packed.observe(q, keys, stored, ctx)
 
     def sums_from(self, lengths: list[int]) -> int | None:
-        """The evictor's scores want more queries than the probes do."""
+        """As the evictor wants them: from the first query on if at all. Else as the codec's probes do."""
         first = super().sums_from(lengths)
         return self.packed.sums_from(lengths) if first is None else first
 

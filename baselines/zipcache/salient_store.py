@@ -51,8 +51,8 @@ class SalientStore(PackedStore):
     # -- observing --------------------------------------------------------------------------------------------------
 
     def sums_from(self, lengths: list[int]) -> int | None:
-        """The first of the recent probes: with them every query is one."""
-        if self.rule.strategy == "special":
+        """The first of the probes behind which every query is one; None where probes are drawn from all queries alone."""
+        if self.rule.strategy in ("special", "random"):
             return None
         first = lengths[0]
         for probe in reversed(self.rule.positions(first)):
