@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.selective.budget import floor_share
+from pqcache.selective.column_sums import softmax_
 from pqcache.store.transfer import table
 
 PROBES = ("random_recent", "random", "recent", "special", "all")
@@ -106,4 +107,5 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
             logits = scratch[: len(queries) * g * b * m].view(-1, g * b, m)
             torch.bmm(queries, k[heads, :m].to(sums.dtype).mT, out=logits)
             logits.unflatten(1, (g, b))[..., all_see:].masked_fill_(hidden, -torch.inf)
-            sums[heads, :m] += torch.softmax(logits, -1, out=logits).sum(1)
+            factor = softmax_(logits)
+            sums[heads, :m].add_(logits.sum(1), alpha=factor)

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-_MODULES = ("attend", "codes", "dense", "nearest", "packed", "positions", "rank", "runs", "vectors")
+_MODULES = ("attend", "codes", "dense", "nearest", "packed", "positions", "rank", "runs", "softmax", "vectors")
 # compiled: any kernel, a GPU's included; numba: the kernels of this package
 switches = {"compiled": True, "numba": True}
 

@@ -7,9 +7,7 @@ cluster's sum while it is still in the cache. So memory is read once per point.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -19,13 +17,14 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from pqcache.kernels import registers, threads
+from pqcache.kernels import threads
 from pqcache.kernels.registers import (
     F32,
     FLOATS,
     I32,
     I64,
     LANES,
+    STAMP,
     WORDS,
     greater,
     load,
@@ -35,7 +34,6 @@ from pqcache.kernels.registers import (
     store,
 )
 
-_STAMP = hashlib.sha256(Path(registers.__file__).read_bytes()).hexdigest()  # numba's cache looks at this file alone
 _VECTORS = 4  # registers of centroids side by side
 _POINTS = LANES // 4  # points per tile: _POINTS * _VECTORS accumulators must fit the register file
 _COLUMNS = LANES * _VECTORS  # centroids per tile
@@ -199,7 +197,7 @@ def _make_pass(stamp: str) -> Any:
     return kernel
 
 
-_pass: Any = _make_pass(_STAMP)
+_pass: Any = _make_pass(STAMP)
 
 
 @numba.njit(nogil=True, cache=True, fastmath=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.registers import LANES, exp_below, largest
+from pqcache.kernels.registers import LANES, exp_to_zero, largest
 from pqcache.kernels.vectors import FP32, STAMP, dot, head_block
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
@@ -124,7 +124,7 @@ def _sum_softmax(logits, g, m, first, weights):
     for a in range(g):
         line = logits[a]
         line[m:whole] = -np.inf
-        share = np.float32(1) / exp_below(line.ctypes.data, whole, largest(line.ctypes.data, whole))
+        share = np.float32(1) / exp_to_zero(line.ctypes.data, whole, largest(line.ctypes.data, whole))
         ranked = line[first : first + weights.shape[0]]
         for i in range(weights.shape[0]):
             weights[i] += ranked[i] * share

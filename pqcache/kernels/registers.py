@@ -9,7 +9,9 @@ when this file changes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -19,6 +21,7 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+STAMP = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 # features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 CACHE_LINE = 64  # bytes of a cache line
@@ -137,7 +140,8 @@ def widened(builder: Any, halves: Any) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(scaled, word), sign), kind)
 
 
-_LEAST = -110.0  # nats below which an exponential is 0 in fp32
+_NEGLIGIBLE = -70.0  # nats: a weight of less has no part in a sum of fp32, whatever the number of tokens
+_LEAST = -104.0  # nats: an exponential of less is 0 in fp32
 
 
 def _power_of_two(builder: Any, exponent: Any) -> Any:
@@ -145,27 +149,38 @@ def _power_of_two(builder: Any, exponent: Any) -> Any:
     return builder.bitcast(builder.shl(builder.add(exponent, words(127)), words(23)), FLOATS)
 
 
-def exponential(builder: Any, x: Any) -> Any:
-    """exp(x) for x <= 0, 0 for -inf, to 1e-7; subnormal results are rounded as any others. NaN stays NaN.
+def _constant(value: float) -> Any:
+    return floats(float(np.float32(value)))
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is its Taylor polynomial, 2^n two factors, so that neither underflows.
-    """
 
-    def constant(value: float) -> Any:
-        return floats(float(np.float32(value)))
-
-    x = builder.select(builder.fcmp_ordered("<", x, constant(_LEAST)), constant(_LEAST), x)
+def _reduced(builder: Any, x: Any) -> tuple[Any, Any]:
+    """x = n ln 2 + r with |r| <= ln 2 / 2: the integers n and exp(r), by its Taylor polynomial."""
     whole = 1.5 * 2**23  # adding it rounds a float to an integer, which its low bits then are
-    shifted = multiply_add(builder, x, constant(1 / np.log(2)), constant(whole))
-    n = builder.fsub(shifted, constant(whole))
+    shifted = multiply_add(builder, x, _constant(1 / np.log(2)), _constant(whole))
+    n = builder.fsub(shifted, _constant(whole))
     high = float(np.float32(0.693359375))  # ln 2 in nine bits: its products with n are exact
-    r = multiply_add(builder, n, constant(-high), x)
-    r = multiply_add(builder, n, constant(high - np.log(2)), r)
-    total = constant(1 / 5040)
+    r = multiply_add(builder, n, _constant(-high), x)
+    r = multiply_add(builder, n, _constant(high - np.log(2)), r)
+    total = _constant(1 / 5040)
     for factorial in (720, 120, 24, 6, 2, 1, 1):
-        total = multiply_add(builder, total, r, constant(1 / factorial))
-    integer = builder.sub(builder.bitcast(shifted, WORDS), builder.bitcast(constant(whole), WORDS))
-    first = builder.ashr(integer, words(1))
+        total = multiply_add(builder, total, r, _constant(1 / factorial))
+    return builder.sub(builder.bitcast(shifted, WORDS), builder.bitcast(_constant(whole), WORDS)), total
+
+
+def _normal_exponential(builder: Any, x: Any, least: float, scale: int = 0) -> Any:
+    """2^scale exp(x) for x <= 0 to 1e-7, 0 below `least`. NaN stays NaN."""
+    least = _constant(least)
+    small = builder.fcmp_ordered("<", x, least)
+    integer, total = _reduced(builder, builder.select(small, least, x))
+    total = builder.fmul(total, _power_of_two(builder, builder.add(integer, words(scale))))
+    return builder.select(small, floats(0.0), total)
+
+
+def _exponential(builder: Any, x: Any) -> Any:
+    """exp(x) for x <= 0 to 1e-7, 0 for -inf; subnormal results are rounded as any others. NaN stays NaN."""
+    least = _constant(_LEAST)
+    integer, total = _reduced(builder, builder.select(builder.fcmp_ordered("<", x, least), least, x))
+    first = builder.ashr(integer, words(1))  # two factors, of which none underflows
     total = builder.fmul(total, _power_of_two(builder, first))
     return builder.fmul(total, _power_of_two(builder, builder.sub(integer, first)))
 
@@ -294,21 +309,34 @@ def _generate_largest(typingctx: Any, x: Any, count: Any) -> Any:
 largest: Any = intrinsic(_generate_largest)
 
 
-def _generate_exp(typingctx: Any, x: Any, count: Any, shift: Any) -> Any:
-    """count floats at x, a multiple of LANES, become exp(float - shift), none being above shift; returns their sum."""
+def _exp_below(function: Callable[[Any, Any], Any]) -> Any:
+    """An intrinsic: `count` floats at x, a multiple of LANES and none above shift, become function(float - shift).
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, count, shift = args
-        total = cgutils.alloca_once_value(builder, floats(0.0))
-        top = spread(builder, shift)
-        with cgutils.for_range(builder, builder.udiv(count, number(LANES))) as loop:
-            place = add(builder, x, builder.mul(loop.index, number(4 * LANES)))
-            value = exponential(builder, builder.fsub(load(builder, place, FLOATS), top))
-            store(builder, value, place)
-            builder.store(builder.fadd(builder.load(total), value), total)
-        return folded(builder, builder.load(total), lambda a, b: builder.fadd(a, b))
+    It returns their sum.
+    """
 
-    return types.float32(types.intp, types.intp, types.float32), generate
+    def generate_exp(typingctx: Any, x: Any, count: Any, shift: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            x, count, shift = args
+            total = cgutils.alloca_once_value(builder, floats(0.0))
+            top = spread(builder, shift)
+            with cgutils.for_range(builder, builder.udiv(count, number(LANES))) as loop:
+                place = add(builder, x, builder.mul(loop.index, number(4 * LANES)))
+                value = function(builder, builder.fsub(load(builder, place, FLOATS), top))
+                store(builder, value, place)
+                builder.store(builder.fadd(builder.load(total), value), total)
+            return folded(builder, builder.load(total), lambda a, b: builder.fadd(a, b))
+
+        return types.float32(types.intp, types.intp, types.float32), generate
+
+    return intrinsic(generate_exp)
 
 
-exp_below: Any = intrinsic(_generate_exp)
+# A sharp softmax has many weights that are subnormal numbers, which some CPUs multiply many times slower than others.
+SCALE = 64
+# for attention: weights that are too small to count are 0
+exp_below: Any = _exp_below(lambda builder, x: _normal_exponential(builder, x, _NEGLIGIBLE))
+# times 2^SCALE: weights that fp32 can only hold as subnormal numbers are normal
+exp_scaled: Any = _exp_below(lambda builder, x: _normal_exponential(builder, x, _LEAST, SCALE))
+# subnormal numbers too: for ranking as fp32 does
+exp_to_zero: Any = _exp_below(_exponential)

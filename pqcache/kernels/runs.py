@@ -10,7 +10,7 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.dense import _TILE, _tile_logits, _tile_softmax, _tile_values
-from pqcache.kernels.registers import LANES, exp_below
+from pqcache.kernels.registers import LANES, SCALE, exp_scaled
 from pqcache.kernels.vectors import KINDS, STAMP, head_block
 
 KEYS, VALUES, TOKENS, QUERY = range(
@@ -19,6 +19,7 @@ KEYS, VALUES, TOKENS, QUERY = range(
 
 
 KIND = KINDS[torch.float32]
+_BACK = np.float32(2.0**-SCALE)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -80,7 +81,7 @@ def _make_attend(stamp: str) -> Any:
                 share = np.float32(1) / mass[a]
                 for j in range(d):
                     result[a, j] *= share
-                exp_below(kept[a].ctypes.data, whole, high[a])
+                exp_scaled(kept[a].ctypes.data, whole, high[a])
                 share *= np.float32(each) / np.float32(g)
                 line = kept[a]
                 for i in range(whole):
@@ -88,7 +89,7 @@ def _make_attend(stamp: str) -> Any:
                 if a + 1 == g or each > 1:
                     of_head = sums[row, head * each + a % each]
                     for i in range(window):
-                        of_head[i] += added[i]
+                        of_head[i] += added[i] * _BACK
                     added[:] = 0
 
     return attend

@@ -45,7 +45,7 @@ from pqcache.kernels.registers import (
     words,
 )
 
-STAMP = hashlib.sha256(Path(__file__).read_bytes() + Path(registers.__file__).read_bytes()).hexdigest()
+STAMP = hashlib.sha256(Path(__file__).read_bytes() + registers.STAMP.encode()).hexdigest()
 # what rows may hold -> a number whose type tells kernels so
 KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 if "+f16c" in FEATURES or platform.machine() in (

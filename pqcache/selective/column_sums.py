@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pqcache import kernels
 from pqcache.device.switch import on_device
 
 BLOCK = 128  # queries whose logits exist at a time
@@ -94,15 +95,15 @@ def add_column_sums(
                     own_lse = lse[row, heads, :, start:stop].to(dtype)
                     _add_tiles(into, block_q * scaling, keys, own_lse, future, scratch)
                     continue
-                probs = _probabilities(block_q, keys, scaling, future, scratch)
+                probs, factor = _probabilities(block_q, keys, scaling, future, scratch)
                 if attended is not None:
                     values, out = attended[0][row, heads, :m].to(dtype), attended[1].unflatten(2, (h_kv, g))
-                    new = (probs.flatten(1, 2) @ values).unflatten(1, (g, -1))
+                    new = (probs.flatten(1, 2) @ values).mul_(factor).unflatten(1, (g, -1))
                     out[row, start:stop, heads] = new.permute(2, 0, 1, 3)
                 if windows is not None and m > windows[row]:
                     far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
                     probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
-                into += probs.sum(2)
+                into.add_(probs.sum(2), alpha=factor)
 
 
 def attend_and_sum(
@@ -130,6 +131,24 @@ def together(q: torch.Tensor) -> bool:
     return q.device.type == "cpu" and wide and q.shape[2] >= LONG and not (q.requires_grad and torch.is_grad_enabled())
 
 
+def softmax_(logits: torch.Tensor) -> float:
+    """logits (..., m), in one piece, become their softmax divided by the number that is returned, a power of two.
+
+    A sharp softmax has many probabilities that are subnormal numbers in fp32. Some CPUs, Intel's among them, multiply these
+    many times slower than others. Divided by 2^-64 they are normal.
+    """
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        torch.softmax(logits, -1, out=logits)  # in place: a row is read before it is written
+        return 1.0
+    if kernels.native(logits):
+        from pqcache.kernels.softmax import FACTOR, scaled_softmax_
+
+        scaled_softmax_(logits)
+        return FACTOR
+    torch.softmax(logits, -1, out=logits).mul_(2.0**64)
+    return 2.0**-64
+
+
 def _on_device(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether the Triton kernels serve: decided without importing them."""
     served = q.dtype == k.dtype and q.dtype in DTYPES and sums.dtype == torch.float32 and sums.stride(2) == 1
@@ -138,8 +157,11 @@ def _on_device(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
 
 def _probabilities(
     q: torch.Tensor, k: torch.Tensor, scaling: float, future: torch.Tensor, scratch: torch.Tensor
-) -> torch.Tensor:
-    """Softmax of q (H, g, b, d) over keys k (H, m, d), the last b of them the queries' own: (H, g, b, m), a view of `scratch`."""
+) -> tuple[torch.Tensor, float]:
+    """Softmax of q (H, g, b, d) over keys k (H, m, d), the last b of them the queries' own: (H, g, b, m), a view of `scratch`.
+
+    Beside it the factor that makes it probabilities, see `softmax_`.
+    """
     heads, g, b, d = q.shape
     m = k.shape[1]
     rows = q.reshape(heads, g * b, d)
@@ -149,7 +171,7 @@ def _probabilities(
         logits[:, :, start : start + TILE].baddbmm_(rows, tile.mT, beta=0, alpha=scaling)
     logits = logits.view(heads, g, b, m)
     logits[..., m - b :].masked_fill_(future[:b, :b], -torch.inf)
-    return torch.softmax(logits, -1, out=logits)  # in place: a row is read before it is written
+    return logits, softmax_(logits)
 
 
 def _add_tiles(
