@@ -30,7 +30,6 @@ from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.eviction_layer import EvictionLayer
-from pqcache.selective.group import MANY
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
@@ -38,6 +37,9 @@ from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.transfer import table
 
 MODES = ("dynamic", "static")
+KERNEL_FROM = (
+    1 << 12
+)  # sums held from which a compiled kernel finds the smallest; it takes half the time of torch even below
 
 
 class HeavyHitterScorer(Scorer):
@@ -213,7 +215,7 @@ class H2O(EvictionMethod):
         lengths, position, sums = layer.store.lengths, layer.positions.data, scorer.sums.data
         sinks = [plan.sinks for plan in layer.plans]
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
-        if position.numel() >= MANY and sums.dtype == torch.float32 and kernels.native(position, sums):
+        if position.numel() >= KERNEL_FROM and sums.dtype == torch.float32 and kernels.native(position, sums):
             from pqcache.kernels.positions import lightest as by_kernel
 
             return by_kernel(position, sums, sinks, ends, lengths)

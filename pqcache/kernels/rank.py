@@ -15,11 +15,12 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.registers import LANES, exp_to_zero, largest
-from pqcache.kernels.vectors import FP32, STAMP, dot, head_block
+from pqcache.kernels.vectors import FP32, STAMP, dot, fetch, head_block
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST
 _TILE = 256  # rows whose addresses exist at a time
+_AHEAD = 8192  # bytes that are fetched before they are read: a processor fetches on its own within a page only
 _NOTHING = 0x007FFFFF  # of -inf: what NaN ranks as
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 
@@ -149,6 +150,8 @@ def _products(query, keys, lo, hi, g, block, rows, logits):
         for i in range(_TILE):
             rows[i] = base + min(start + i, hi - 1) * step
         for i in range(0, min(_TILE, hi - start), tokens):
+            if step == 4 * r:  # rows side by side
+                fetch(rows[i] + _AHEAD, tokens * step)
             for a in range(0, heads, block):
                 mine, to = query_at + a * query_step, out_at + a * out_step + 4 * (start - lo + i)
                 dot(block, FP32, rows_at + 8 * i, mine, query_step, r, to, out_step)

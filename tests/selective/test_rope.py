@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from baselines.full import Full
 from pqcache.selective import SelectiveCache, attach, rope
+from pqcache.selective.attach import attention_modules
 from pqcache.selective.dense import DenseLayer
 from tests.invariants.cases import ARCHITECTURES, SMALL
 
@@ -41,3 +42,26 @@ def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytes
         torch.testing.assert_close(
             rope.rotate(ctx.module, rope.unrotate(ctx.module, k, cos, sin), cos, sin), k, rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_queries_of_one_token_are_those_of_the_model(architecture: str) -> None:
+    """One fp32 token on the CPU is multiplied head by head, two are multiplied by the model's own module."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](), dtype=torch.float32).eval()
+    module = attention_modules(model)[-1]
+    hidden = torch.randn(2, 1, model.config.get_text_config(decoder=True).hidden_size)
+    one = rope.project_query(module, hidden[:1])
+    torch.testing.assert_close(one, rope.project_query(module, hidden)[:1], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_queries_of_one_token_see_a_hook() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).eval()
+    module = attention_modules(model)[0]
+    hidden = torch.randn(1, 1, model.config.hidden_size)
+    plain = rope.project_query(module, hidden)
+    with module.q_proj.register_forward_hook(lambda part, args, out: 2 * out):
+        torch.testing.assert_close(rope.project_query(module, hidden), 2 * plain)
+    torch.testing.assert_close(rope.project_query(module, hidden), plain)
