@@ -18,6 +18,7 @@ from pqcache.store.transfer import table
 PROBES = ("random_recent", "random", "recent", "special", "all")
 BLOCK = 32  # probes whose logits exist at a time: neighbours see nearly as many keys
 HEADS = 4  # KV heads whose logits exist at a time
+LINE = 16  # numbers of a cache line: products with rows of whole lines are up to a third faster
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,11 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
     """
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
     scaled = (q.to(sums.dtype) * scaling).unflatten(0, (h_kv, g))
-    scratch = sums.new_empty(HEADS * g * BLOCK * max(seen, default=0))  # one for all blocks, which differ in length
+    scratch = sums.new_empty(HEADS * g * BLOCK * k.shape[1])  # one for all blocks, which differ in length
     for start in range(0, len(seen), BLOCK):
         block = seen[start : start + BLOCK]
-        b, m, all_see = len(block), block[-1], block[0]
+        b, all_see = len(block), block[0]
+        m = min(-(-block[-1] // LINE) * LINE, k.shape[1])
         hidden = torch.arange(all_see, m, device=k.device)[None] >= table(block, k.device)[:, None]
         for head in range(0, h_kv, HEADS):
             heads = slice(head, head + HEADS)

@@ -16,7 +16,7 @@ Rows of the batch are computed one by one: their lengths differ, and a row's sum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -83,8 +83,7 @@ def add_column_sums(
     q, sums = (x.unflatten(1, (h_kv, g)) for x in (q, sums))
     lse = lse if lse is None else lse.unflatten(1, (h_kv, g))
     for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
-        for start in range(t - count, t, block):
-            stop = min(start + block, t)
+        for start, stop in _blocks(t - count, t, length - t, block):
             m = length - t + stop
             step = max(1, TOGETHER // (g * (stop - start) * min(m, widest)))
             for head in range(0, h_kv, step):
@@ -100,10 +99,21 @@ def add_column_sums(
                     values, out = attended[0][row, heads, :m].to(dtype), attended[1].unflatten(2, (h_kv, g))
                     new = (probs.flatten(1, 2) @ values).mul_(factor).unflatten(1, (g, -1))
                     out[row, start:stop, heads] = new.permute(2, 0, 1, 3)
+                first = 0
                 if windows is not None and m > windows[row]:
-                    far = torch.ones(probs.shape[2:], dtype=torch.bool, device=q.device)
-                    probs.masked_fill_(far.tril(m - (stop - start) - windows[row]), 0)
-                into.add_(probs.sum(2), alpha=factor)
+                    first = _forget(probs, windows[row])
+                into[..., first:].add_(_over_queries(probs[..., first:]), alpha=factor)
+
+
+def _blocks(start: int, end: int, before: int, block: int) -> Iterator[tuple[int, int]]:
+    """The blocks (start, stop) of queries start .. end-1. All but the last see a multiple of `block` keys.
+
+    before: keys before query 0. Products with rows of whole cache lines are up to a third faster.
+    """
+    while start < end:
+        stop = end if end - start <= block else start + block - (before + start) % block
+        yield start, stop
+        start = stop
 
 
 def attend_and_sum(
@@ -164,14 +174,38 @@ def _probabilities(
     """
     heads, g, b, d = q.shape
     m = k.shape[1]
-    rows = q.reshape(heads, g * b, d)
+    rows = (q * scaling).reshape(heads, g * b, d)
     logits = scratch[: heads * g * b * m].view(heads, g * b, m)
-    for start in range(0, m, TILE):
-        tile = k[:, start : start + TILE].to(q.dtype)
-        logits[:, :, start : start + TILE].baddbmm_(rows, tile.mT, beta=0, alpha=scaling)
+    if k.dtype == q.dtype:  # one product: on a CPU it is a quarter faster than products by tiles
+        torch.bmm(rows, k.mT, out=logits)
+    else:
+        for start in range(0, m, TILE):
+            tile = k[:, start : start + TILE].to(q.dtype)
+            logits[:, :, start : start + TILE].baddbmm_(rows, tile.mT, beta=0)
     logits = logits.view(heads, g, b, m)
     logits[..., m - b :].masked_fill_(future[:b, :b], -torch.inf)
     return logits, softmax_(logits)
+
+
+def _forget(probs: torch.Tensor, window: int) -> int:
+    """Set to 0 in probs (H, g, b, m), m > window, what a query gives to keys before the `window` newest that it sees.
+
+    Those from the returned one on are not 0 for every query; the ones before it are left as they are.
+    """
+    b, m = probs.shape[2:]
+    last = m - b - window  # of the keys that the first query forgets; each further query forgets one more
+    first = max(0, last + 1)
+    some = probs[..., first : m - window]
+    forgotten = torch.ones(some.shape[2:], dtype=torch.bool, device=probs.device)
+    some.masked_fill_(forgotten.tril(last - first), 0)
+    return first
+
+
+def _over_queries(probs: torch.Tensor) -> torch.Tensor:
+    """Sums over the queries of probs (H, g, b, m): (H, g, m). On a CPU a product with ones takes a third of a sum's time."""
+    if probs.device.type != "cpu":
+        return probs.sum(2)
+    return (probs.new_ones(1, probs.shape[2]) @ probs)[:, :, 0]
 
 
 def _add_tiles(

@@ -214,6 +214,8 @@ class RetrievalLayer(StagedLayer):
 
         valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
         """
+        if log_weight is None and valid is None:
+            return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
         if log_weight is None:
             return attend_one(q, keys, values, ctx.scaling, valid)
         mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
