@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -121,8 +122,8 @@ def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.T
 
     queries (Q, n, h, 1, d) fp32; runs (n, h_kv, R, 4) int64, whose columns are KEYS, VALUES, TOKENS, QUERY: rows of d fp32
     numbers side by side, read by that one of the queries. Adds to sums (n, h, T) fp32 the probabilities that the first run's T
-    tokens got, to sums (n, h_kv, T) the mean of each group's; the first run has a token at least. The tensors behind the
-    addresses must live until this returns.
+    tokens got, to sums (n, h_kv, T) the mean of each group's; T = 0: nothing. The tensors behind the addresses must live until
+    this returns.
     """
     many, n, h, _, d = queries.shape
     h_kv = runs.shape[1]
@@ -134,6 +135,25 @@ def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.T
     cost = float(runs[..., TOKENS].sum()) * 8 * d / threads.BYTES_PER_NS
     threads.run(_attend, n * h_kv, query, runs, g, block, out, sums.numpy(), cost=cost)
     return torch.from_numpy(out)[:, :, :g].reshape(n, h, 1, d)
+
+
+def attend_parts(
+    q: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]], counts: Sequence[int], scaling: float
+) -> torch.Tensor:
+    """Attention of q (n, h, 1, d) over the first counts[i] tokens of each of the parts, as if they were joined: (n, h, 1, d).
+
+    parts: their keys, and their values, each (n, h_kv, >= counts[i], d) as `serves` says.
+    """
+    keys, values = parts
+    n, h_kv = keys[0].shape[:2]
+    runs = np.zeros((n, h_kv, len(counts), 4), np.int64)
+    for i, (k, v, count) in enumerate(zip(keys, values, counts, strict=True)):
+        runs[:, :, i, KEYS], runs[:, :, i, VALUES], runs[:, :, i, TOKENS] = (
+            addresses(k, 0, 1),
+            addresses(v, 0, 1),
+            count,
+        )
+    return attend_runs(q[None], runs, q.new_zeros(n, h_kv, 0), scaling)
 
 
 def attend_adding(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pqcache import kernels
 from pqcache.store.base import Lent, RetrievalStore
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
 from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
@@ -161,6 +162,27 @@ class HostStore(RetrievalStore):
         fetched = self._prefetched(indices) or self.fetch(indices, group)
         k, v = (torch.cat([a, x, b], dim=2) for (a, b), x in zip(always, fetched, strict=True))
         return k, v
+
+    def attend_in_place(
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
+    ) -> torch.Tensor | None:
+        """See RetrievalStore; `indices` are fetched, and a kernel reads sinks, these and the window, each where it is.
+
+        fp32 on the CPU, one choice per KV head or for all, no padding.
+        """
+        h_kv, d = self.sinks[0].shape[1], self.sinks[0].shape[3]
+        same = q.dtype == self.sinks[0].dtype == self.sinks[1].dtype and d == self.sinks[1].shape[3]
+        if not same or indices.shape[1] not in (1, h_kv) or not kernels.native(q, indices, *self.sinks):
+            return None
+        from pqcache.kernels import runs
+
+        window = [buffer.data[:, :, self.columns - local : self.columns] for buffer in self.local]
+        if local > self.columns or not runs.serves(*self.sinks, *window) or bool((indices < 0).any()):
+            return None
+        fetched = self._prefetched(indices) or self.fetch(indices)
+        parts = list(zip(self.sinks, fetched, window, strict=True))
+        counts = (sinks, indices.shape[2], local)
+        return runs.attend_parts(q, parts, counts, scaling).transpose(1, 2)
 
     def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V of positions `indices` (n, H, k) from the host: (n, h_kv or h, k, d) on the device, undefined for -1."""

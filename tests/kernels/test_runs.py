@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqcache import kernels
-from pqcache.selective.attention import merge, partial
+from pqcache.selective.attention import attend_one, merge, partial
 from pqcache.store.buffer import Buffer
+from pqcache.store.host import HostStore
 
 pytest.importorskip("numba")
 from pqcache.kernels import positions, runs
@@ -60,6 +61,23 @@ def test_probabilities_of_all_tokens_are_added(g):
         torch.testing.assert_close(out, expected.out, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sums[:, :, :300] - 1, added, rtol=1e-5, atol=1e-6)
         assert (sums[:, :, 300:] == 1).all()
+
+
+@pytest.mark.parametrize(("sinks", "local", "heads"), [(0, 1, 2), (3, 5, 1), (4, 40, 2)])
+def test_parts_on_host_and_device_are_attended_without_a_copy(sinks, local, heads):
+    moved = []
+    store = HostStore(sinks, local, lambda kind, size: moved.append((kind, size)))
+    k, v = torch.randn(2, 1, 2, 400, 16)
+    store.load(k, v, [400])
+    q = torch.randn(1, 6, 1, 16)
+    indices = torch.stack([torch.randperm(400 - sinks - local)[:90].sort().values + sinks for _ in range(heads)])[None]
+    moved.clear()
+    out = store.attend_in_place(q, sinks, indices, local, 0.3)
+    assert moved == [("fetch", 2 * 90 * 16 * 4)] * 2  # K and V of the chosen tokens alone
+    torch.testing.assert_close(out, attend_one(q, *store.read(sinks, indices, local), 0.3), rtol=1e-5, atol=1e-5)
+    assert store.attend_in_place(q, sinks, indices, local + 500, 0.3) is None  # more than the window holds
+    indices[0, 0, -1] = -1
+    assert store.attend_in_place(q, sinks, indices, local, 0.3) is None  # padding
 
 
 def test_the_latest_of_the_lightest_entries():
