@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numba
@@ -14,11 +15,8 @@ from pqcache.kernels.dense import _TILE, _tile_logits, _tile_softmax, _tile_valu
 from pqcache.kernels.registers import LANES, SCALE, exp_scaled
 from pqcache.kernels.vectors import KINDS, STAMP, head_block
 
-KEYS, VALUES, TOKENS, QUERY = range(
-    4
-)  # what a run says: addresses of its rows, how many they are, which query reads them
-
-
+# what a run says: addresses of its rows, how many they are, which query reads them
+KEYS, VALUES, TOKENS, QUERY = range(4)
 KIND = KINDS[torch.float32]
 _BACK = np.float32(2.0**-SCALE)
 
@@ -109,12 +107,15 @@ def serves(*tensors: torch.Tensor) -> bool:
 
 def addresses(x: torch.Tensor, *dims: int) -> np.ndarray[Any, Any]:
     """Addresses of x[i, j, ...] for every index of these leading dimensions, int64, in their shape."""
-    at = np.zeros([x.shape[dim] for dim in dims], np.int64) + x.data_ptr()
-    for place, dim in enumerate(dims):
-        shape = [1] * len(dims)
-        shape[place] = -1
-        at += np.arange(x.shape[dim]).reshape(shape) * x.stride(dim) * x.element_size()
-    return at
+    grid = _grid(tuple(x.shape[dim] for dim in dims))
+    steps = [index * (x.stride(dim) * x.element_size()) for index, dim in zip(grid, dims, strict=True)]
+    return np.asarray(sum(steps, start=np.int64(x.data_ptr())))
+
+
+@lru_cache(maxsize=64)
+def _grid(shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], ...]:
+    """Indices along each dimension of a shape, int64, each as long as its dimension and 1 elsewhere."""
+    return np.meshgrid(*(np.arange(size, dtype=np.int64) for size in shape), indexing="ij", sparse=True)
 
 
 def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -130,7 +131,8 @@ def attend_runs(queries: torch.Tensor, runs: np.ndarray[Any, Any], sums: torch.T
     g = h // h_kv
     block, padded = head_block(g)
     query = np.zeros((n, h_kv, many, padded, d), np.float32)
-    query[:, :, :, :g] = (queries * scaling).view(many, n, h_kv, g, d).permute(1, 2, 0, 3, 4).numpy()
+    grouped = queries.reshape(many, n, h_kv, g, d).permute(1, 2, 0, 3, 4).numpy()
+    np.multiply(grouped, np.float32(scaling), out=query[:, :, :, :g])
     out = np.zeros((n, h_kv, padded, d), np.float32)
     cost = float(runs[..., TOKENS].sum()) * 8 * d / threads.BYTES_PER_NS
     threads.run(_attend, n * h_kv, query, runs, g, block, out, sums.numpy(), cost=cost)
