@@ -15,7 +15,19 @@ from functools import cache
 
 import torch
 
-_MODULES = ("attend", "codes", "dense", "nearest", "packed", "positions", "rank", "runs", "softmax", "vectors")
+_MODULES = (
+    "attend",
+    "codes",
+    "dense",
+    "nearest",
+    "packed",
+    "positions",
+    "rank",
+    "received",
+    "runs",
+    "softmax",
+    "vectors",
+)
 # compiled: any kernel, a GPU's included; numba: the kernels of this package
 switches = {"compiled": True, "numba": True}
 

@@ -261,7 +261,7 @@ def attend_chosen(
     query = np.zeros((n, h_kv, padded, d), np.float32)
     np.multiply(q.reshape(n, h_kv, g, d).numpy(), np.float32(scaling), out=query[:, :, :g])
     workers = torch.get_num_threads()
-    parts = max(1, min(-(-2 * workers // (n * h_kv)), 8)) if workers > 1 else 1
+    parts = max(1, min(-(-threads.TASKS * workers // (n * h_kv)), 8)) if workers > 1 else 1
     out = np.zeros((n, h_kv, parts, padded, d), np.float32)
     lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
     chosen = indices.contiguous().numpy()

@@ -136,7 +136,7 @@ def attend_all(
     workers = torch.get_num_threads()
     parts = 1
     if workers > 1:
-        parts = max(1, min(-(-4 * workers // (n * h_kv)), max(lengths) // _PART))
+        parts = max(1, min(-(-threads.TASKS * workers // (n * h_kv)), max(lengths) // _PART))
     out = np.zeros((n, h_kv, parts, padded, d), np.float32)
     lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
     threads.run(

@@ -292,6 +292,21 @@ def _generate_write(typingctx: Any, address: Any, word: Any) -> Any:
 write_word: Any = intrinsic(_generate_write)
 
 
+def _generate_increment(typingctx: Any, address: Any) -> Any:
+    """Add 1 to the 64 bits at an address, which several threads may do at once, and return what they were.
+
+    What a thread wrote before it is seen by the threads that increment later.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", at(builder, args[0], I64), number(1), "acq_rel")
+
+    return types.int64(types.intp), generate
+
+
+increment: Any = intrinsic(_generate_increment)
+
+
 def _generate_largest(typingctx: Any, x: Any, count: Any) -> Any:
     """The largest of `count` floats at x, a multiple of LANES and at least one, NaN left out."""
 

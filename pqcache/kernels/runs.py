@@ -156,13 +156,3 @@ def attend_parts(
             count,
         )
     return attend_runs(q[None], runs, q.new_zeros(n, h_kv, 0), scaling)
-
-
-def attend_adding(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sums: torch.Tensor
-) -> torch.Tensor:
-    """Attention over all tokens, (n, h, 1, d), of q (n, h, 1, d) and k, v (n, h_kv, m, d); sums (n, h_kv or h, m) as above."""
-    n, h_kv, m, _ = k.shape
-    runs = np.zeros((n, h_kv, 1, 4), np.int64)
-    runs[:, :, 0, KEYS], runs[:, :, 0, VALUES], runs[:, :, 0, TOKENS] = addresses(k, 0, 1), addresses(v, 0, 1), m
-    return attend_runs(q[None], runs, sums, scaling)

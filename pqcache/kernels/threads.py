@@ -18,7 +18,9 @@ from pqcache.kernels import openmp
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # (process, threads): a forked child starts its own
 _lock = threading.Lock()
-_PIECES = 4  # per thread, so that a thread that was held up does not hold up the others
+TASKS = (
+    8  # per thread, at least, where a kernel can divide its work: a thread that begins late leaves some to the others
+)
 BYTES_PER_NS = 10  # that one thread reads of K and V, for `cost`
 _ALONE = 200_000  # nanoseconds of work that other threads do not speed up: they take 50 to 100 us to begin
 
@@ -43,7 +45,7 @@ def run(kernel: Callable[..., None], tasks: int, *args: Any, cost: float | None 
     if threads <= 1 or (cost is not None and cost < _ALONE):
         kernel(0, tasks, *args)
         return
-    pieces = min(tasks, threads * _PIECES)
+    pieces = min(tasks, threads * TASKS)
     edges = [tasks * i // pieces for i in range(pieces + 1)]
     left = iter(zip(edges, edges[1:], strict=False))  # shared: each piece goes to one thread
 

@@ -62,10 +62,10 @@ def attend_adding(
     m, h_kv = k.shape[2], k.shape[1]
     sums = sums[:, :, :m]
     if k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype and kernels.native(q, k, v, sums):
-        from pqcache.kernels import runs
+        from pqcache.kernels import received
 
-        if runs.serves(k, v):
-            return runs.attend_adding(q, k, v, scaling, sums).transpose(1, 2)
+        if received.serves(k, v):
+            return received.attend_adding(q, k, v, scaling, sums).transpose(1, 2)
     valid = row_mask(lengths, m, q.device)
     part = partial(q, k, v, scaling, None if valid is None else valid[:, :, None], probs=True)
     assert part.probs is not None

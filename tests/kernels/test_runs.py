@@ -12,7 +12,7 @@ from pqcache.store.buffer import Buffer
 from pqcache.store.host import HostStore
 
 pytest.importorskip("numba")
-from pqcache.kernels import positions, runs
+from pqcache.kernels import positions, received, runs
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,18 +49,25 @@ def test_runs_of_two_queries_are_one_softmax(n, h_kv, g, d, window, tokens, scal
 
 
 @pytest.mark.parametrize("g", [1, 3, 4])
-def test_probabilities_of_all_tokens_are_added(g):
-    q, k, v = torch.randn(2, 2 * g, 1, 32), torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 32)
-    expected = partial(q, k, v, 0.3, probs=True)
-    probs = expected.probs[:, :, 0]
-    for sums, added in (
-        (torch.ones(2, 2 * g, 310), probs),
-        (torch.ones(2, 2, 310), probs.unflatten(1, (2, g)).mean(2)),
-    ):
-        out = runs.attend_adding(q, k, v, 0.3, sums[:, :, :300])
-        torch.testing.assert_close(out, expected.out, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(sums[:, :, :300] - 1, added, rtol=1e-5, atol=1e-6)
-        assert (sums[:, :, 300:] == 1).all()
+@pytest.mark.parametrize("m", [1, 300, 5003])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_probabilities_of_all_tokens_are_added(g, m, workers):
+    q, k, v = torch.randn(2, 2 * g, 1, 32) * 3, torch.randn(2, 2, m, 32), torch.randn(2, 2, m, 32)
+    expected = partial(q.double(), k, v, 0.3, probs=True)
+    probs = expected.probs[:, :, 0].float()
+    before = torch.get_num_threads()
+    torch.set_num_threads(workers)
+    try:
+        for sums, added in (
+            (torch.ones(2, 2 * g, m + 10), probs),
+            (torch.ones(2, 2, m + 10), probs.unflatten(1, (2, g)).mean(2)),
+        ):
+            out = received.attend_adding(q, k, v, 0.3, sums[:, :, :m])
+            torch.testing.assert_close(out, expected.out.float(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(sums[:, :, :m] - 1, added, rtol=1e-5, atol=1e-6)
+            assert (sums[:, :, m:] == 1).all()
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("sinks", "local", "heads"), [(0, 1, 2), (3, 5, 1), (4, 40, 2)])
