@@ -180,7 +180,8 @@ q, k = torch.randn(1, 8, w, d), torch.randn(1, 2, s, d, dtype=torch.bfloat16)
 sums, lse = torch.zeros(1, 8, s), torch.full((1, 8, w), 10.0)
 for known in (None, lse):
     add_column_sums(sums, q[:, :, :1], k, [64], [1], 0.1, lse=known if known is None else lse[:, :, :1])
-    print(peak_bytes(lambda: add_column_sums(sums, q, k, [s], [w], 0.1, block=64, lse=known), q.device))
+    work = lambda: add_column_sums(sums, q, k, [s], [w], 0.1, block=64, lse=known)
+    print(min(peak_bytes(work, q.device) for _ in range(3)))  # whatever else the process does only adds
 """
 
 
