@@ -37,9 +37,8 @@ from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.transfer import table
 
 MODES = ("dynamic", "static")
-KERNEL_FROM = (
-    1 << 12
-)  # sums held from which a compiled kernel finds the smallest; it takes half the time of torch even below
+# Sums held from which a compiled kernel finds the smallest. It takes half of torch's time; below, neither time matters.
+KERNEL_FROM = 1 << 12
 
 
 class HeavyHitterScorer(Scorer):
