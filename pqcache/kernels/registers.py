@@ -262,21 +262,21 @@ def _generate_widen(typingctx: Any, halves: Any, out: Any, count: Any) -> Any:
 widen: Any = intrinsic(_generate_widen)
 
 
-def _generate_add_four(typingctx: Any, out: Any, x: Any, factor: Any) -> Any:
-    """Four floats at `out` grow by `factor` times those at x."""
+def _generate_add_row(typingctx: Any, out: Any, x: Any, factor: Any, row: Any) -> Any:
+    """As many floats at `out` as `row`, a tuple, has entries grow by `factor` times those at x."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, x, factor = args
-        kind = ir.VectorType(F32, 4)
+        out, x, factor, _ = args
+        kind = ir.VectorType(F32, row.count)
         one = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, ir.Constant(I32, 0))
-        four = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, 4), [0] * 4))
-        store(builder, multiply_add(builder, load(builder, x, kind), four, load(builder, out, kind)), out)
+        all_of_it = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, row.count), [0] * row.count))
+        store(builder, multiply_add(builder, load(builder, x, kind), all_of_it, load(builder, out, kind)), out)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32), generate
+    return types.void(types.intp, types.intp, types.float32, row), generate
 
 
-add_four: Any = intrinsic(_generate_add_four)
+add_row: Any = intrinsic(_generate_add_row)
 
 
 def _generate_write(typingctx: Any, address: Any, word: Any) -> Any:

@@ -210,7 +210,7 @@ def add(heads, kind, rows, weights, weight_step, d, out, out_step):
 fetch: Any = intrinsic(_generate_fetch)
 
 
-def head_block(g: int) -> tuple[int, int]:
-    """Query heads that share a tile where a group has g of them, and g rounded up to whole tiles."""
-    block = min(4, 1 << (g - 1).bit_length())
+def head_block(g: int, most: int = 4) -> tuple[int, int]:
+    """Query heads that share a tile where a group has g of them, a power of two up to `most`, and g rounded up to whole tiles."""
+    block = min(most, 1 << (g - 1).bit_length())
     return block, -(-g // block) * block

@@ -31,9 +31,10 @@ from pqcache.kernels.packed.keys import (
     see_block,
 )
 from pqcache.kernels.packed.memory import STREAM, TILE, WINDOW, Scratch, laid_out, memory_of, scratch_sizes, sums_sizes
-from pqcache.kernels.packed.tiles import HEADS, READ, TOGETHER
+from pqcache.kernels.packed.tiles import MOST_HEADS, READ, TOGETHER
 from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
 from pqcache.kernels.registers import LANES, floats_at
+from pqcache.kernels.vectors import head_block
 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
@@ -53,34 +54,34 @@ def _end_of_tile(k, v, start, end):
 
 
 @numba.njit(nogil=True)
-def _begin_block(k, row, head, start, scratch):
+def _begin_block(k, row, head, start, heads, scratch):
     """Make ready for the outliers and the low-rank part of a block of keys, from token `start` on."""
     if k.outliers:
         first_outliers(k, row, head, start, scratch)
     if k.rank:
-        see_block(k, row, head, start, scratch)
+        see_block(k, row, head, start, heads, scratch)
 
 
 @numba.njit(nogil=True)
-def _attend_tile(k, v, row, head, start, stop, window, segment, scratch, sums):
+def _attend_tile(k, v, row, head, start, stop, window, segment, heads, scratch, sums):
     """Tokens start .. stop-1 of one KV head; returns the segment of keys that is folded from now on."""
     count = stop - start
-    segment = score_codes(k, v, row, head, start, count, segment, scratch)
+    segment = score_codes(k, v, row, head, start, count, segment, heads, scratch)
     if k.outliers:
-        score_outliers(start - window, count, scratch)
+        score_outliers(start - window, count, heads, scratch)
     if k.rank:
-        score_low_rank(k, row, head, start, count, scratch)
-    softmax(v, count, sums, scratch)
+        score_low_rank(k, row, head, start, count, heads, scratch)
+    softmax(v, count, heads, sums, scratch)
     if v.rank:
-        add_factors(v, row, head, start, count, sums, scratch)
-    add_codes(v, row, head, start, count, sums, scratch)
+        add_factors(v, row, head, start, count, heads, sums, scratch)
+    add_codes(v, row, head, start, count, heads, sums, scratch)
     return segment
 
 
 @numba.njit(nogil=True)
-def _attend_part(k, v, row, head, heads, start, end, memory):
-    """Tokens start .. end-1 of `heads` KV heads, whose queries `read_query` has read."""
-    segments = np.full(heads, -1, np.int64)
+def _attend_part(k, v, row, head, kv_heads, start, end, heads, memory):
+    """Tokens start .. end-1 of `kv_heads` KV heads, whose queries `read_query` has read."""
+    segments = np.full(kv_heads, -1, np.int64)
     k_block, v_block, window, ahead = np.int64(-1), np.int64(-1), start, start
     while start < end:
         stop = _end_of_tile(k, v, start, end)
@@ -88,56 +89,59 @@ def _attend_part(k, v, row, head, heads, start, end, memory):
         refill = k.outliers and (new_keys or start == ahead)
         if refill:
             window, ahead = start, min(end, start + WINDOW, (start // k.length + 1) * k.length)
-        for h in range(heads):
+        for h in range(kv_heads):
             scratch, sums = memory_of(memory, h)
             if new_keys:
-                _begin_block(k, row, head + h, start, scratch)
+                _begin_block(k, row, head + h, start, heads, scratch)
             if refill:
-                read_outliers(k, row, head + h, window, ahead - window, scratch)
+                read_outliers(k, row, head + h, window, ahead - window, heads, scratch)
             if new_values and v_block >= 0:
-                end_block(v, row, head + h, v_block, sums, scratch)
-            segments[h] = _attend_tile(k, v, row, head + h, start, stop, window, segments[h], scratch, sums)
+                end_block(v, row, head + h, v_block, heads, sums, scratch)
+            segments[h] = _attend_tile(k, v, row, head + h, start, stop, window, segments[h], heads, scratch, sums)
         if v.outliers:
-            add_outliers(v, row, start, stop - start, memory)
+            add_outliers(v, row, start, stop - start, heads, memory)
         if new_keys:
             k_block = start // k.length
         if new_values:
             v_block = start // v.length
         start = stop
-    for h in range(heads):
+    for h in range(kv_heads):
         scratch, sums = memory_of(memory, h)
         if v_block >= 0:
-            end_block(v, row, head + h, v_block, sums, scratch)
+            end_block(v, row, head + h, v_block, heads, sums, scratch)
 
 
 def _compiled(sources: int) -> Callable[..., None]:
     """The kernel. numba keeps it on disk and compiles it again when this file changes; `sources` stands for the others."""
 
     @numba.njit(nogil=True, cache=True)
-    def attend(first, last, q, k, v, tasks, sizes, out, high, mass):
+    def attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
         """tasks (t, 9): run, row, KV head, how many of them, line of q, lines to the next head, place, first and last token.
 
-        q (lines, HEADS, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array of Scratch and Sums. Writes for each
-        task and head, from its place on, the weighted values, out (places, HEADS, d), the largest logit and the sum of weights.
+        q (lines, heads, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array of Scratch and Sums. Writes for each
+        task and head, from its place on, the weighted values, out (places, heads, d), the largest logit and the sum of weights.
         """
         assert sources >= 0  # numba looks at the variables that a function uses
-        heads = 0
+        most = 0
         for task in range(first, last):
-            heads = max(heads, tasks[task, 3])
-        memory = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * heads, np.float32)
+            most = max(most, tasks[task, 3])
+        memory = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * most, np.float32)
         base = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
         for task in range(first, last):
-            run, row, head, heads, line, apart, place, start, end = tasks[task]
-            for h in range(heads):
+            run, row, head, kv_heads, line, apart, place, start, end = tasks[task]
+            for h in range(kv_heads):
                 scratch, sums = memory_of(base, h)
                 floats_at(sums.codes, ((base[-1] - base[SCRATCH]) // 4,))[:] = 0
-                floats_at(sums.high, (HEADS,))[:] = -np.inf
-                read_query(k[run], q.ctypes.data + (line + h * apart) * q.strides[0], scratch)
-            _attend_part(k[run], v[run], row, head, heads, start, end, base)
-            for h in range(heads):
+                floats_at(sums.high, (len(heads),))[:] = -np.inf
+                read_query(k[run], q.ctypes.data + (line + h * apart) * q.strides[0], heads, scratch)
+            _attend_part(k[run], v[run], row, head, kv_heads, start, end, heads, base)
+            for h in range(kv_heads):
                 scratch, sums = memory_of(base, h)
-                result(v[run], row, head + h, sums, scratch, out[place + h])
-                high[place + h], mass[place + h] = floats_at(sums.high, (HEADS,)), floats_at(sums.mass, (HEADS,))
+                result(v[run], row, head + h, heads, sums, scratch, out[place + h])
+                high[place + h], mass[place + h] = (
+                    floats_at(sums.high, (len(heads),)),
+                    floats_at(sums.mass, (len(heads),)),
+                )
         memory[0] = 0  # numba frees an array behind its last use, and addresses are none
 
     return attend
@@ -150,7 +154,7 @@ _attend = _compiled(zlib.crc32(b"".join(path.read_bytes() for path in _SOURCES))
 
 @numba.njit(nogil=True, cache=True)
 def _merge(lines, parts, high, mass, out, lse):
-    """Join the tasks of each line of queries: parts (t, HEADS, d), high and mass (t, HEADS) -> out (lines, HEADS, d), lse."""
+    """Join the tasks of each line of queries: parts (t, heads, d), high and mass (t, heads) -> out (lines, heads, d), lse."""
     lse[:] = -np.inf
     for task in range(lines.shape[0]):
         lse[lines[task]] = np.maximum(lse[lines[task]], high[task])
@@ -284,20 +288,23 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     n, h, _, d = q.shape
     h_kv = runs[0].k.codes.shape[1]
     group = h // h_kv
-    blocks = -(-group // HEADS)
+    block, padded_group = head_block(group, MOST_HEADS)
+    blocks = padded_group // block
     k, v = (
         np.array([_stream(codes) for codes in of_all], STREAM)
         for of_all in zip(*((r.k, r.v) for r in runs), strict=True)
     )
     tasks, places = _tasks(runs, n, h_kv, blocks)
-    padded = np.zeros((n, h_kv, blocks * HEADS, d), np.float32)
+    padded = np.zeros((n, h_kv, padded_group, d), np.float32)
     padded[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
-    queries = padded.reshape(-1, HEADS, d)
-    parts = np.empty((len(places), HEADS, d), np.float32)
-    high, mass = np.empty((2, len(places), HEADS), np.float32)
-    sizes = np.concatenate([scratch_sizes(k, v, d), sums_sizes(v, d)])
+    queries = padded.reshape(-1, block, d)
+    parts = np.empty((len(places), block, d), np.float32)
+    high, mass = np.empty((2, len(places), block), np.float32)
+    sizes = np.concatenate([scratch_sizes(k, v, d, block), sums_sizes(v, d, block)])
     numbers = int((tasks[:, 3] * (tasks[:, 8] - tasks[:, 7])).sum()) * d
-    threads.run(_attend, len(tasks), queries, k, v, tasks, sizes, parts, high, mass, cost=numbers / CODES_PER_NS)
+    threads.run(
+        _attend, len(tasks), queries, k, v, tasks, sizes, (0,) * block, parts, high, mass, cost=numbers / CODES_PER_NS
+    )
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
     _merge(places, parts, high, mass, out, lse)
     result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, :group].reshape(n, h, 1, d)

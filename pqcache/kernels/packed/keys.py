@@ -7,33 +7,33 @@ import numpy as np
 
 from pqcache.kernels import registers
 from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
-from pqcache.kernels.packed.tiles import HEADS, Soon, products
+from pqcache.kernels.packed.tiles import Soon, products
 from pqcache.kernels.registers import LANES
 
 
 @numba.njit(nogil=True)
-def read_query(k, q, scratch):
-    """A block's queries q (HEADS, d), padded, and with heads side by side."""
-    source = registers.floats_at(q, (HEADS, k.d))
-    query = registers.floats_at(scratch.query, (HEADS, k.width))
-    beside = registers.floats_at(scratch.beside_query, (k.d, HEADS))
+def read_query(k, q, heads, scratch):
+    """A block's queries q (heads, d), padded, and with heads side by side."""
+    source = registers.floats_at(q, (len(heads), k.d))
+    query = registers.floats_at(scratch.query, (len(heads), k.width))
+    beside = registers.floats_at(scratch.beside_query, (k.d, len(heads)))
     query[:] = 0
-    for a in range(HEADS):
+    for a in range(len(heads)):
         for j in range(k.d):
             query[a, j] = source[a, j]
             beside[j, a] = source[a, j]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _fold(k, row, head, segment, scratch):
+def _fold(k, row, head, segment, heads, scratch):
     """Queries times the channel steps of a segment, their sums, and their products with its lows."""
     width = k.width
     lines = registers.floats_at(scratch.channels, (2, width))
     query, folded = (
-        registers.floats_at(scratch.query, (HEADS, width)),
-        registers.floats_at(scratch.folded, (HEADS, width)),
+        registers.floats_at(scratch.query, (len(heads), width)),
+        registers.floats_at(scratch.folded, (len(heads), width)),
     )
-    sums = registers.floats_at(scratch.sums, (2, HEADS))
+    sums = registers.floats_at(scratch.sums, (2, len(heads)))
     offset = row * k.channel_row + head * k.channel_head + segment * k.channel_segment
     lines[0], lines[1] = 1, 0
     if k.channel_step:
@@ -42,7 +42,7 @@ def _fold(k, row, head, segment, scratch):
         registers.widen(k.channel_low + offset, scratch.channels + 4 * width, k.d)
     if not k.groups:
         undo(k.read, lines[0], lines[1])
-    for a in range(HEADS):
+    for a in range(len(heads)):
         added, summed = np.float32(0), np.float32(0)
         for j in range(width):
             value = query[a, j] * lines[0, j]
@@ -61,11 +61,11 @@ def _next_tile(k, v, row, head, token):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_codes(k, v, row, head, start, count, segment, scratch):
+def score_codes(k, v, row, head, start, count, segment, heads, scratch):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
-    logits = registers.floats_at(scratch.logits, (HEADS, LINE))
+    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
     steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
-    sums = registers.floats_at(scratch.sums, (2, HEADS))
+    sums = registers.floats_at(scratch.sums, (2, len(heads)))
     groups, step, low = k.tile_groups, 0, 0
     codes, stride = prepare_tile(k, row, head, start, count, scratch)
     first = 0
@@ -73,16 +73,16 @@ def score_codes(k, v, row, head, start, count, segment, scratch):
         here = (k.offset + start + first) // k.span
         last = min(count, (here + 1) * k.span - start - k.offset)
         if here != segment:
-            _fold(k, row, head, here, scratch)
+            _fold(k, row, head, here, heads, scratch)
             segment = here
         if groups > 1:
             step, low = scratch.steps + 4 * first * groups, scratch.lows + 4 * first * groups
         soon = _next_tile(k, v, row, head, start + first)
         products(
             k.read, codes + first * stride, stride, last - first, scratch.folded, 4 * k.width, groups,
-            k.width // LANES // groups, step, low, scratch.logits + 4 * first, 4 * LINE, soon,
+            k.width // LANES // groups, step, low, scratch.logits + 4 * first, 4 * LINE, soon, heads,
         )  # fmt: skip
-        for a in range(HEADS):
+        for a in range(len(heads)):
             added, whole = sums[0, a], sums[1, a]
             if k.groups == 1:
                 for i in range(first, last):
@@ -124,16 +124,16 @@ def first_outliers(k, row, head, start, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def read_outliers(k, row, head, start, count, scratch):
-    """By how much outliers of key channels change the logits of `count` tokens, in one block: scratch.ahead (WINDOW, HEADS).
+def read_outliers(k, row, head, start, count, heads, scratch):
+    """By how much outliers of key channels change the logits of `count` tokens, in one block: scratch.ahead (WINDOW, heads).
 
     Many tiles at once, since the end of each channel's entries is a jump that the processor cannot foresee.
     """
     cursor, nears = registers.ints_at(scratch.cursor, (k.d,)), registers.floats_at(scratch.near, (k.d,))
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, values, most, step = k.positions, k.position_bytes, k.values, k.outliers, k.entry_next
-    within = start % k.length
-    registers.floats_at(scratch.ahead, (count * HEADS,))[:] = 0
+    within, size_of_row = start % k.length, 4 * len(heads)
+    registers.floats_at(scratch.ahead, (count * len(heads),))[:] = 0
     for j in range(k.d):
         at, near = cursor[j], nears[j]
         while at < most:
@@ -144,47 +144,47 @@ def read_outliers(k, row, head, start, count, scratch):
             if not k.alike:
                 near = _near(k, row, head, start + i, j)
             change = registers.read_float(values + 4 * entry) - near
-            registers.add_four(scratch.ahead + 4 * HEADS * i, scratch.beside_query + 4 * HEADS * j, change)
+            registers.add_row(scratch.ahead + size_of_row * i, scratch.beside_query + size_of_row * j, change, heads)
             at += 1
         cursor[j] = at
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_outliers(first, count, scratch):
+def score_outliers(first, count, heads, scratch):
     """Add to the tile's logits what outliers change; the tile begins with token `first` of those read ahead."""
-    logits = registers.floats_at(scratch.logits, (HEADS, LINE))
-    ahead = registers.floats_at(scratch.ahead + 4 * HEADS * first, (count, HEADS))
-    for a in range(HEADS):
+    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
+    ahead = registers.floats_at(scratch.ahead + 4 * len(heads) * first, (count, len(heads)))
+    for a in range(len(heads)):
         for i in range(count):
             logits[a, i] += ahead[i, a]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def see_block(k, row, head, start, scratch):
+def see_block(k, row, head, start, heads, scratch):
     """The query times the second low-rank factor of a block: `seen`."""
-    seen, line = registers.floats_at(scratch.seen, (k.rank, HEADS)), registers.floats_at(scratch.line, (k.d,))
-    query = registers.floats_at(scratch.beside_query, (k.d, HEADS))
+    seen, line = registers.floats_at(scratch.seen, (k.rank, len(heads))), registers.floats_at(scratch.line, (k.d,))
+    query = registers.floats_at(scratch.beside_query, (k.d, len(heads)))
     at = k.b + row * k.b_row + head * k.b_head + start // k.length * k.b_block
     for r in range(k.rank):
         registers.widen(at + 2 * r * k.d, scratch.line, k.d)
-        for a in range(HEADS):
+        for a in range(len(heads)):
             seen[r, a] = 0
         for j in range(k.d):
-            for a in range(HEADS):
+            for a in range(len(heads)):
                 seen[r, a] += line[j] * query[j, a]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_low_rank(k, row, head, start, count, scratch):
+def score_low_rank(k, row, head, start, count, heads, scratch):
     """Add q . (a b) to the tile's logits, as a . (b q). The tile is in one block."""
     read_factors(k, row, head, start, count, scratch)
     factors, seen = (
         registers.floats_at(scratch.factors, (k.rank, TILE)),
-        registers.floats_at(scratch.seen, (k.rank, HEADS)),
+        registers.floats_at(scratch.seen, (k.rank, len(heads))),
     )
-    logits = registers.floats_at(scratch.logits, (HEADS, LINE))
+    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
     for r in range(k.rank):
-        for a in range(HEADS):
+        for a in range(len(heads)):
             product = seen[r, a]
             for i in range(count):
                 logits[a, i] += product * factors[r, i]

@@ -8,7 +8,6 @@ import numba
 import numpy as np
 
 from pqcache.kernels import registers
-from pqcache.kernels.packed.tiles import HEADS
 from pqcache.kernels.registers import LANES
 
 TILE = 128  # tokens between two updates of the running maximum; a multiple of LANES; its codes fit the nearest cache
@@ -44,19 +43,19 @@ STREAM = np.dtype([(name, np.int64) for name in _FIELDS])
 class Scratch(NamedTuple):
     """Addresses of a thread's memory for a tile of a KV head: fp32 unless stated. Arrays would count references at every use."""
 
-    logits: int  # (HEADS, LINE); later the probabilities
-    beside: int  # (TILE, HEADS): the probabilities, a token's heads side by side
-    ahead: int  # (WINDOW, HEADS): what outliers add to the logits of this tile and the next ones
+    logits: int  # (heads, LINE); later the probabilities
+    beside: int  # (TILE, heads): the probabilities, a token's heads side by side
+    ahead: int  # (WINDOW, heads): what outliers add to the logits of this tile and the next ones
     spread: int  # (TILE, width) bytes or floats: codes, or what they stand for
     steps: int  # (TILE, groups): of the tile's tokens
     lows: int
     channels: int  # (2, width): steps (1 where there are none) and lows of a segment's channels
-    query: int  # (HEADS, width)
-    folded: int  # (HEADS, width): times the segment's steps
-    beside_query: int  # (d, HEADS): a channel's heads side by side
-    sums: int  # (2, HEADS): of the query times the segment's lows, of the folded query
+    query: int  # (heads, width)
+    folded: int  # (heads, width): times the segment's steps
+    beside_query: int  # (d, heads): a channel's heads side by side
+    sums: int  # (2, heads): of the query times the segment's lows, of the folded query
     factors: int  # (rank, TILE): low-rank factors of the tile's tokens
-    seen: int  # (rank, HEADS): the query times the other factor of the block
+    seen: int  # (rank, heads): the query times the other factor of the block
     line: int  # (d,)
     cursor: int  # (d,) int32: each channel's next outlier
     near: int  # (d,): what the code stands for that outliers of a channel have in their places, where it is one
@@ -65,13 +64,13 @@ class Scratch(NamedTuple):
 class Sums(NamedTuple):
     """Addresses of what a task adds up: fp32."""
 
-    codes: int  # (HEADS, width): weighted codes
-    dense: int  # (HEADS, d): the low-rank part
-    sparse: int  # (d, HEADS): outliers' differences
-    lows: int  # (HEADS,): weighted lows of tokens with one group
-    low_rank: int  # (rank, HEADS): weighted factors of the current block
-    high: int  # (HEADS,): the running maximum
-    mass: int  # (HEADS,)
+    codes: int  # (heads, width): weighted codes
+    dense: int  # (heads, d): the low-rank part
+    sparse: int  # (d, heads): outliers' differences
+    lows: int  # (heads,): weighted lows of tokens with one group
+    low_rank: int  # (rank, heads): weighted factors of the current block
+    high: int  # (heads,): the running maximum
+    mass: int  # (heads,)
 
 
 @numba.njit(nogil=True)
@@ -95,31 +94,31 @@ def memory_of(s, index):
     return scratch, Sums(s[16] + by, s[17] + by, s[18] + by, s[19] + by, s[20] + by, s[21] + by, s[22] + by)
 
 
-def scratch_sizes(k: Any, v: Any, d: int) -> np.ndarray:
-    """Floats of each array of Scratch, for streams of any of the runs k, v (runs,) of STREAM."""
+def scratch_sizes(k: Any, v: Any, d: int, heads: int) -> np.ndarray:
+    """Floats of each array of Scratch, for streams of any of the runs k, v (runs,) of STREAM. heads: of a block."""
     width, groups = (max(1, k[name].max(), v[name].max()) for name in ("width", "groups"))
     spread = max(int(x["width"]) * int(x["read"]) // 32 for x in (*k, *v))
     rank = max(k["rank"].max(), v["rank"].max())
-    ahead = WINDOW * HEADS if k["outliers"].any() else 0
+    ahead = WINDOW * heads if k["outliers"].any() else 0
     sizes = Scratch(
-        logits=HEADS * LINE, beside=TILE * HEADS, ahead=ahead, spread=TILE * spread, steps=TILE * groups, lows=TILE * groups,
-        channels=2 * width, query=HEADS * width, folded=HEADS * width, beside_query=d * HEADS, sums=2 * HEADS,
-        factors=rank * TILE, seen=rank * HEADS, line=d, cursor=d, near=d,
+        logits=heads * LINE, beside=TILE * heads, ahead=ahead, spread=TILE * spread, steps=TILE * groups, lows=TILE * groups,
+        channels=2 * width, query=heads * width, folded=heads * width, beside_query=d * heads, sums=2 * heads,
+        factors=rank * TILE, seen=rank * heads, line=d, cursor=d, near=d,
     )  # fmt: skip
     return np.array(sizes, np.int64)
 
 
-def sums_sizes(v: Any, d: int) -> np.ndarray:
+def sums_sizes(v: Any, d: int, heads: int) -> np.ndarray:
     """Floats of each array of Sums."""
     width, rank = int(v["width"].max()), max(1, int(v["rank"].max()))
     sizes = Sums(
-        codes=HEADS * width,
-        dense=HEADS * d,
-        sparse=d * HEADS,
-        lows=HEADS,
-        low_rank=rank * HEADS,
-        high=HEADS,
-        mass=HEADS,
+        codes=heads * width,
+        dense=heads * d,
+        sparse=d * heads,
+        lows=heads,
+        low_rank=rank * heads,
+        high=heads,
+        mass=heads,
     )
     return np.array(sizes, np.int64)
 

@@ -5,7 +5,9 @@ end of a float's mantissa and puts the exponent of 1 before it: two instructions
 is therefore 1 + code / 2^bits below 8 bits; steps and lows are given so that they undo it (`memory.undo`). Codes of 8 bits are
 converted, those of 32 bits are floats.
 
-A block of HEADS query heads shares one read and one unpacking. `grouped` codes have a step and a low per group of channels.
+A block of 1, 2, 4 or 8 query heads shares one read and one unpacking. Their number is known when a kernel is compiled:
+`heads`, here and in the other modules, is a tuple with an entry for each, and what the entries are means nothing.
+`grouped` codes have a step and a low per group of channels.
 """
 
 from __future__ import annotations
@@ -36,8 +38,7 @@ from pqcache.kernels.registers import (
     words,
 )
 
-HEADS = 4  # query heads of a block; a smaller group is padded
-TOKENS = LANES // HEADS  # that `products` takes at a time: all sums fit one register
+MOST_HEADS = LANES // 2  # query heads of a block: their sums fit the registers
 TOGETHER = 2  # vectors of codes that `accumulate` takes at a time; a group of channels is a multiple of so many
 READ = (2, 4, 8, 32)  # bits of codes that are read in place
 
@@ -82,30 +83,31 @@ class Soon(NamedTuple):
 
 
 def _make_products(bits: int, grouped: bool) -> Any:
-    """q . x of `count` tokens and HEADS query heads."""
+    """q . x of `count` tokens and the block's query heads."""
 
     @intrinsic
-    def products(typingctx, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon):
-        """Write q_a . x_i to out[a, i], and up to TOKENS - 1 numbers behind it. Rows are `stride` bytes apart.
+    def products(typingctx, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon, heads):
+        """Write q_a . x_i to out[a, i], and up to LANES - 1 numbers behind it. Rows are `stride` bytes apart.
 
         groups of `per` vectors each. step, low (count, groups): of grouped codes. soon: memory to fetch meanwhile, see Soon.
         """
-        signature = types.void(*[types.intp] * 11, soon)
+        signature = types.void(*[types.intp] * 11, soon, heads)
+        count_heads, tokens = heads.count, LANES // heads.count  # at a time: all sums fit one register
 
         def generate(context, builder, signature, args):
-            codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon = args
+            codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon, _ = args
             keys, key_size, values, value_size = cgutils.unpack_tuple(builder, soon, 4)
             last = builder.sub(count, number(1))
-            total = [[cgutils.alloca_once(builder, FLOATS) for _ in range(TOKENS)] for _ in range(HEADS)]
-            tiles = builder.udiv(builder.add(count, number(TOKENS - 1)), number(TOKENS))
+            total = [[cgutils.alloca_once(builder, FLOATS) for _ in range(tokens)] for _ in range(count_heads)]
+            tiles = builder.udiv(builder.add(count, number(tokens - 1)), number(tokens))
             with cgutils.for_range(builder, tiles) as outer:
-                first = builder.mul(outer.index, number(TOKENS))
-                index = [builder.add(first, number(i)) for i in range(TOKENS)]
+                first = builder.mul(outer.index, number(tokens))
+                index = [builder.add(first, number(i)) for i in range(tokens)]
                 index = [builder.select(builder.icmp_signed("<", i, last), i, last) for i in index]
                 rows = [add(builder, codes, builder.mul(i, stride)) for i in index]
                 for base, size in ((keys, key_size), (values, value_size)):
                     fetch_lines(
-                        builder, add(builder, base, builder.mul(first, size)), builder.mul(size, number(TOKENS))
+                        builder, add(builder, base, builder.mul(first, size)), builder.mul(size, number(tokens))
                     )
                 for held in (held for of_head in total for held in of_head):
                     builder.store(floats(0.0), held)
@@ -122,8 +124,8 @@ def _make_products(bits: int, grouped: bool) -> Any:
                         for part, held in zip(x, of_head, strict=True):
                             builder.store(multiply_add(builder, query, part, builder.load(held)), held)
                 result = sums(builder, [builder.load(held) for of_head in total for held in of_head])
-                for a in range(HEADS):
-                    lanes = ir.Constant(ir.VectorType(I32, TOKENS), [a * TOKENS + i for i in range(TOKENS)])
+                for a in range(count_heads):
+                    lanes = ir.Constant(ir.VectorType(I32, tokens), [a * tokens + i for i in range(tokens)])
                     part = builder.shuffle_vector(result, ir.Constant(FLOATS, ir.Undefined), lanes)
                     place = add(builder, out, builder.mul(out_stride, number(a)), builder.mul(first, number(4)))
                     store(builder, part, place)
@@ -135,16 +137,16 @@ def _make_products(bits: int, grouped: bool) -> Any:
 
 
 def _make_accumulate(bits: int, grouped: bool) -> Any:
-    """Weighted sums of codes, for HEADS query heads."""
+    """Weighted sums of codes, for the block's query heads."""
 
     @intrinsic
-    def accumulate(typingctx, codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride):
+    def accumulate(typingctx, codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride, heads):
         """out[a] += sum over `count` tokens of p[a, i] x_i; arguments as of `products`, `per` a multiple of TOGETHER."""
-        signature = types.void(*[types.intp] * 11)
+        signature = types.void(*[types.intp] * 11, heads)
 
         def generate(context, builder, signature, args):
-            codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride = args
-            slots = [(a, u) for a in range(HEADS) for u in range(TOGETHER)]
+            codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride, _ = args
+            slots = [(a, u) for a in range(heads.count) for u in range(TOGETHER)]
             total = {slot: cgutils.alloca_once(builder, FLOATS) for slot in slots}
             passes = builder.udiv(per, number(TOGETHER))
             with cgutils.for_range(builder, groups) as group, cgutils.for_range(builder, passes) as outer:
@@ -163,7 +165,7 @@ def _make_accumulate(bits: int, grouped: bool) -> Any:
                         entry = builder.add(builder.mul(inner.index, groups), group.index)
                         x = [_scaled(builder, part, step, low, entry) for part in x]
                     weights = add(builder, p, builder.mul(inner.index, number(4)))
-                    for a in range(HEADS):
+                    for a in range(heads.count):
                         weight = load(builder, add(builder, weights, builder.mul(p_stride, number(a))), F32)
                         for u, part in enumerate(x):
                             new = multiply_add(builder, spread(builder, weight), part, builder.load(total[a, u]))
@@ -184,38 +186,38 @@ _accumulate2g, _accumulate4g, _accumulate8g = (_make_accumulate(bits, grouped=Tr
 
 
 @numba.njit(nogil=True)
-def products(bits, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon):
+def products(bits, codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon, heads):
     """By how codes are read, and grouped where there is a step; see _make_products."""
     if bits == 32:
-        _products32(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
+        _products32(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon, heads)
     elif step and bits == 2:
-        _products2g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon)
+        _products2g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon, heads)
     elif step and bits == 4:
-        _products4g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon)
+        _products4g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon, heads)
     elif step:
-        _products8g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon)
+        _products8g(codes, stride, count, q, q_stride, groups, per, step, low, out, out_stride, soon, heads)
     elif bits == 2:
-        _products2(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
+        _products2(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon, heads)
     elif bits == 4:
-        _products4(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
+        _products4(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon, heads)
     else:
-        _products8(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon)
+        _products8(codes, stride, count, q, q_stride, groups, per, 0, 0, out, out_stride, soon, heads)
 
 
 @numba.njit(nogil=True)
-def accumulate(bits, codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride):
+def accumulate(bits, codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride, heads):
     """As `products`; see _make_accumulate."""
     if bits == 32:
-        _accumulate32(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+        _accumulate32(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride, heads)
     elif step and bits == 2:
-        _accumulate2g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride)
+        _accumulate2g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride, heads)
     elif step and bits == 4:
-        _accumulate4g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride)
+        _accumulate4g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride, heads)
     elif step:
-        _accumulate8g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride)
+        _accumulate8g(codes, stride, count, p, p_stride, groups, per, step, low, out, out_stride, heads)
     elif bits == 2:
-        _accumulate2(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+        _accumulate2(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride, heads)
     elif bits == 4:
-        _accumulate4(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+        _accumulate4(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride, heads)
     else:
-        _accumulate8(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride)
+        _accumulate8(codes, stride, count, p, p_stride, groups, per, 0, 0, out, out_stride, heads)

@@ -17,17 +17,20 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     undo,
 )
-from pqcache.kernels.packed.tiles import HEADS, accumulate
+from pqcache.kernels.packed.tiles import accumulate
 from pqcache.kernels.registers import LANES
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _shrink(v, a, factor, sums):
+def _shrink(v, a, factor, heads, sums):
     """Scale what head a has added up."""
-    codes, dense = registers.floats_at(sums.codes, (HEADS, v.width)), registers.floats_at(sums.dense, (HEADS, v.d))
-    sparse = registers.floats_at(sums.sparse, (v.d, HEADS))
-    lows, mass = registers.floats_at(sums.lows, (HEADS,)), registers.floats_at(sums.mass, (HEADS,))
-    low_rank = registers.floats_at(sums.low_rank, (max(1, v.rank), HEADS))
+    codes, dense = (
+        registers.floats_at(sums.codes, (len(heads), v.width)),
+        registers.floats_at(sums.dense, (len(heads), v.d)),
+    )
+    sparse = registers.floats_at(sums.sparse, (v.d, len(heads)))
+    lows, mass = registers.floats_at(sums.lows, (len(heads),)), registers.floats_at(sums.mass, (len(heads),))
+    low_rank = registers.floats_at(sums.low_rank, (max(1, v.rank), len(heads)))
     lows[a] *= factor
     mass[a] *= factor
     for j in range(v.width):
@@ -43,37 +46,37 @@ def _shrink(v, a, factor, sums):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def softmax(v, count, sums, scratch):
+def softmax(v, count, heads, sums, scratch):
     """Logits become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
     blocks = -(-count // LANES)
-    logits = registers.floats_at(scratch.logits, (HEADS, LINE))
-    high, mass = registers.floats_at(sums.high, (HEADS,)), registers.floats_at(sums.mass, (HEADS,))
-    for a in range(HEADS):
+    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
+    high, mass = registers.floats_at(sums.high, (len(heads),)), registers.floats_at(sums.mass, (len(heads),))
+    for a in range(len(heads)):
         at = scratch.logits + 4 * a * LINE
         for i in range(count, blocks * LANES):
             logits[a, i] = -np.inf
         top = registers.largest(at, blocks * LANES)
         if top > high[a]:
-            _shrink(v, a, np.exp(high[a] - top), sums)
+            _shrink(v, a, np.exp(high[a] - top), heads, sums)
             high[a] = top
         mass[a] += registers.exp_below(at, blocks * LANES, high[a])
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def add_codes(v, row, head, start, count, sums, scratch):
+def add_codes(v, row, head, start, count, heads, sums, scratch):
     """Add the tile's weighted values: codes, steps and lows."""
-    logits = registers.floats_at(scratch.logits, (HEADS, LINE))
+    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
     steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
-    weighted = registers.floats_at(sums.lows, (HEADS,))
+    weighted = registers.floats_at(sums.lows, (len(heads),))
     codes, stride = prepare_tile(v, row, head, start, count, scratch)
     if v.outliers:  # they are added for all KV heads at once
-        beside = registers.floats_at(scratch.beside, (TILE, HEADS))
+        beside = registers.floats_at(scratch.beside, (TILE, len(heads)))
         for i in range(count):
-            for a in range(HEADS):
+            for a in range(len(heads)):
                 beside[i, a] = logits[a, i]
     step, low = 0, 0
     if v.groups == 1:  # the weights are not needed any more
-        for a in range(HEADS):
+        for a in range(len(heads)):
             added = np.float32(0)
             for i in range(count):
                 added += logits[a, i] * lows[i]
@@ -83,7 +86,7 @@ def add_codes(v, row, head, start, count, sums, scratch):
         step, low = scratch.steps, scratch.lows
     accumulate(
         v.read, codes, stride, count, scratch.logits, 4 * LINE, v.tile_groups, v.width // LANES // v.tile_groups,
-        step, low, sums.codes, 4 * v.width,
+        step, low, sums.codes, 4 * v.width, heads,
     )  # fmt: skip
 
 
@@ -101,10 +104,10 @@ def _near(v, row, start, i, head, j, memory):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def add_outliers(v, row, start, count, memory):
+def add_outliers(v, row, start, count, heads, memory):
     """Add by how much outliers of a tile's tokens differ from their codes, for all KV heads. memory: see memory_of."""
     positions, size, values, most, d = v.positions, v.position_bytes, v.values, v.outliers, v.d
-    apart = memory[-1] - memory[0]
+    apart, size_of_row = memory[-1] - memory[0], 4 * len(heads)
     scratch, sums = memory_of(memory, 0)
     by_d = (np.int64(1) << 40) // d + 1  # a division would cost more than all else
     for i in range(count):
@@ -116,20 +119,20 @@ def add_outliers(v, row, start, count, memory):
             if not v.alike or entry == line:
                 near = _near(v, row, start, i, head, j, memory)
             change = registers.read_float(values + 4 * entry) - near
-            registers.add_four(sums.sparse + by + 4 * HEADS * j, scratch.beside + by + 4 * HEADS * i, change)
+            registers.add_row(sums.sparse + by + size_of_row * j, scratch.beside + by + size_of_row * i, change, heads)
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def add_factors(v, row, head, start, count, sums, scratch):
+def add_factors(v, row, head, start, count, heads, sums, scratch):
     """Add p a to the sums of the current block, which the tile is in."""
     read_factors(v, row, head, start, count, scratch)
     factors = registers.floats_at(scratch.factors, (v.rank, TILE))
     logits, added = (
-        registers.floats_at(scratch.logits, (HEADS, LINE)),
-        registers.floats_at(sums.low_rank, (v.rank, HEADS)),
+        registers.floats_at(scratch.logits, (len(heads), LINE)),
+        registers.floats_at(sums.low_rank, (v.rank, len(heads))),
     )
     for r in range(v.rank):
-        for a in range(HEADS):
+        for a in range(len(heads)):
             product = np.float32(0)
             for i in range(count):
                 product += logits[a, i] * factors[r, i]
@@ -137,15 +140,15 @@ def add_factors(v, row, head, start, count, sums, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def end_block(v, row, head, block, sums, scratch):
+def end_block(v, row, head, block, heads, sums, scratch):
     """Add (p a) b of a block that is over, and begin with the next."""
     d = v.d
-    added, line = registers.floats_at(sums.low_rank, (v.rank, HEADS)), registers.floats_at(scratch.line, (d,))
-    dense = registers.floats_at(sums.dense, (HEADS, d))
+    added, line = registers.floats_at(sums.low_rank, (v.rank, len(heads))), registers.floats_at(scratch.line, (d,))
+    dense = registers.floats_at(sums.dense, (len(heads), d))
     at = v.b + row * v.b_row + head * v.b_head + block * v.b_block
     for r in range(v.rank):
         registers.widen(at + 2 * r * d, scratch.line, d)
-        for a in range(HEADS):
+        for a in range(len(heads)):
             product = added[r, a]
             for j in range(d):
                 dense[a, j] += product * line[j]
@@ -153,11 +156,14 @@ def end_block(v, row, head, block, sums, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def result(v, row, head, sums, scratch, out):
-    """All that was added up, for channels in order, times their step: out (HEADS, d), to be divided by the sums' mass."""
-    codes, dense = registers.floats_at(sums.codes, (HEADS, v.width)), registers.floats_at(sums.dense, (HEADS, v.d))
-    sparse, lows = registers.floats_at(sums.sparse, (v.d, HEADS)), registers.floats_at(sums.lows, (HEADS,))
-    mass, lines = registers.floats_at(sums.mass, (HEADS,)), registers.floats_at(scratch.channels, (2, v.width))
+def result(v, row, head, heads, sums, scratch, out):
+    """All that was added up, for channels in order, times their step: out (heads, d), to be divided by the sums' mass."""
+    codes, dense = (
+        registers.floats_at(sums.codes, (len(heads), v.width)),
+        registers.floats_at(sums.dense, (len(heads), v.d)),
+    )
+    sparse, lows = registers.floats_at(sums.sparse, (v.d, len(heads))), registers.floats_at(sums.lows, (len(heads),))
+    mass, lines = registers.floats_at(sums.mass, (len(heads),)), registers.floats_at(scratch.channels, (2, v.width))
     offset = row * v.channel_row + head * v.channel_head
     lines[0], lines[1] = 1, 0
     if v.channel_step:
@@ -166,7 +172,7 @@ def result(v, row, head, sums, scratch, out):
         registers.widen(v.channel_low + offset, scratch.channels + 4 * v.width, v.d)
     if not v.groups:
         undo(v.read, lines[0], lines[1])
-    for a in range(HEADS):
+    for a in range(len(heads)):
         for j in range(v.d):
             value = codes[a, j] + lows[a]
             if v.rank:
