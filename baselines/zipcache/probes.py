@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.selective.budget import floor_share
-from pqcache.selective.column_sums import softmax_
+from pqcache.selective.column_sums import kernel_serves, softmax_
 from pqcache.store.transfer import table
 
 PROBES = ("random_recent", "random", "recent", "special", "all")
@@ -93,9 +93,16 @@ def _positions(
 def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: Sequence[int], scaling: float) -> None:
     """sums (h_kv, m) += the attention of probes q (h, p, d) to keys k (h_kv, m, d), summed over each group's query heads.
 
-    Probe i sees the first seen[i] keys; seen ascends. One block of probes of HEADS KV heads exists at a time.
+    Probe i sees the first seen[i] keys; seen ascends. In plain torch one block of probes of HEADS KV heads exists at a time.
     """
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
+    if seen and kernel_serves(sums, q, k):
+        from pqcache.kernels.column_sums import add_sums
+
+        of_heads = sums.new_zeros(q.shape[0], k.shape[1])
+        add_sums(of_heads, q, k, torch.tensor(seen), scaling)
+        sums += of_heads.unflatten(0, (h_kv, g)).sum(1)
+        return
     scaled = (q.to(sums.dtype) * scaling).unflatten(0, (h_kv, g))
     scratch = sums.new_empty(HEADS * g * BLOCK * k.shape[1])  # one for all blocks, which differ in length
     for start in range(0, len(seen), BLOCK):

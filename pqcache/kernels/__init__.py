@@ -18,7 +18,9 @@ import torch
 _MODULES = (
     "attend",
     "codes",
+    "column_sums",
     "dense",
+    "matrix",
     "nearest",
     "packed",
     "positions",

@@ -2,7 +2,8 @@
 
 Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There are two exact forms:
 
-- One pass: whole rows of logits are computed for a block of queries at a time, so their softmax is final.
+- One pass: whole rows of logits are computed for a block of queries at a time, so their softmax is final. In fp32 on the CPU a
+  kernel does it (kernels/column_sums.py).
 - Two passes: the attention kernel has returned each query's log-sum-exp. The probabilities are computed again from it, for a
   tile of keys and a block of queries at a time.
 
@@ -66,12 +67,15 @@ def add_column_sums(
 
     Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
     `lse`; of several groups if that stays below TOGETHER. On a CUDA device two kernels do all blocks; beside `sums` they need
-    the log-sum-exp.
+    the log-sum-exp. The CPU's kernel chooses blocks itself, one per thread, and has a few copies of a row's sums.
     """
     if attended is None and _on_device(sums, q, k):
         from pqcache.device import triton_sums
 
         triton_sums.add(sums, q, k, stored, counts, scaling, windows=windows, lse=lse)
+        return
+    if lse is None and kernel_serves(sums, q, k, *(attended or ())):
+        _add_natively(sums, q, k, stored, counts, scaling, windows, attended)
         return
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
@@ -103,6 +107,39 @@ def add_column_sums(
                 if windows is not None and m > windows[row]:
                     first = _forget(probs, windows[row])
                 into[..., first:].add_(_over_queries(probs[..., first:]), alpha=factor)
+
+
+def kernel_serves(*tensors: torch.Tensor) -> bool:
+    """Whether the CPU's kernel, kernels/column_sums.py, takes these sums, queries, keys, values or outputs."""
+    if not kernels.native(*tensors):
+        return False
+    from pqcache.kernels.column_sums import serves
+
+    return serves(*tensors)
+
+
+def _add_natively(
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    stored: Sequence[int],
+    counts: Sequence[int],
+    scaling: float,
+    windows: Sequence[int] | None,
+    attended: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """`add_column_sums` in one pass, row by row, by the CPU's kernel."""
+    from pqcache.kernels.column_sums import add_sums
+
+    t = q.shape[2]
+    for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
+        if count:
+            seen = torch.arange(m - count + 1, m + 1)
+            window = None if windows is None else windows[row]
+            into = (
+                None if attended is None else (attended[0][row, :, :m], attended[1][row, t - count :].transpose(0, 1))
+            )
+            add_sums(sums[row, :, :m], q[row, :, t - count :], k[row, :, :m], seen, scaling, window, into)
 
 
 def _blocks(start: int, end: int, before: int, block: int) -> Iterator[tuple[int, int]]:

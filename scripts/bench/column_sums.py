@@ -1,25 +1,29 @@
-"""Column sums of a prompt's attention: time and peak memory of the two forms, for one layer.
+"""Column sums of a prompt's attention: time and peak memory of their forms, for one layer.
 
     python scripts/bench_methods.py column_sums                                # Mistral-7B's geometry, 8192 tokens
     python scripts/bench_methods.py column_sums --prompt 32768 --heads 8 --kv-heads 2 --rounds 1
     python scripts/bench_methods.py column_sums --prompt 32768 --device cuda --dtype bfloat16
 
 One pass needs q and k only. Two passes also need each row's log-sum-exp, here from torch's own kernel. That kernel computes the
-whole attention; its time is the third row. A layer that gets the log-sum-exp with its attention does not pay it again. Rounds
-are interleaved, medians printed. Memory is what the process (or the device) held beyond its state before the call.
+whole attention; its time is the last row. A layer that gets the log-sum-exp with its attention does not pay it again. Both are
+plain torch; where a compiled kernel serves, it has rows of its own, on the CPU one of attention and sums together. Rounds are
+interleaved, medians printed. Memory is what the process (or the device) held beyond its state before the call.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
+from pqcache import kernels
 from pqcache.measure.machine import device_caption
-from pqcache.selective.column_sums import BLOCK, LSE_TILE, accumulator_dtype, add_column_sums
+from pqcache.selective.column_sums import BLOCK, LSE_TILE, accumulator_dtype, add_column_sums, attend_and_sum, together
 from scripts.bench.arguments import add_machine_options, add_shape_options, prepare, refuse_below
 from scripts.bench.peak_memory import peak_bytes
 
@@ -72,17 +76,20 @@ def main(argv: list[str]) -> None:
         for heads in (args.heads, args.kv_heads)
     )
     lse = log_sum_exp(q, k, scaling)
-    sums = {passes: torch.zeros(1, args.heads, s, dtype=accumulator_dtype(q), device=device) for passes in (1, 2)}
+    forms = "one pass", "two passes", "one pass, compiled"
+    sums = {form: torch.zeros(1, args.heads, s, dtype=accumulator_dtype(q), device=device) for form in forms}
 
-    def add(passes: int) -> None:
-        sums[passes].zero_()
-        add_column_sums(sums[passes], q, k, [s], [s], scaling, args.block, lse=lse if passes == 2 else None)
+    def add(form: str) -> None:
+        sums[form].zero_()
+        with contextlib.nullcontext() if form == forms[2] else kernels.plain_torch():
+            add_column_sums(sums[form], q, k, [s], [s], scaling, args.block, lse=lse if form == forms[1] else None)
 
-    calls: dict[str, Callable[[], object]] = {
-        "one pass": lambda: add(1),
-        "two passes": lambda: add(2),
-        "the attention itself": lambda: log_sum_exp(q, k, scaling),
-    }
+    calls: dict[str, Callable[[], object]] = {form: functools.partial(add, form) for form in forms}
+    if together(q):
+        calls["sums and attention"] = lambda: attend_and_sum(q, k, k, scaling)
+    calls["the attention itself"] = lambda: log_sum_exp(q, k, scaling)
+    small = q[:, :, :1], k[:, :, :1], k[:, :, :1]
+    attend_and_sum(*small, scaling)  # loads the kernels, not their memory for s tokens
     results = measure(calls, args.rounds, device)
     heads, group = f"{args.heads} / {args.kv_heads} heads", args.heads // args.kv_heads
     print(f"s = {s}, {heads}, d = {args.dim}, {args.dtype}, {args.rounds} rounds, {device_caption(device)}")
@@ -91,6 +98,9 @@ def main(argv: list[str]) -> None:
     print(f"s x s: {group * s * s * 4 / 2**30:.1f} GiB a group")
     print(f"{'':24}{'seconds':>9}{'ratio':>8}{'peak memory':>16}")
     for name, (median, memory) in results.items():
-        print(f"{name:24}{median:9.3f}{median / results['one pass'][0]:8.2f}{memory / 2**20:12.1f} MiB")
-    difference = float((sums[1] - sums[2]).abs().max())
-    print(f"largest difference of the two forms: {difference:.1e} (largest sum {float(sums[1].max()):.1f})")
+        print(f"{name:24}{median:9.3f}{median / results[forms[0]][0]:8.2f}{memory / 2**20:12.1f} MiB")
+    for form in forms[1:]:
+        difference = float((sums[forms[0]] - sums[form]).abs().max())
+        print(
+            f"largest difference of {form} from {forms[0]}: {difference:.1e} (largest sum {float(sums[form].max()):.1f})"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pqcache import kernels
 from pqcache.selective import column_sums
 from pqcache.selective.attention import partial
 from pqcache.selective.column_sums import QueryWindow, add_column_sums
@@ -47,13 +49,15 @@ def lse_of(q: torch.Tensor, k: torch.Tensor, stored: list[int], counts: list[int
 def sums(
     q: torch.Tensor, k: torch.Tensor, stored: list[int], counts: list[int], block: int, passes: int = 1
 ) -> torch.Tensor:
+    """passes: 1 or 2 in plain torch, 0: one by the CPU's kernel."""
     out = torch.zeros(q.shape[0], q.shape[1], k.shape[2])
     lse = lse_of(q, k, stored, counts, 0.3) if passes == 2 else None
-    add_column_sums(out, q, k, stored, counts, 0.3, block, lse=lse)
+    with kernels.plain_torch() if passes else contextlib.nullcontext():
+        add_column_sums(out, q, k, stored, counts, 0.3, block, lse=lse)
     return out
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [0, 1, 2])
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(passes: int, data: st.DataObject) -> None:
@@ -78,11 +82,12 @@ def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(passes: int, d
     t=st.integers(1, 20),
     w=st.integers(1, 50),
     block=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float64, torch.float32]),  # plain torch, and the CPU's kernel
 )
-def test_queries_that_see_a_window_only(seed: int, s: int, t: int, w: int, block: int) -> None:
+def test_queries_that_see_a_window_only(seed: int, s: int, t: int, w: int, block: int, dtype: torch.dtype) -> None:
     t = min(s, t)
-    q, k = (x.double() for x in inputs(1, 4, 2, t, s, seed))
-    sums = torch.zeros(1, 4, s, dtype=torch.float64)
+    q, k = (x.to(dtype) for x in inputs(1, 4, 2, t, s, seed))
+    sums = torch.zeros(1, 4, s, dtype=dtype)
     add_column_sums(sums, q, k, [s], [t], 0.3, block, windows=[w])
     at, j = torch.arange(s - t, s)[:, None], torch.arange(s)[None]
     probs = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(j > at, -torch.inf).softmax(-1)
@@ -210,6 +215,7 @@ def test_a_whole_layer_at_32k() -> None:
     block = 4 * 128 * 32768 * 4 / 2**20
     assert 0.9 * block < extra[0] < 1.5 * block
     assert extra[1] < 0.2 * block
+    assert extra[2] < 1.5 * block  # the kernel: a block of each thread, and sums of its own
 
 
 @pytest.mark.gpu
