@@ -99,9 +99,12 @@ class HeavyHitterScorer(Scorer):
         assert self.sums is not None
         return self.sums.view(max(lengths)).repeat_interleave(self.group, 1)
 
-    def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
+    @property
+    def buffers(self) -> list[Buffer]:
         assert self.sums is not None
-        self.sums.drop(slots, lengths, rows)
+        return [self.sums]
+
+    def note_drop(self, lengths: list[int], rows: list[bool]) -> None:
         self.counts = [length - flag for length, flag in zip(lengths, rows, strict=True)]
 
 

@@ -157,22 +157,28 @@ def lightest(
 
 
 @numba.njit(nogil=True, cache=True)
-def _replace(address, row_step, head_step, step, words, slots, last):
-    """slots (n, heads); steps in bytes; last[r]: the entry of row r that is copied, -1: none."""
-    for row in range(slots.shape[0]):
-        for head in range(slots.shape[1] if last[row] >= 0 else 0):
-            base = address + row * row_step + head * head_step
-            source, to = ints_at(base + last[row] * step, (words,)), ints_at(base + slots[row, head] * step, (words,))
-            for i in range(words):
-                to[i] = source[i]
+def _replace(tensors, slots, last):
+    """tensors (count, 5): address, bytes from row to row, head to head and entry to entry, words of 4 bytes in an entry."""
+    for number in range(tensors.shape[0]):
+        address, row_step, head_step, step, words = tensors[number]
+        for row in range(slots.shape[0]):
+            for head in range(slots.shape[1] if last[row] >= 0 else 0):
+                base = address + row * row_step + head * head_step
+                source, to = (
+                    ints_at(base + last[row] * step, (words,)),
+                    ints_at(base + slots[row, head] * step, (words,)),
+                )
+                for i in range(words):
+                    to[i] = source[i]
 
 
-def replace(data: torch.Tensor, slots: torch.Tensor, last: Sequence[int]) -> None:
-    """Entry slots[r, h] of data (n, heads, capacity, *rest) becomes what entry last[r] of the row is; last[r] < 0: nothing does.
+def replace(tensors: Sequence[torch.Tensor], slots: torch.Tensor, last: Sequence[int]) -> None:
+    """Entry slots[r, h] of each tensor (n, heads, capacity, *rest) becomes what its row's entry last[r] is, if that is >= 0.
 
     slots (n, heads) int64; an entry is in one piece, and whole words of 4 bytes. torch's indexing takes four times as long.
     """
-    size = data.element_size()
-    row, head, step = (size * stride for stride in data.stride()[:3])
-    words = math.prod(data.shape[3:]) * size // 4
-    _replace(data.data_ptr(), row, head, step, words, slots.numpy(), np.asarray(last, np.int64))
+    table = []
+    for data in tensors:
+        size = data.element_size()
+        table.append((data.data_ptr(), *(size * s for s in data.stride()[:3]), math.prod(data.shape[3:]) * size // 4))
+    _replace(np.array(table, np.int64), slots.numpy(), np.array(last, np.int64))

@@ -18,7 +18,7 @@ from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer
 from pqcache.selective.substitute import StepParts, Substitute, substitute_for
-from pqcache.store.buffer import Buffer, dense, take_tokens
+from pqcache.store.buffer import Buffer, dense, drop, take_tokens
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import send, table
 
@@ -360,10 +360,10 @@ class EvictionLayer(Evictor, StagedLayer):
         ]
         if any(over):
             assert self.positions is not None
-            slots = self.method.victim(self)
-            self.positions.drop(slots, self.store.lengths, over)
-            self.scorer.drop(slots, self.store.lengths, over)
-            self.store.drop(slots, over)
+            buffers = [self.positions, *self.scorer.buffers, *self.store.buffers]
+            drop(buffers, self.method.victim(self), self.store.lengths, over)
+            self.scorer.note_drop(self.store.lengths, over)
+            self.store.note_drop(over)
 
     def rotated(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, K, V as attention sees them; a method that keeps keys un-rotated overrides this."""

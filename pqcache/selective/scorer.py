@@ -9,6 +9,7 @@ import torch
 from pqcache.selective.budget import Plan
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.row_state import RowState
+from pqcache.store.buffer import Buffer
 
 
 class Scorer(RowState):
@@ -43,8 +44,13 @@ class Scorer(RowState):
         """
         raise NotImplementedError
 
-    def drop(self, slots: torch.Tensor, lengths: list[int], rows: list[bool]) -> None:
-        """In the flagged rows the layer replaced entry slots (n, h_kv) by the last entry: do so with state per entry."""
+    @property
+    def buffers(self) -> list[Buffer]:
+        """State per entry: when the layer drops an entry, it drops that of these."""
+        return []
+
+    def note_drop(self, lengths: list[int], rows: list[bool]) -> None:
+        """In the flagged rows one of lengths[r] entries per head was dropped from `buffers`; see buffer.drop."""
 
     # -- of methods that rank again during the answer -----------------------------------------------------------------
 

@@ -124,20 +124,6 @@ class Buffer:
         """The first `tokens` entries, no copy: (n, heads, tokens, *rest)."""
         return self.data[:, :, :tokens]
 
-    def drop(self, slots: torch.Tensor, lengths: Sequence[int], rows: Sequence[bool]) -> None:
-        """In the flagged rows, overwrite entry slots (n, heads) with the row's last entry, which the caller then forgets."""
-        last = [length - 1 if flag else -1 for length, flag in zip(lengths, rows, strict=True)]
-        if self._entry_bytes % 4 == 0 and kernels.native(self.data, slots):
-            from pqcache.kernels.positions import replace
-
-            replace(self.data, slots, last)
-        else:
-            head = torch.arange(self.data.shape[1], device=self.data.device)
-            for row, end in enumerate(last):
-                if end >= 0:
-                    self.data[row, head, slots[row]] = self.data[row, :, end].clone()
-        self.filled = max(length - flag for length, flag in zip(lengths, rows, strict=True))
-
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was."""
         index = index.to(self.data.device)
@@ -148,6 +134,27 @@ class Buffer:
         else:
             torch.index_select(self.data, 0, index, out=moved)
         self.data = moved
+
+
+def drop(buffers: Sequence[Buffer], slots: torch.Tensor, lengths: Sequence[int], rows: Sequence[bool]) -> None:
+    """In the flagged rows of all buffers, overwrite entry slots (n, heads) with the last of the row's lengths[r] entries.
+
+    The caller then forgets the last one. On the CPU one kernel serves all buffers.
+    """
+    last = [length - 1 if flag else -1 for length, flag in zip(lengths, rows, strict=True)]
+    all_data = [buffer.data for buffer in buffers]
+    if all(buffer._entry_bytes % 4 == 0 for buffer in buffers) and kernels.native(*all_data, slots):
+        from pqcache.kernels.positions import replace
+
+        replace(all_data, slots, last)
+    else:
+        for data in all_data:
+            head = torch.arange(data.shape[1], device=data.device)
+            for row, end in enumerate(last):
+                if end >= 0:
+                    data[row, head, slots[row]] = data[row, :, end].clone()
+    for buffer in buffers:
+        buffer.filled = max(length - flag for length, flag in zip(lengths, rows, strict=True))
 
 
 def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinned: bool = False) -> torch.Tensor:

@@ -117,11 +117,14 @@ class ResidentStore(RetrievalStore):
             buffer.data, buffer.filled, buffer.expected = fresh.data, fresh.filled, 0
         self.lengths = list(counts)
 
-    def drop(self, slots: torch.Tensor, rows: Sequence[bool]) -> None:
-        """Drop one entry per head, slots (n, h_kv), in the flagged rows: the newest entry replaces it."""
+    @property
+    def buffers(self) -> list[Buffer]:
+        """K and V."""
         assert self.k is not None and self.v is not None
-        for buffer in (self.k, self.v):
-            buffer.drop(slots, self.lengths, rows)
+        return [self.k, self.v]
+
+    def note_drop(self, rows: Sequence[bool]) -> None:
+        """In the flagged rows one entry per head was dropped from `buffers`; see buffer.drop."""
         self.lengths = [length - flag for length, flag in zip(self.lengths, rows, strict=True)]
 
     def can_lend(self, device: torch.device) -> bool:

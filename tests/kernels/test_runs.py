@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pqcache import kernels
 from pqcache.selective.attention import attend_one, merge, partial
-from pqcache.store.buffer import Buffer
+from pqcache.store.buffer import Buffer, drop
 from pqcache.store.host import HostStore
 
 pytest.importorskip("numba")
@@ -100,11 +100,14 @@ def test_the_latest_of_the_lightest_entries():
 def test_an_entry_per_head_becomes_the_last_one_of_its_row(dtype, rest, token_major):
     x = torch.randint(100, (3, 2, 7, *rest)).to(dtype)
     slots = torch.tensor([[0, 4], [1, 1], [5, 2]])
-    buffers = [Buffer.like(x, token_major=token_major) for _ in range(2)]
-    for buffer in buffers:
-        buffer.write(x, [0] * 3, [7] * 3)
-    buffers[0].drop(slots, [7, 6, 3], [True, False, True])
+    other = torch.randint(100, (3, 2, 7)).to(torch.int32)
+    kernel, plain = ([Buffer.like(x, token_major=token_major), Buffer.like(other)] for _ in range(2))
+    for buffers in (kernel, plain):
+        for buffer, content in zip(buffers, (x, other), strict=True):
+            buffer.write(content, [0] * 3, [7] * 3)
+    drop(kernel, slots, [7, 6, 3], [True, False, True])
     with kernels.without_numba():
-        buffers[1].drop(slots, [7, 6, 3], [True, False, True])
-    assert torch.equal(buffers[0].data, buffers[1].data) and buffers[0].filled == buffers[1].filled == 6
-    assert torch.equal(buffers[0].data[2, 0, 5], x[2, 0, 2]) and torch.equal(buffers[0].data[1, :, :7], x[1])
+        drop(plain, slots, [7, 6, 3], [True, False, True])
+    for one, two in zip(kernel, plain, strict=True):
+        assert torch.equal(one.data, two.data) and one.filled == two.filled == 6
+    assert torch.equal(kernel[0].data[2, 0, 5], x[2, 0, 2]) and torch.equal(kernel[0].data[1, :, :7], x[1])
