@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.mixed_codec import MixedCodec
 from baselines.zipcache.probes import ProbeRule, add_probe_sums
 from baselines.zipcache.salient_store import SalientStore
+from pqcache import kernels
 from pqcache.embedded import model_dir
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from tests.baselines.drive import run
@@ -131,13 +133,15 @@ def shares(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
     return logits.masked_fill(future, -torch.inf).softmax(-1)
 
 
+@pytest.mark.parametrize("switch", [contextlib.nullcontext, kernels.plain_torch])
 @settings(max_examples=6, deadline=None)
 @given(s=st.integers(1, 300), g=st.sampled_from([1, 2]), seed=st.integers(0, 10**6), some=st.booleans())
-def test_probe_sums_equal_the_definition(s: int, g: int, seed: int, some: bool) -> None:
+def test_probe_sums_equal_the_definition(switch: Any, s: int, g: int, seed: int, some: bool) -> None:
     q, k = randn(2 * g, s, 8, seed=seed), randn(2, s, 8, seed=seed + 1)
     probes = [p for p in range(s) if not some or p % 3 == 2 or p == s - 1]
     sums = torch.zeros(2, s)
-    add_probe_sums(sums, q[:, probes], k, [p + 1 for p in probes], 0.3)
+    with switch():
+        add_probe_sums(sums, q[:, probes], k, [p + 1 for p in probes], 0.3)
     torch.testing.assert_close(
         sums, shares(q, k, 0.3)[:, probes].sum(1).unflatten(0, (2, g)).sum(1), atol=1e-5, rtol=1e-4
     )
