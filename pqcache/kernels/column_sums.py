@@ -25,11 +25,11 @@ _FLOPS_PER_NS = 80  # of one thread
 
 
 @numba.njit(nogil=True)
-def _read_queries(q, q_steps, head, first, count, g, d, scaling, out):
+def _read_queries(q, head, first, count, g, d, scaling, out):
     """Scaled queries of a block, (count * g, d), the heads of a query side by side."""
     for i in range(count):
         for a in range(g):
-            row = floats_at(q + (head * g + a) * q_steps[0] + (first + i) * q_steps[1], (d,))
+            row = floats_at(q[0] + (head * g + a) * q[1] + (first + i) * q[2], (d,))
             to = floats_at(out + 4 * d * (i * g + a), (d,))
             for j in range(d):
                 to[j] = row[j] * scaling
@@ -108,31 +108,11 @@ def _make_kernel(stamp: str) -> Any:
     """The compiled kernel. stamp: of the vector code that becomes part of it."""
 
     @numba.njit(nogil=True, cache=True)
-    def kernel(
-        first,
-        last,
-        q,
-        q_steps,
-        k,
-        k_steps,
-        v,
-        v_steps,
-        out,
-        out_steps,
-        seen,
-        window,
-        block,
-        g,
-        m,
-        d,
-        d_v,
-        scaling,
-        sums,
-    ):
+    def kernel(first, last, q, k, v, out, seen, window, block, g, m, d, d_v, scaling, sums):
         """Task = (part, KV head): sums (parts, h, m) += probabilities from every parts-th block of queries.
 
-        q, k, v, out: addresses; their steps: bytes from head to head and from token to token. Query i sees the first seen[i]
-        of m keys, seen ascends; only the last `window` of these get sums. v = 0: no attention is written.
+        q, k, v, out: an address, bytes from head to head and from token to token; v[0] = 0: no attention is written. Query i
+        sees the first seen[i] of m keys, seen ascends; only the last `window` of these get sums.
         """
         stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
         parts, h, _ = sums.shape
@@ -149,21 +129,21 @@ def _make_kernel(stamp: str) -> Any:
         outs_at, added_at = outs.ctypes.data, added.ctypes.data
         for task in range(first, last):
             part, head = task // h_kv, task % h_kv
-            keys, tokens = k + head * k_steps[0], v + head * v_steps[0]
+            keys, tokens = k[0] + head * k[1], v[0] + head * v[1]
             for number in range(part, blocks, parts):
                 begin = number * block
                 count = min(block, queries - begin)
                 rows, sees = count * g, seen[begin + count - 1]
                 tiles = (sees + _TILE - 1) // _TILE
-                _read_queries(q, q_steps, head, begin, count, g, d, scaling, own_at)
+                _read_queries(q, head, begin, count, g, d, scaling, own_at)
                 outs[:rows] = 0
                 masses[:] = 0
                 for tile in range(tiles):
                     start, stop = tile * _TILE, min((tile + 1) * _TILE, sees)
-                    _score(keys, k_steps[1], start, stop, d, seen, begin, count, g, own_at, panel_at, at, width)
+                    _score(keys, k[2], start, stop, d, seen, begin, count, g, own_at, panel_at, at, width)
                     _weigh(at, width, start, stop, seen, begin, rows, g, tile, outs_at, channels, highs, masses)
-                    if v:
-                        in_panels(tokens + start * v_steps[1], v_steps[1], stop - start, d_v, _TILE, values_at)
+                    if v[0]:
+                        in_panels(tokens + start * v[2], v[2], stop - start, d_v, _TILE, values_at)
                         for row in range(_first_row(seen, begin, count, g, start), rows, STRIP):
                             for channel in range(0, channels, WIDE):
                                 add_product(
@@ -177,10 +157,10 @@ def _make_kernel(stamp: str) -> Any:
                     total, new = sums[part, head * g + a], added[a]
                     for j in range(sees):
                         total[j] += new[j]
-                if v:
+                if v[0]:
                     for row in range(rows):
                         line, share = outs[row], 1 / masses[row]
-                        place = out + (head * g + row % g) * out_steps[0] + (begin + row // g) * out_steps[1]
+                        place = out[0] + (head * g + row % g) * out[1] + (begin + row // g) * out[2]
                         to = floats_at(place, (d_v,))
                         for j in range(d_v):
                             to[j] = line[j] * share
@@ -196,6 +176,11 @@ _kernel: Any = _make_kernel(STAMP)
 def serves(*tensors: torch.Tensor) -> bool:
     """Whether `add_sums` takes these queries, keys, values or outputs: fp32, rows in one piece."""
     return all(x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
+
+
+def _place(x: torch.Tensor | None) -> tuple[int, int, int]:
+    """Address of x (heads, tokens, d), and its bytes from head to head and from token to token; zeros for None."""
+    return (0, 0, 0) if x is None else (x.data_ptr(), x.element_size() * x.stride(0), x.element_size() * x.stride(1))
 
 
 def add_sums(
@@ -218,12 +203,10 @@ def add_sums(
     block = max(1, min(_ROWS, max(_FEWEST, _FLOATS // m)) // g)
     parts = min(-(-t // block), -(-4 * torch.get_num_threads() // h_kv))
     new = np.zeros((parts, h, m), np.float32)
-    v, out = (None, None) if attended is None else attended
-    steps = [(0, 0) if x is None else (4 * x.stride(0), 4 * x.stride(1)) for x in (q, k, v, out)]
+    values, out = (None, None) if attended is None else attended
     threads.run(
-        _kernel, parts * h_kv, q.data_ptr(), steps[0], k.data_ptr(), steps[1], 0 if v is None else v.data_ptr(), steps[2],
-        0 if out is None else out.data_ptr(), steps[3], seen.numpy(), m if window is None else window,
-        block, g, m, d, d if v is None else v.shape[2], np.float32(scaling), new,
+        _kernel, parts * h_kv, *(_place(x) for x in (q, k, values, out)), seen.numpy(), m if window is None else window,
+        block, g, m, d, d if values is None else values.shape[2], np.float32(scaling), new,
         cost=2 * d * h * int(seen.sum()) / _FLOPS_PER_NS,
     )  # fmt: skip
     sums += torch.from_numpy(new).sum(0)

@@ -25,6 +25,7 @@ from pqcache.kernels.registers import (
     add,
     floats,
     floats_at,
+    in_vectors,
     load,
     multiply_add,
     number,
@@ -108,19 +109,16 @@ def _generate_add_scaled(typingctx: Any, out: Any, x: Any, factor: Any, count: A
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         out, x, factor, count = args
-        whole = builder.udiv(count, number(LANES))
-        done = builder.mul(whole, number(LANES))
-        for kind, by, first, steps, size in (
-            (FLOATS, spread(builder, factor), number(0), whole, LANES),
-            (F32, factor, done, builder.sub(count, done), 1),
-        ):
-            with cgutils.for_range(builder, steps) as loop:
-                offset = builder.mul(builder.add(first, builder.mul(loop.index, number(size))), number(4))
-                place = add(builder, out, offset)
-                new = multiply_add(
-                    builder, by, load(builder, add(builder, x, offset), kind), load(builder, place, kind)
-                )
-                store(builder, new, place)
+        factors = spread(builder, factor)
+
+        def visit(index: Any, size: int) -> None:
+            kind, by = (FLOATS, factors) if size > 1 else (F32, factor)
+            offset = builder.mul(index, number(4))
+            place = add(builder, out, offset)
+            new = multiply_add(builder, by, load(builder, add(builder, x, offset), kind), load(builder, place, kind))
+            store(builder, new, place)
+
+        in_vectors(builder, count, visit)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.float32, types.intp), generate

@@ -27,6 +27,7 @@ from pqcache.kernels.registers import (
     STAMP,
     WORDS,
     greater,
+    in_vectors,
     load,
     multiply_add,
     number,
@@ -113,17 +114,13 @@ def _rowwise(join: Callable[[Any, Any, Any], Any], doc: str) -> Any:
     def generate_row(typingctx, out, a, b, d):
         def generate(context, builder, signature, args):
             out, a, b, d = args
-            whole = builder.udiv(d, number(LANES))
-            done = builder.mul(whole, number(LANES))
-            for kind, first, count, size in (
-                (FLOATS, number(0), whole, LANES),
-                (F32, done, builder.sub(d, done), 1),
-            ):
-                with cgutils.for_range(builder, count) as loop:
-                    entry = builder.add(first, builder.mul(loop.index, number(size)))
-                    offset = builder.mul(entry, number(4))
-                    x, y = (load(builder, builder.add(row, offset), kind) for row in (a, b))
-                    store(builder, join(builder, x, y), builder.add(out, offset))
+
+            def visit(index, size):
+                kind, offset = FLOATS if size > 1 else F32, builder.mul(index, number(4))
+                x, y = (load(builder, builder.add(row, offset), kind) for row in (a, b))
+                store(builder, join(builder, x, y), builder.add(out, offset))
+
+            in_vectors(builder, d, visit)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 4), generate

@@ -84,6 +84,15 @@ def fetch_lines(builder: Any, address: Any, size: Any) -> None:
         builder.call(prefetch, [at(builder, place, I8), read, near, data])
 
 
+def in_vectors(builder: Any, count: Any, visit: Callable[[Any, int], None]) -> None:
+    """Call visit(index, size) for all of `count` entries: whole vectors of LANES, then one by one. index: of the first."""
+    whole = builder.udiv(count, number(LANES))
+    done = builder.mul(whole, number(LANES))
+    for first, steps, size in ((number(0), whole, LANES), (done, builder.sub(count, done), 1)):
+        with cgutils.for_range(builder, steps) as loop:
+            visit(builder.add(first, builder.mul(loop.index, number(size))), size)
+
+
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
     kind = a.type
@@ -244,16 +253,13 @@ def _generate_widen(typingctx: Any, halves: Any, out: Any, count: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         halves, out, count = args
-        whole = builder.udiv(count, number(LANES))
-        done = builder.mul(whole, number(LANES))
-        for kind, first, steps, size in (
-            (ir.VectorType(I16, LANES), number(0), whole, LANES),
-            (I16, done, builder.sub(count, done), 1),
-        ):
-            with cgutils.for_range(builder, steps) as loop:
-                entry = builder.add(first, builder.mul(loop.index, number(size)))
-                value = widened(builder, load(builder, add(builder, halves, builder.mul(entry, number(2))), kind))
-                store(builder, value, add(builder, out, builder.mul(entry, number(4))))
+
+        def visit(index: Any, size: int) -> None:
+            kind = ir.VectorType(I16, LANES) if size > 1 else I16
+            value = widened(builder, load(builder, add(builder, halves, builder.mul(index, number(2))), kind))
+            store(builder, value, add(builder, out, builder.mul(index, number(4))))
+
+        in_vectors(builder, count, visit)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3), generate

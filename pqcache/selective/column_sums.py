@@ -75,7 +75,15 @@ def add_column_sums(
         triton_sums.add(sums, q, k, stored, counts, scaling, windows=windows, lse=lse)
         return
     if lse is None and kernel_serves(sums, q, k, *(attended or ())):
-        _add_natively(sums, q, k, stored, counts, scaling, windows, attended)
+        from pqcache.kernels.column_sums import add_sums
+
+        for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
+            if count:
+                first = q.shape[2] - count
+                window = None if windows is None else windows[row]
+                part = attended and (attended[0][row, :, :m], attended[1][row, first:].transpose(0, 1))
+                seen = torch.arange(m - count + 1, m + 1)
+                add_sums(sums[row, :, :m], q[row, :, first:], k[row, :, :m], seen, scaling, window, part)
         return
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
@@ -116,30 +124,6 @@ def kernel_serves(*tensors: torch.Tensor) -> bool:
     from pqcache.kernels.column_sums import serves
 
     return serves(*tensors)
-
-
-def _add_natively(
-    sums: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    stored: Sequence[int],
-    counts: Sequence[int],
-    scaling: float,
-    windows: Sequence[int] | None,
-    attended: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
-    """`add_column_sums` in one pass, row by row, by the CPU's kernel."""
-    from pqcache.kernels.column_sums import add_sums
-
-    t = q.shape[2]
-    for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
-        if count:
-            seen = torch.arange(m - count + 1, m + 1)
-            window = None if windows is None else windows[row]
-            into = (
-                None if attended is None else (attended[0][row, :, :m], attended[1][row, t - count :].transpose(0, 1))
-            )
-            add_sums(sums[row, :, :m], q[row, :, t - count :], k[row, :, :m], seen, scaling, window, into)
 
 
 def _blocks(start: int, end: int, before: int, block: int) -> Iterator[tuple[int, int]]:
