@@ -1,8 +1,8 @@
-"""How much attention keys received from a block of queries, and those queries' attention: products, softmax and sums in one.
+"""Column sums of a prompt's attention, and the attention itself, in one pass: products, softmax and sums.
 
-A task takes the queries of one KV head block by block, and a block its keys tile by tile. While a tile's logits are in the cache
-they become weights, relative to the largest logit so far, and are multiplied with the values. All of a block's weights are kept:
-once its last tile is done, they are read again for the sums, times what their rows turned out to share.
+A task takes the queries of one KV head block by block, and a block its keys tile by tile. While a tile's logits are in the cache,
+they become weights relative to the largest logit so far and are multiplied with the values. A block's weights are kept. After
+its last tile each row's total is known; divided by it, the weights are probabilities and are added to the sums.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pqcache.kernels.matrix import STAMP, STRIP, WIDE, add_product, add_scaled, 
 from pqcache.kernels.registers import LANES, exp_scaled, floats_at, largest
 
 _ROWS = 16 * STRIP  # of logits in a block: packing the keys and values once per block costs little then
-_FLOATS = 1 << 22  # of a block's logits, at most, where it has more than _FEWEST rows
-_FEWEST = 4 * STRIP
+_FLOATS = 1 << 22  # of a block's logits: long prompts have blocks of fewer rows
+_FEWEST = 4 * STRIP  # rows of a block, whatever the length
 _TILE = 16 * WIDE  # keys of a tile: its weights and values fit the second-level cache
 _FLOPS_PER_NS = 80  # of one thread
 

@@ -1,7 +1,7 @@
 """Products of small matrices in vector registers: the tiles that a kernel's larger products are made of.
 
-A tile is STRIP rows of the left matrix times WIDE columns of the right one. Its accumulators fill the registers; a column of the
-left matrix is spread lane by lane while a line of the right one is multiplied by it.
+A tile is STRIP rows of the left matrix times WIDE columns of the right one. Its sums stay in registers. Each number of the left
+matrix is spread over a register and multiplied with a line of the right one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _generate_transpose(typingctx: Any, x: Any, x_step: Any, out: Any, out_step:
         x, x_step, out, out_step = args
         lines = [load(builder, add(builder, x, builder.mul(x_step, number(i))), FLOATS) for i in range(LANES)]
         width = LANES // 2
-        while width:  # of pairs of lines `width` apart, the outer quarters of their four change places
+        while width:  # swap the blocks of width x width numbers on both sides of the diagonal
             first = [LANES + (lane ^ width) if lane & width else lane for lane in range(LANES)]
             second = [LANES + lane if lane & width else lane ^ width for lane in range(LANES)]
             for i in range(LANES):
