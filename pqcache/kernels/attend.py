@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.dense import join
+from pqcache.kernels.parts import count_parts, is_last, join, read_query, scratch
 from pqcache.kernels.registers import LANES, exp_below, largest
 from pqcache.kernels.vectors import (
     FP32,
     ROWS,
-    STAMP,
     add,
     dot,
     fetch,
@@ -27,6 +26,7 @@ from pqcache.kernels.vectors import (
 
 _TILE = 256  # tokens between two updates of the running maximum
 _AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
+_MOST_PARTS = 8  # of a KV head
 _MOST_HEADS = 64  # query heads of a group that have a bit each
 
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
@@ -160,53 +160,43 @@ def _add_tile(positions, count, marks, shared, query, keys, values, g, block, sc
                     result[a, j] += logits[a, i] * values[positions[i], j]
 
 
-def _make_attend(stamp: str) -> Any:
-    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+@threads.kernel(fastmath=_FAST)
+def _attend(first, last, q, scaling, k, v, indices, marks, span, block, outs, lse, done, result):
+    """Task = (row, KV head, part); q (n, h_kv, g, d); k, v (n, h_kv, capacity, d). span: sinks, local, length.
 
-    @numba.njit(nogil=True, cache=True, fastmath=_FAST)
-    def attend(first, last, q, k, v, indices, marks, span, g, block, parts, out, lse):
-        """Task = (row, KV head, part); q (n, h_kv, g', d) scaled; k, v (n, h_kv, capacity, d). span: sinks, local, length.
-
-        indices (n, H, chosen), -1 = nothing: what every head attends beside sinks and window. If it has no rows, marks (n, h_kv,
-        length) have a bit per query head. Writes, per part, the unnormalised output and (maximum, sum): out (n, h_kv, parts, g',
-        d), lse (n, h_kv, parts, 2, g').
-        """
-        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
-        heads = q.shape[1]
-        sinks, local, length = span
-        shared = indices.shape[0] > 0
-        total = sinks + indices.shape[2] + local if shared else length
-        positions = np.empty(_TILE, np.int64)
-        scratch = np.empty(_TILE, np.int64), np.zeros((q.shape[2], _TILE), np.float32)
-        for task in range(first, last):
-            part = task % parts
-            head = task // parts % heads
-            row = task // parts // heads
-            result = out[row, head, part]
-            high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
-            high[:] = -np.inf
-            start, end = total * part // parts, total * (part + 1) // parts
-            while start < end:
-                if shared:
-                    mine = indices[row, head if indices.shape[1] > 1 else 0]
-                    count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
-                    marked = marks[0, 0]
-                else:
-                    marked = marks[row, head]
-                    count, start = _fill_marked(positions, start, end, marked)
-                if count:
-                    _add_tile(
-                        positions, count, marked, shared, q[row, head], k[row, head], v[row, head], g, block, scratch, high,
-                        mass, result,
-                    )  # fmt: skip
-
-    return attend
+    indices (n, H, chosen), -1 = nothing: what every head attends beside sinks and window. If it has no rows, marks (n, h_kv,
+    length) have a bit per query head. outs, lse, done: see parts.scratch. Writes result (n, h_kv, g, d).
+    """
+    _, heads, parts, padded, d = outs.shape
+    g = q.shape[2]
+    sinks, local, length = span
+    shared = indices.shape[0] > 0
+    total = sinks + indices.shape[2] + local if shared else length
+    positions, query = np.empty(_TILE, np.int64), np.zeros((padded, d), np.float32)
+    tile = np.empty(_TILE, np.int64), np.zeros((padded, _TILE), np.float32)
+    for task in range(first, last):
+        part, head, row = task % parts, task // parts % heads, task // parts // heads
+        out, high, mass = outs[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
+        high[:] = -np.inf
+        read_query(q[row, head], scaling, query)
+        start, end = total * part // parts, total * (part + 1) // parts
+        while start < end:
+            if shared:
+                mine = indices[row, head if indices.shape[1] > 1 else 0]
+                count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
+                marked = marks[0, 0]
+            else:
+                marked = marks[row, head]
+                count, start = _fill_marked(positions, start, end, marked)
+            if count:
+                _add_tile(
+                    positions, count, marked, shared, query, k[row, head], v[row, head], g, block, tile, high, mass, out
+                )
+        if is_last(done, row, head, parts):
+            join(outs[row, head], lse[row, head], result[row, head])
 
 
-_attend: Any = _make_attend(STAMP)
-
-
-@numba.njit(nogil=True, cache=True)
+@threads.kernel()
 def _mark(first, last, indices, sinks, local, length, marks):
     """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, h, chosen)."""
     heads = marks.shape[1]
@@ -257,34 +247,17 @@ def attend_chosen(
     n, h, _, d = q.shape
     h_kv = k.shape[1]
     g = h // h_kv
-    block, padded = head_block(g)
-    query = np.zeros((n, h_kv, padded, d), np.float32)
-    np.multiply(q.reshape(n, h_kv, g, d).numpy(), np.float32(scaling), out=query[:, :, :g])
-    workers = torch.get_num_threads()
-    parts = max(1, min(-(-threads.TASKS * workers // (n * h_kv)), 8)) if workers > 1 else 1
-    out = np.zeros((n, h_kv, parts, padded, d), np.float32)
-    lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
     chosen = indices.contiguous().numpy()
     if indices.shape[1] in (1, h_kv):
         marks = np.zeros((1, 1, 1), np.uint8)
     else:
         marks, chosen = _marks(indices, h_kv, sinks, local, length), chosen[:0]
-    span = (sinks, local, length)
     rows = sinks + local + indices.shape[2] * max(1, indices.shape[1] // h_kv)  # scattered ones: half the rate
+    parts = count_parts(n * h_kv, _MOST_PARTS)
+    result = np.empty((n, h_kv, g, d), np.float32)
     threads.run(
-        _attend,
-        n * h_kv * parts,
-        query,
-        k.numpy(),
-        v.numpy(),
-        chosen,
-        marks,
-        span,
-        g,
-        block,
-        parts,
-        out,
-        lse,
+        _attend, n * h_kv * parts, q.reshape(result.shape).numpy(), np.float32(scaling), k.numpy(), v.numpy(), chosen, marks,
+        (sinks, local, length), head_block(g)[0], *scratch(n, h_kv, parts, g, d), result,
         cost=n * h_kv * rows * 16 * d / threads.BYTES_PER_NS,
-    )
-    return torch.from_numpy(join(out[..., :g, :], lse[..., :g])).reshape(n, 1, h, d)
+    )  # fmt: skip
+    return torch.from_numpy(result).view(n, 1, h, d)

@@ -122,7 +122,7 @@ def _multiply_out(power, product):
         filled *= c
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp"})
+@threads.kernel(fastmath={"reassoc", "contract", "arcp"})
 def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep.
 
@@ -178,7 +178,7 @@ def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
         _to_positions(mine_out, count, lo, among)
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
+@threads.kernel(fastmath={"contract", "arcp"})
 def _wide(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """The same with a weight per token, for codes too many to enumerate."""
     m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]

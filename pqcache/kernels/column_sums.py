@@ -7,14 +7,12 @@ its last tile each row's total is known; divided by it, the weights are probabil
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.matrix import STAMP, STRIP, WIDE, add_product, add_scaled, in_panels, product, transposed
+from pqcache.kernels.matrix import STRIP, WIDE, add_product, add_scaled, in_panels, product, transposed
 from pqcache.kernels.registers import LANES, exp_scaled, floats_at, largest
 
 _ROWS = 16 * STRIP  # of logits in a block: packing the keys and values once per block costs little then
@@ -104,73 +102,64 @@ def _add_sums(logits, width, seen, window, first, count, g, tiles, highs, masses
                     add_scaled(added + 4 * (a * width + low), logits + 4 * (row * width + low), share, stop - low)
 
 
-def _make_kernel(stamp: str) -> Any:
-    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+@threads.kernel()
+def _kernel(first, last, q, k, v, out, seen, window, block, g, m, d, d_v, scaling, sums):
+    """Task = (part, KV head): sums (parts, h, m) += probabilities from every parts-th block of queries.
 
-    @numba.njit(nogil=True, cache=True)
-    def kernel(first, last, q, k, v, out, seen, window, block, g, m, d, d_v, scaling, sums):
-        """Task = (part, KV head): sums (parts, h, m) += probabilities from every parts-th block of queries.
-
-        q, k, v, out: an address, bytes from head to head and from token to token; v[0] = 0: no attention is written. Query i
-        sees the first seen[i] of m keys, seen ascends; only the last `window` of these get sums.
-        """
-        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
-        parts, h, _ = sums.shape
-        h_kv, queries = h // g, seen.shape[0]
-        blocks = (queries + block - 1) // block
-        # a vector more than whole panels: rows that are a power of two apart would share their place in the cache
-        width = (m + WIDE - 1) // WIDE * WIDE + LANES
-        channels = (d_v + WIDE - 1) // WIDE * WIDE
-        logits, own = np.empty((block * g, width), np.float32), np.empty((block * g, d), np.float32)
-        panel, values = np.empty((d, WIDE), np.float32), np.empty((channels, _TILE), np.float32)
-        outs, added = np.empty((block * g, channels), np.float32), np.empty((g, width), np.float32)
-        highs, masses = np.empty((block * g, (m + _TILE - 1) // _TILE), np.float32), np.empty(block * g, np.float32)
-        at, own_at, panel_at, values_at = logits.ctypes.data, own.ctypes.data, panel.ctypes.data, values.ctypes.data
-        outs_at, added_at = outs.ctypes.data, added.ctypes.data
-        for task in range(first, last):
-            part, head = task // h_kv, task % h_kv
-            keys, tokens = k[0] + head * k[1], v[0] + head * v[1]
-            for number in range(part, blocks, parts):
-                begin = number * block
-                count = min(block, queries - begin)
-                rows, sees = count * g, seen[begin + count - 1]
-                tiles = (sees + _TILE - 1) // _TILE
-                _read_queries(q, head, begin, count, g, d, scaling, own_at)
-                outs[:rows] = 0
-                masses[:] = 0
-                for tile in range(tiles):
-                    start, stop = tile * _TILE, min((tile + 1) * _TILE, sees)
-                    _score(keys, k[2], start, stop, d, seen, begin, count, g, own_at, panel_at, at, width)
-                    _weigh(at, width, start, stop, seen, begin, rows, g, tile, outs_at, channels, highs, masses)
-                    if v[0]:
-                        in_panels(tokens + start * v[2], v[2], stop - start, d_v, _TILE, values_at)
-                        for row in range(_first_row(seen, begin, count, g, start), rows, STRIP):
-                            for channel in range(0, channels, WIDE):
-                                add_product(
-                                    at + 4 * (row * width + start), 4 * width, min(STRIP, rows - row),
-                                    values_at + 4 * channel * _TILE, 4 * WIDE,
-                                    outs_at + 4 * (row * channels + channel), 4 * channels, stop - start,
-                                )  # fmt: skip
-                added[:, :sees] = 0
-                _add_sums(at, width, seen, window, begin, count, g, tiles, highs, masses, added_at)
-                for a in range(g):
-                    total, new = sums[part, head * g + a], added[a]
-                    for j in range(sees):
-                        total[j] += new[j]
+    q, k, v, out: an address, bytes from head to head and from token to token; v[0] = 0: no attention is written. Query i
+    sees the first seen[i] of m keys, seen ascends; only the last `window` of these get sums.
+    """
+    parts, h, _ = sums.shape
+    h_kv, queries = h // g, seen.shape[0]
+    blocks = (queries + block - 1) // block
+    # a vector more than whole panels: rows that are a power of two apart would share their place in the cache
+    width = (m + WIDE - 1) // WIDE * WIDE + LANES
+    channels = (d_v + WIDE - 1) // WIDE * WIDE
+    logits, own = np.empty((block * g, width), np.float32), np.empty((block * g, d), np.float32)
+    panel, values = np.empty((d, WIDE), np.float32), np.empty((channels, _TILE), np.float32)
+    outs, added = np.empty((block * g, channels), np.float32), np.empty((g, width), np.float32)
+    highs, masses = np.empty((block * g, (m + _TILE - 1) // _TILE), np.float32), np.empty(block * g, np.float32)
+    at, own_at, panel_at, values_at = logits.ctypes.data, own.ctypes.data, panel.ctypes.data, values.ctypes.data
+    outs_at, added_at = outs.ctypes.data, added.ctypes.data
+    for task in range(first, last):
+        part, head = task // h_kv, task % h_kv
+        keys, tokens = k[0] + head * k[1], v[0] + head * v[1]
+        for number in range(part, blocks, parts):
+            begin = number * block
+            count = min(block, queries - begin)
+            rows, sees = count * g, seen[begin + count - 1]
+            tiles = (sees + _TILE - 1) // _TILE
+            _read_queries(q, head, begin, count, g, d, scaling, own_at)
+            outs[:rows] = 0
+            masses[:] = 0
+            for tile in range(tiles):
+                start, stop = tile * _TILE, min((tile + 1) * _TILE, sees)
+                _score(keys, k[2], start, stop, d, seen, begin, count, g, own_at, panel_at, at, width)
+                _weigh(at, width, start, stop, seen, begin, rows, g, tile, outs_at, channels, highs, masses)
                 if v[0]:
-                    for row in range(rows):
-                        line, share = outs[row], 1 / masses[row]
-                        place = out[0] + (head * g + row % g) * out[1] + (begin + row // g) * out[2]
-                        to = floats_at(place, (d_v,))
-                        for j in range(d_v):
-                            to[j] = line[j] * share
-        # numba frees an array behind its last use, and addresses are none
-        logits[0, 0] = own[0, 0] = panel[0, 0] = values[0, 0] = outs[0, 0] = added[0, 0] = 0
-
-    return kernel
-
-
-_kernel: Any = _make_kernel(STAMP)
+                    in_panels(tokens + start * v[2], v[2], stop - start, d_v, _TILE, values_at)
+                    for row in range(_first_row(seen, begin, count, g, start), rows, STRIP):
+                        for channel in range(0, channels, WIDE):
+                            add_product(
+                                at + 4 * (row * width + start), 4 * width, min(STRIP, rows - row),
+                                values_at + 4 * channel * _TILE, 4 * WIDE,
+                                outs_at + 4 * (row * channels + channel), 4 * channels, stop - start,
+                            )  # fmt: skip
+            added[:, :sees] = 0
+            _add_sums(at, width, seen, window, begin, count, g, tiles, highs, masses, added_at)
+            for a in range(g):
+                total, new = sums[part, head * g + a], added[a]
+                for j in range(sees):
+                    total[j] += new[j]
+            if v[0]:
+                for row in range(rows):
+                    line, share = outs[row], 1 / masses[row]
+                    place = out[0] + (head * g + row % g) * out[1] + (begin + row // g) * out[2]
+                    to = floats_at(place, (d_v,))
+                    for j in range(d_v):
+                        to[j] = line[j] * share
+    # numba frees an array behind its last use, and addresses are none
+    logits[0, 0] = own[0, 0] = panel[0, 0] = values[0, 0] = outs[0, 0] = added[0, 0] = 0
 
 
 def serves(*tensors: torch.Tensor) -> bool:

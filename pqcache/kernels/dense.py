@@ -7,18 +7,17 @@ values. Rows of 16 bits are widened in registers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numba
 import numpy as np
 import torch
 
 from pqcache.kernels import threads
+from pqcache.kernels.parts import count_parts, is_last, join, read_query, scratch
 from pqcache.kernels.registers import LANES, exp_below, largest
 from pqcache.kernels.vectors import (
     KINDS,
     ROWS,
-    STAMP,
     add,
     dot,
     fetch,
@@ -79,39 +78,36 @@ def _tile_softmax(logits, count, g, high, mass, result):
         mass[a] += exp_below(row, whole, top)
 
 
-def _make_attend(stamp: str) -> Any:
-    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+@threads.kernel()
+def _attend(first, last, kind, q, scaling, k, v, k_steps, v_steps, lengths, block, size, outs, lse, done, result):
+    """Task = (row, KV head, part). k, v: addresses; steps: bytes between (rows, KV heads, tokens); size: bytes of a row.
 
-    @numba.njit(nogil=True, cache=True)
-    def attend(first, last, kind, q, k, v, k_steps, v_steps, lengths, g, block, size, out, lse):
-        """Task = (row, KV head, part). k, v: addresses; steps: bytes between (rows, KV heads, tokens); size: bytes of a row.
-
-        q (n, h_kv, g', d) fp32, scaled; g of the g' heads are real. Writes, per part, the unnormalised output and (maximum,
-        sum): out (n, h_kv, parts, g', d), lse (n, h_kv, parts, 2, g').
-        """
-        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
-        _, heads, parts, padded, _ = out.shape
-        logits, rows = np.zeros((padded, _TILE), np.float32), np.empty(_TILE, np.int64)
-        for task in range(first, last):
-            part, head, row = task % parts, task // parts % heads, task // parts // heads
-            start, end = lengths[row] * part // parts, lengths[row] * (part + 1) // parts
-            keys = k + row * k_steps[0] + head * k_steps[1]
-            values = v + row * v_steps[0] + head * v_steps[1]
-            result, high, mass = out[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
-            high[:] = -np.inf
-            while start < end:
-                count = min(_TILE, end - start)
-                _row_addresses(rows, keys + start * k_steps[2], k_steps[2], count)
-                _tile_logits(kind, q[row, head], rows, count, block, size, logits)
-                _row_addresses(rows, values + start * v_steps[2], v_steps[2], count)
-                _tile_softmax(logits, count, g, high, mass, result)
-                _tile_values(kind, logits, rows, count, block, size, result)
-                start += count
-
-    return attend
-
-
-_attend: Any = _make_attend(STAMP)
+    q (n, h_kv, g, d) fp32; outs, lse, done: see parts.scratch. Writes result (n, h_kv, g, d).
+    """
+    _, heads, parts, padded, d = outs.shape
+    query, logits, rows = (
+        np.zeros((padded, d), np.float32),
+        np.zeros((padded, _TILE), np.float32),
+        np.empty(_TILE, np.int64),
+    )
+    for task in range(first, last):
+        part, head, row = task % parts, task // parts % heads, task // parts // heads
+        start, end = lengths[row] * part // parts, lengths[row] * (part + 1) // parts
+        keys = k + row * k_steps[0] + head * k_steps[1]
+        values = v + row * v_steps[0] + head * v_steps[1]
+        out, high, mass = outs[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
+        high[:] = -np.inf
+        read_query(q[row, head], scaling, query)
+        while start < end:
+            count = min(_TILE, end - start)
+            _row_addresses(rows, keys + start * k_steps[2], k_steps[2], count)
+            _tile_logits(kind, query, rows, count, block, size, logits)
+            _row_addresses(rows, values + start * v_steps[2], v_steps[2], count)
+            _tile_softmax(logits, count, q.shape[2], high, mass, out)
+            _tile_values(kind, logits, rows, count, block, size, out)
+            start += count
+        if is_last(done, row, head, parts):
+            join(outs[row, head], lse[row, head], result[row, head])
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -130,29 +126,13 @@ def attend_all(
     n, h, _, d = q.shape
     h_kv, size = k.shape[1], k.element_size()
     g = h // h_kv
-    block, padded = head_block(g)
-    query = np.zeros((n, h_kv, padded, d), np.float32)
-    np.multiply(q.reshape(n, h_kv, g, d).float().numpy(), np.float32(scaling), out=query[:, :, :g])
-    workers = torch.get_num_threads()
-    parts = 1
-    if workers > 1:
-        parts = max(1, min(-(-threads.TASKS * workers // (n * h_kv)), max(lengths) // _PART))
-    out = np.zeros((n, h_kv, parts, padded, d), np.float32)
-    lse = np.zeros((n, h_kv, parts, 2, padded), np.float32)
+    parts = count_parts(n * h_kv, max(lengths) // _PART)
+    result = np.empty((n, h_kv, g, d), np.float32)
     threads.run(
-        _attend, n * h_kv * parts, KINDS[k.dtype], query, k.data_ptr(), v.data_ptr(),
+        _attend, n * h_kv * parts, KINDS[k.dtype], q.reshape(result.shape).float().numpy(), np.float32(scaling),
+        k.data_ptr(), v.data_ptr(),
         tuple(size * step for step in k.stride()[:3]), tuple(size * step for step in v.stride()[:3]),
-        np.array(lengths, np.int64), g, block, size * d, out, lse,
+        np.array(lengths, np.int64), head_block(g)[0], size * d, *scratch(n, h_kv, parts, g, d), result,
         cost=sum(lengths) * h_kv * 2 * size * d / threads.BYTES_PER_NS,
     )  # fmt: skip
-    joined = join(out[..., :g, :], lse[..., :g])
-    return torch.from_numpy(joined).reshape(n, 1, h, d).to(q.dtype)
-
-
-def join(out: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The softmax over all parts: out (n, h_kv, parts, g, d), lse (n, h_kv, parts, 2, g) -> (n, h_kv, g, d)."""
-    if out.shape[2] == 1:
-        return out[:, :, 0] / lse[:, :, 0, 1, :, None]
-    high, mass = lse[:, :, :, 0], lse[:, :, :, 1]
-    share = np.exp(high - high.max(2, keepdims=True))
-    return (out * share[..., None]).sum(2) / (mass * share).sum(2)[..., None]
+    return torch.from_numpy(result).view(n, 1, h, d).to(q.dtype)

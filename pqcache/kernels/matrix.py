@@ -6,8 +6,6 @@ matrix is spread over a register and multiplied with a line of the right one.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -16,7 +14,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from pqcache.kernels import registers
 from pqcache.kernels.registers import (
     F32,
     FLOATS,
@@ -33,7 +30,6 @@ from pqcache.kernels.registers import (
     store,
 )
 
-STAMP = hashlib.sha256(Path(__file__).read_bytes() + registers.STAMP.encode()).hexdigest()  # as that of vectors.py
 _VECTORS = 2  # side by side in a tile
 STRIP = 12 if LANES == 16 else 6  # rows: STRIP * _VECTORS accumulators of 32 or 16 registers
 WIDE = _VECTORS * LANES

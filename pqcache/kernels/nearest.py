@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -24,7 +23,6 @@ from pqcache.kernels.registers import (
     I32,
     I64,
     LANES,
-    STAMP,
     WORDS,
     greater,
     in_vectors,
@@ -133,71 +131,64 @@ _subtract = _rowwise(lambda builder, x, y: builder.fsub(x, y), "out = a - b")
 _add = _rowwise(lambda builder, x, y: builder.fadd(x, y), "out = a + b")
 
 
-def _make_pass(stamp: str) -> Any:
-    @numba.njit(nogil=True, cache=True, fastmath={"contract", "arcp"})
-    def kernel(first, last, x, group_step, step, groups, middle, centroids, bias, codes, best, sums, counts):
-        """Tasks are (group, block of points); middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
+@threads.kernel(fastmath={"contract", "arcp"})
+def _pass(first, last, x, group_step, step, groups, middle, centroids, bias, codes, best, sums, counts):
+    """Tasks are (group, block of points); middle (A, d), centroids (A, tiles, d, columns), bias (A, tiles, columns).
 
-        x is the address of points (G, N, d), whose groups are group_step bytes apart, and points of a group step bytes. Writes
-        codes and best (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
-        """
-        stamp  # noqa: B018
-        n, d = codes.shape[1], middle.shape[1]
-        blocks = (n + _BLOCK - 1) // _BLOCK
-        tiles, last_centroid = centroids.shape[1], sums.shape[2] - 1
-        last_vectors = (last_centroid % _COLUMNS) // LANES + 1  # of the last tile that hold a centroid
-        values = np.empty(_POINTS, np.float32)
-        indices = np.empty(_POINTS, np.int32)
-        centered = np.empty((_POINTS, d), np.float32)  # the points less the mean, read by every tile of centroids
-        at, width = centered.ctypes.data, 4 * d
-        adding = sums.shape[1] > 0
-        for task in range(first, last):
-            a, block = task // blocks, task % blocks
-            shift = middle[a]
-            base, center = x + groups[a] * group_step, shift.ctypes.data
-            if adding:
-                total, size = sums[a, block], counts[a, block]
-                sums_at = total.ctypes.data
-            i = block * _BLOCK
-            end = min(n, i + _BLOCK)
-            while i < end:
-                many = end - i >= _POINTS
-                points_now = _POINTS if many else 1
+    x is the address of points (G, N, d), whose groups are group_step bytes apart, and points of a group step bytes. Writes
+    codes and best (A, N); sums (A, blocks, C, d) and counts (A, blocks, C) too unless they have no blocks.
+    """
+    n, d = codes.shape[1], middle.shape[1]
+    blocks = (n + _BLOCK - 1) // _BLOCK
+    tiles, last_centroid = centroids.shape[1], sums.shape[2] - 1
+    last_vectors = (last_centroid % _COLUMNS) // LANES + 1  # of the last tile that hold a centroid
+    values = np.empty(_POINTS, np.float32)
+    indices = np.empty(_POINTS, np.int32)
+    centered = np.empty((_POINTS, d), np.float32)  # the points less the mean, read by every tile of centroids
+    at, width = centered.ctypes.data, 4 * d
+    adding = sums.shape[1] > 0
+    for task in range(first, last):
+        a, block = task // blocks, task % blocks
+        shift = middle[a]
+        base, center = x + groups[a] * group_step, shift.ctypes.data
+        if adding:
+            total, size = sums[a, block], counts[a, block]
+            sums_at = total.ctypes.data
+        i = block * _BLOCK
+        end = min(n, i + _BLOCK)
+        while i < end:
+            many = end - i >= _POINTS
+            points_now = _POINTS if many else 1
+            for p in range(points_now):
+                _subtract(at + p * width, base + (i + p) * step, center, d)
+            for tile in range(tiles):
+                line, low = centroids[a, tile].ctypes.data, bias[a, tile].ctypes.data
+                vectors = _VECTORS if tile < tiles - 1 else last_vectors
+                if not many:
+                    _single(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                elif vectors == 4:
+                    _tile(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                elif vectors == 3:
+                    _tile3(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                elif vectors == 2:
+                    _tile2(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
+                else:
+                    _tile1(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
                 for p in range(points_now):
-                    _subtract(at + p * width, base + (i + p) * step, center, d)
-                for tile in range(tiles):
-                    line, low = centroids[a, tile].ctypes.data, bias[a, tile].ctypes.data
-                    vectors = _VECTORS if tile < tiles - 1 else last_vectors
-                    if not many:
-                        _single(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                    elif vectors == 4:
-                        _tile(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                    elif vectors == 3:
-                        _tile3(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                    elif vectors == 2:
-                        _tile2(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                    else:
-                        _tile1(at, width, line, low, d, values.ctypes.data, indices.ctypes.data)
-                    for p in range(points_now):
-                        if tile == 0 or values[p] > best[a, i + p]:
-                            best[a, i + p] = values[p]
-                            # for a point of NaN the index is past all centroids
-                            codes[a, i + p] = min(indices[p] + tile * _COLUMNS, last_centroid)
-                if adding:
-                    for p in range(points_now):
-                        c = codes[a, i + p]
-                        size[c] += 1
-                        _add(sums_at + c * width, sums_at + c * width, at + p * width, d)
-                i += points_now
-        centered[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
-
-    return kernel
+                    if tile == 0 or values[p] > best[a, i + p]:
+                        best[a, i + p] = values[p]
+                        # for a point of NaN the index is past all centroids
+                        codes[a, i + p] = min(indices[p] + tile * _COLUMNS, last_centroid)
+            if adding:
+                for p in range(points_now):
+                    c = codes[a, i + p]
+                    size[c] += 1
+                    _add(sums_at + c * width, sums_at + c * width, at + p * width, d)
+            i += points_now
+    centered[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
-_pass: Any = _make_pass(STAMP)
-
-
-@numba.njit(nogil=True, cache=True, fastmath=True)
+@threads.kernel(fastmath=True)
 def _moments(first, last, x, total, square):
     """Sums of x - x[:, 0] and of its square over blocks of points: total and square (G, blocks, d)."""
     n, d = x.shape[1], x.shape[2]

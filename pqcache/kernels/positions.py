@@ -13,7 +13,7 @@ from pqcache.kernels import threads
 from pqcache.kernels.registers import ints_at
 
 
-@numba.njit(nogil=True, cache=True)
+@threads.kernel()
 def _clusters(first, last, rank, starts, sizes, order, k, out):
     """Task = (row, head of the choice); rank (n, H, C), starts, sizes (n, h_kv, C), order (n, h_kv, tokens)."""
     heads, shared = rank.shape[1], rank.shape[1] // starts.shape[1]
@@ -45,7 +45,7 @@ def cluster_tokens(
     return torch.from_numpy(out)
 
 
-@numba.njit(nogil=True, cache=True)
+@threads.kernel()
 def _ascend(first, last, positions, length, out):
     """Task = (row, head); positions and out (n, H, m)."""
     heads, m = positions.shape[1], positions.shape[2]
@@ -74,7 +74,7 @@ def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@numba.njit(nogil=True, cache=True)
+@threads.kernel()
 def _count(first, last, indices, length, counts):
     """Task = (row, KV head); indices (n, h, k), counts (n, h_kv)."""
     heads = counts.shape[1]

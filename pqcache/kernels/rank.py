@@ -7,7 +7,6 @@ nothing is sorted: one pass counts the first digit, and only scores with the thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numba
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from pqcache.kernels import threads
 from pqcache.kernels.registers import LANES, exp_to_zero, largest
-from pqcache.kernels.vectors import FP32, STAMP, dot, fetch, head_block
+from pqcache.kernels.vectors import FP32, dot, fetch, head_block
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST
@@ -96,7 +95,7 @@ def _take(weights, k, lo, out):
         i += 1
 
 
-@numba.njit(nogil=True, cache=True)
+@threads.kernel()
 def _top(first, last, weights, k, out):
     """Task = (row, head); weights (n, H, m)."""
     heads = weights.shape[1]
@@ -157,56 +156,42 @@ def _products(query, keys, lo, hi, g, block, rows, logits):
                 dot(block, FP32, rows_at + 8 * i, mine, query_step, r, to, out_step)
 
 
-def _make_rank(stamp: str) -> Any:
-    @numba.njit(nogil=True, cache=True)
-    def kernel(first, last, q, keys, over, lo, hi, k, g, block, out):
-        """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv, capacity, r); over (n, 2): the softmax's span."""
-        stamp  # noqa: B018
-        heads = q.shape[1]
-        rows = np.empty(_TILE, np.int64)
-        for task in range(first, last):
-            row, head = task // heads, task % heads
-            if k[row] == 0:
-                continue
-            start, end = over[row]
-            logits = np.empty((q.shape[2], (end - start + LANES - 1) // LANES * LANES), np.float32)
-            weights = np.empty(hi[row] - lo, np.float32)
-            _products(q[row, head], keys[row, head], start, end, g, block, rows, logits)
-            _sum_softmax(logits, g, end - start, lo - start, weights)
-            _take(weights, k[row], lo, out[row, head])
-
-    return kernel
+@threads.kernel()
+def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
+    """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv, capacity, r); over (n, 2): the softmax's span."""
+    heads = q.shape[1]
+    rows = np.empty(_TILE, np.int64)
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        if k[row] == 0:
+            continue
+        start, end = over[row]
+        logits = np.empty((q.shape[2], (end - start + LANES - 1) // LANES * LANES), np.float32)
+        weights = np.empty(hi[row] - lo, np.float32)
+        _products(q[row, head], keys[row, head], start, end, g, block, rows, logits)
+        _sum_softmax(logits, g, end - start, lo - start, weights)
+        _take(weights, k[row], lo, out[row, head])
 
 
-_rank: Any = _make_rank(STAMP)
-
-
-def _make_rank_lines(stamp: str) -> Any:
-    @numba.njit(nogil=True, cache=True, fastmath=_FAST)
-    def kernel(first, last, q, lines, places, over, lo, hi, k, out):
-        """The same of keys stored component by component: lines (n, L, capacity), those of a head at places (n, h_kv, r)."""
-        stamp  # noqa: B018
-        heads, g, r = q.shape[1], q.shape[2], q.shape[3]
-        for task in range(first, last):
-            row, head = task // heads, task % heads
-            if k[row] == 0:
-                continue
-            start, end = over[row]
-            logits = np.zeros((g, (end - start + LANES - 1) // LANES * LANES), np.float32)
-            weights = np.empty(hi[row] - lo, np.float32)
-            for j in range(r):
-                line = lines[row, places[row, head, j], start:end]
-                for a in range(g):
-                    factor, mine = q[row, head, a, j], logits[a]
-                    for i in range(line.shape[0]):
-                        mine[i] += factor * line[i]
-            _sum_softmax(logits, g, end - start, lo - start, weights)
-            _take(weights, k[row], lo, out[row, head])
-
-    return kernel
-
-
-_rank_lines: Any = _make_rank_lines(STAMP)
+@threads.kernel(fastmath=_FAST)
+def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
+    """The same of keys stored component by component: lines (n, L, capacity), those of a head at places (n, h_kv, r)."""
+    heads, g, r = q.shape[1], q.shape[2], q.shape[3]
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        if k[row] == 0:
+            continue
+        start, end = over[row]
+        logits = np.zeros((g, (end - start + LANES - 1) // LANES * LANES), np.float32)
+        weights = np.empty(hi[row] - lo, np.float32)
+        for j in range(r):
+            line = lines[row, places[row, head, j], start:end]
+            for a in range(g):
+                factor, mine = q[row, head, a, j], logits[a]
+                for i in range(line.shape[0]):
+                    mine[i] += factor * line[i]
+        _sum_softmax(logits, g, end - start, lo - start, weights)
+        _take(weights, k[row], lo, out[row, head])
 
 
 def _spans(
@@ -270,27 +255,20 @@ def best_by_lines(
     return torch.from_numpy(out)
 
 
-def _make_bounds(stamp: str) -> Any:
-    @numba.njit(nogil=True, cache=True)
-    def kernel(first, last, positive, negative, low, high, start, g, block, out):
-        """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, c, d), out (n, h_kv, g', pages)."""
-        stamp  # noqa: B018
-        heads, pages = out.shape[1], out.shape[3]
-        rows = np.empty(_TILE, np.int64)
-        other = np.empty((out.shape[2], (pages + LANES - 1) // LANES * LANES), np.float32)
-        for task in range(first, last):
-            row, head = task // heads, task % heads
-            _products(positive[row, head], high[row, head], start, start + pages, g, block, rows, out[row, head])
-            _products(negative[row, head], low[row, head], start, start + pages, g, block, rows, other)
-            for a in range(g):
-                mine, more = out[row, head, a], other[a]
-                for i in range(pages):
-                    mine[i] += more[i]
-
-    return kernel
-
-
-_bounds: Any = _make_bounds(STAMP)
+@threads.kernel()
+def _bounds(first, last, positive, negative, low, high, start, g, block, out):
+    """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, c, d), out (n, h_kv, g', pages)."""
+    heads, pages = out.shape[1], out.shape[3]
+    rows = np.empty(_TILE, np.int64)
+    other = np.empty((out.shape[2], (pages + LANES - 1) // LANES * LANES), np.float32)
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        _products(positive[row, head], high[row, head], start, start + pages, g, block, rows, out[row, head])
+        _products(negative[row, head], low[row, head], start, start + pages, g, block, rows, other)
+        for a in range(g):
+            mine, more = out[row, head, a], other[a]
+            for i in range(pages):
+                mine[i] += more[i]
 
 
 def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: int, last: int) -> torch.Tensor:

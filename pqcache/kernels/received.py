@@ -6,44 +6,59 @@ joins the parts and turns all logits into probabilities.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.dense import _PART, _TILE, _row_addresses, _tile_logits, _tile_softmax, _tile_values
-from pqcache.kernels.registers import LANES, SCALE, exp_scaled, increment
-from pqcache.kernels.vectors import FP32, STAMP, head_block
+from pqcache.kernels.dense import _PART, _TILE, _row_addresses, _tile_logits, _tile_values
+from pqcache.kernels.parts import count_parts, is_last, join, read_query, scratch
+from pqcache.kernels.registers import LANES, SCALE, exp_scaled, largest
+from pqcache.kernels.vectors import FP32, head_block
 
 _BACK = np.float32(2.0**-SCALE)
 
 
 @numba.njit(nogil=True, inline="always")
-def _join(parts, lse, kept, g, whole, result, sums):
-    """One head: parts (P, g', d), lse (P, 2, g') and logits (g, whole) become the output (g, d) and are added to sums (E, m)."""
-    each, m = sums.shape
-    added = np.zeros(whole, np.float32)
+def _weigh(logits, count, g, high, mass, out, kept, tops):
+    """As dense._tile_softmax, but weights are scaled, and kept (g, >= count). tops (g): the maxima that they are relative to."""
+    whole = (count + LANES - 1) // LANES * LANES
     for a in range(g):
-        high = lse[0, 0, a]
-        for p in range(1, parts.shape[0]):
-            high = max(high, lse[p, 0, a])
-        mass = np.float32(0)
-        line = result[a]
-        for p in range(parts.shape[0]):
-            share = np.exp(lse[p, 0, a] - high)
-            mass += share * lse[p, 1, a]
-            mine = parts[p, a]
-            for j in range(line.shape[0]):
-                line[j] += share * mine[j]
-        for j in range(line.shape[0]):
-            line[j] /= mass
-        received = kept[a]
-        exp_scaled(received.ctypes.data, whole, high)
-        share = np.float32(each) / np.float32(g) / mass
-        for i in range(whole):
-            added[i] += received[i] * share
+        logits[a, count:whole] = -np.inf
+        row = logits.ctypes.data + 4 * a * _TILE
+        top = max(high[a], largest(row, whole))
+        if top > high[a]:
+            shrink = np.exp(high[a] - top)
+            mass[a] *= shrink
+            for j in range(out.shape[1]):
+                out[a, j] *= shrink
+            high[a] = top
+        mass[a] += exp_scaled(row, whole, top)
+        tops[a] = top
+        to, line = kept[a], logits[a]  # lines in one piece become vectors, slices of two dimensions do not
+        for i in range(count):
+            to[i] = line[i]
+
+
+@numba.njit(nogil=True, inline="always")
+def _add_received(kept, tops, lse, g, sums):
+    """One head: scaled weights kept (g, m), relative to tops (g, parts, tiles), are normalised and added to sums (E, m)."""
+    each, m = sums.shape
+    parts, added = tops.shape[1], np.zeros(m, np.float32)
+    for a in range(g):
+        high, share = lse[0, 0, a], np.float32(each) / np.float32(g) / (lse[0, 1, a] * _BACK)
+        weights = kept[a]
+        for part in range(parts):
+            start, end = m * part // parts, m * (part + 1) // parts
+            tile = 0
+            while start < end:
+                stop = min(start + _TILE, end)
+                # twice the root: the factor alone may be too small for a normal number where its products are not
+                root = np.exp((tops[a, part, tile] - high) / 2)
+                first, second = root * share, root
+                for i in range(start, stop):
+                    added[i] += weights[i] * first * second
+                start, tile = stop, tile + 1
         if a + 1 == g or each > 1:
             of_head = sums[a % each]
             for i in range(m):
@@ -51,48 +66,40 @@ def _join(parts, lse, kept, g, whole, result, sums):
             added[:] = 0
 
 
-def _make_attend(stamp: str) -> Any:
-    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+@threads.kernel()
+def _attend(first, last, q, scaling, k, v, k_steps, v_steps, m, block, size, kept, tops, outs, lse, done, result, sums):
+    """Task = (row, KV head, part). k, v: addresses; steps: bytes between (rows, KV heads, tokens); size: bytes of a row.
 
-    @numba.njit(nogil=True, cache=True)
-    def attend(first, last, q, k, v, k_steps, v_steps, m, g, block, size, parts, lse, kept, done, result, sums):
-        """Task = (row, KV head, part). k, v: addresses; steps: bytes between (rows, KV heads, tokens); size: bytes of a row.
-
-        q (n, h_kv, g', d) scaled; parts (n, h_kv, P, g', d), lse (n, h_kv, P, 2, g'), kept (n, h_kv, g, whole vectors) and
-        done (n, h_kv) are scratch, zeros but for kept. Writes result (n, h_kv, g, d), zeros; adds to sums (n, h_kv, E, m).
-        """
-        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
-        _, heads, many, padded, _ = parts.shape
-        whole = kept.shape[3]
-        logits, rows = np.zeros((padded, _TILE), np.float32), np.empty(_TILE, np.int64)
-        for task in range(first, last):
-            part, head, row = task % many, task // many % heads, task // many // heads
-            start, end = m * part // many, m * (part + 1) // many
-            keys = k + row * k_steps[0] + head * k_steps[1]
-            values = v + row * v_steps[0] + head * v_steps[1]
-            mine, high, mass = parts[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
-            high[:] = -np.inf
-            while start < end:
-                count = min(_TILE, end - start)
-                _row_addresses(rows, keys + start * k_steps[2], k_steps[2], count)
-                _tile_logits(FP32, q[row, head], rows, count, block, size, logits)
-                for a in range(g):  # lines in one piece become vectors, slices of two dimensions do not
-                    to, line = kept[row, head, a], logits[a]
-                    for i in range(count):
-                        to[start + i] = line[i]
-                _row_addresses(rows, values + start * v_steps[2], v_steps[2], count)
-                _tile_softmax(logits, count, g, high, mass, mine)
-                _tile_values(FP32, logits, rows, count, block, size, mine)
-                start += count
-            if increment(done.ctypes.data + 8 * (row * heads + head)) == many - 1:
-                for a in range(g):
-                    kept[row, head, a, m:] = -np.inf
-                _join(parts[row, head], lse[row, head], kept[row, head], g, whole, result[row, head], sums[row, head])
-
-    return attend
-
-
-_attend: Any = _make_attend(STAMP)
+    q (n, h_kv, g, d); kept (n, h_kv, g, m), tops (n, h_kv, g, parts, tiles of a part): scratch, as outs, lse and done, see
+    parts.scratch. Writes result (n, h_kv, g, d); adds to sums (n, h_kv, E, m).
+    """
+    _, heads, parts, padded, d = outs.shape
+    g = q.shape[2]
+    query, logits, rows = (
+        np.zeros((padded, d), np.float32),
+        np.zeros((padded, _TILE), np.float32),
+        np.empty(_TILE, np.int64),
+    )
+    for task in range(first, last):
+        part, head, row = task % parts, task // parts % heads, task // parts // heads
+        start, end = m * part // parts, m * (part + 1) // parts
+        keys = k + row * k_steps[0] + head * k_steps[1]
+        values = v + row * v_steps[0] + head * v_steps[1]
+        out, high, mass = outs[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
+        high[:] = -np.inf
+        read_query(q[row, head], scaling, query)
+        tile = 0
+        while start < end:
+            count = min(_TILE, end - start)
+            _row_addresses(rows, keys + start * k_steps[2], k_steps[2], count)
+            _tile_logits(FP32, query, rows, count, block, size, logits)
+            _row_addresses(rows, values + start * v_steps[2], v_steps[2], count)
+            _weigh(logits, count, g, high, mass, out, kept[row, head, :, start:], tops[row, head, :, part, tile])
+            _tile_values(FP32, logits, rows, count, block, size, out)
+            start, tile = start + count, tile + 1
+        if is_last(done, row, head, parts):
+            join(outs[row, head], lse[row, head], result[row, head])
+            _add_received(kept[row, head], tops[row, head], lse[row, head], g, sums[row, head])
 
 
 def serves(k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -110,18 +117,14 @@ def attend_adding(
     n, h, _, d = q.shape
     h_kv, m = k.shape[1], k.shape[2]
     g = h // h_kv
-    block, padded = head_block(g)
-    query = np.zeros((n, h_kv, padded, d), np.float32)
-    np.multiply(q.reshape(n, h_kv, g, d).numpy(), np.float32(scaling), out=query[:, :, :g])
-    workers = torch.get_num_threads()
-    many = max(1, min(-(-threads.TASKS * workers // (n * h_kv)), m // _PART)) if workers > 1 else 1
-    scratch = np.zeros((n, h_kv, many, padded, d), np.float32), np.zeros((n, h_kv, many, 2, padded), np.float32)
-    kept = np.empty((n, h_kv, g, -(-m // LANES) * LANES), np.float32)
-    result = np.zeros((n, h_kv, g, d), np.float32)
+    parts = count_parts(n * h_kv, m // _PART)
+    tiles = -(-(m // parts + 1) // _TILE)
+    result = np.empty((n, h_kv, g, d), np.float32)
     threads.run(
-        _attend, n * h_kv * many, query, k.data_ptr(), v.data_ptr(),
-        tuple(4 * step for step in k.stride()[:3]), tuple(4 * step for step in v.stride()[:3]), m, g, block, 4 * d,
-        *scratch, kept, np.zeros((n, h_kv), np.int64), result, sums.unflatten(1, (h_kv, -1)).numpy(),
+        _attend, n * h_kv * parts, q.reshape(result.shape).numpy(), np.float32(scaling), k.data_ptr(), v.data_ptr(),
+        tuple(4 * step for step in k.stride()[:3]), tuple(4 * step for step in v.stride()[:3]), m, head_block(g)[0], 4 * d,
+        np.empty((n, h_kv, g, m), np.float32), np.empty((n, h_kv, g, parts, tiles), np.float32),
+        *scratch(n, h_kv, parts, g, d), result, sums.unflatten(1, (h_kv, -1)).numpy(),
         cost=n * h_kv * m * 8 * d / threads.BYTES_PER_NS,
     )  # fmt: skip
-    return torch.from_numpy(result).reshape(n, h, 1, d)
+    return torch.from_numpy(result).view(n, h, 1, d)

@@ -2,16 +2,11 @@
 
 Compiled loops leave vector registers half empty where several query heads share one read, and take one exponential at a time.
 All memory is named by addresses (intp), which a caller takes from tensors that it keeps alive.
-
-numba's cache on disk looks at a kernel's own file alone: a kernel with a stamp of this file in its closure is compiled again
-when this file changes.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -21,7 +16,6 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-STAMP = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 # features of the processor that numba compiles for: users may set fewer than it has, and numba's cache on disk is keyed by them
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 CACHE_LINE = 64  # bytes of a cache line

@@ -13,7 +13,7 @@ import torch
 from pqcache.kernels import threads
 from pqcache.kernels.dense import _TILE, _tile_logits, _tile_softmax, _tile_values
 from pqcache.kernels.registers import LANES, SCALE, exp_scaled
-from pqcache.kernels.vectors import KINDS, STAMP, head_block
+from pqcache.kernels.vectors import KINDS, head_block
 
 # what a run says: addresses of its rows, how many they are, which query reads them
 KEYS, VALUES, TOKENS, QUERY = range(4)
@@ -39,62 +39,53 @@ def _fill(runs, run, start, keys, values, row_bytes):
     return count, run, start
 
 
-def _make_attend(stamp: str) -> Any:
-    """The compiled kernel. stamp: of the vector code that becomes part of it."""
+@threads.kernel()
+def _attend(first, last, queries, runs, g, block, out, sums):
+    """Task = (row, KV head); queries (n, h_kv, Q, g', d) scaled, runs (n, h_kv, R, 4), out (n, h_kv, g', d), zeros.
 
-    @numba.njit(nogil=True, cache=True)
-    def attend(first, last, queries, runs, g, block, out, sums):
-        """Task = (row, KV head); queries (n, h_kv, Q, g', d) scaled, runs (n, h_kv, R, 4), out (n, h_kv, g', d), zeros.
-
-        Adds to sums (n, h or h_kv, T) the probabilities of the first run's T tokens, or the mean of a group's.
-        """
-        stamp  # noqa: B018 - numba's cache on disk looks at what a kernel encloses
-        heads, padded, d = out.shape[1], out.shape[2], out.shape[3]
-        each, window = sums.shape[1] // heads, sums.shape[2]  # each: g, or 1 if a group's heads share their sums
-        whole = (window + LANES - 1) // LANES * LANES
-        logits, kept = np.zeros((padded, _TILE), np.float32), np.empty((g, whole), np.float32)
-        keys, values = np.empty(_TILE, np.int64), np.empty(_TILE, np.int64)
-        high, mass = np.empty(padded, np.float32), np.empty(padded, np.float32)
-        added = np.zeros(whole, np.float32)
-        for task in range(first, last):
-            row, head = task // heads, task % heads
-            mine, result = runs[row, head], out[row, head]
-            high[:], mass[:], kept[:] = -np.inf, 0, -np.inf
-            run, start, seen = 0, 0, 0
-            while run < mine.shape[0]:
-                query = queries[row, head, mine[run, QUERY]]
-                count, run, start = _fill(mine, run, start, keys, values, 4 * d)
-                if not count:
-                    continue
-                _tile_logits(KIND, query, keys, count, block, 4 * d, logits)
-                if seen < window:
-                    more = min(count, window - seen)
-                    for a in range(g):  # lines in one piece become vectors, slices of two dimensions do not
-                        to, line = kept[a], logits[a]
-                        for i in range(more):
-                            to[seen + i] = line[i]
-                    seen += more
-                _tile_softmax(logits, count, g, high, mass, result)
-                _tile_values(KIND, logits, values, count, block, 4 * d, result)
-            for a in range(g):
-                share = np.float32(1) / mass[a]
-                for j in range(d):
-                    result[a, j] *= share
-                exp_scaled(kept[a].ctypes.data, whole, high[a])
-                share *= np.float32(each) / np.float32(g)
-                line = kept[a]
-                for i in range(whole):
-                    added[i] += line[i] * share
-                if a + 1 == g or each > 1:
-                    of_head = sums[row, head * each + a % each]
-                    for i in range(window):
-                        of_head[i] += added[i] * _BACK
-                    added[:] = 0
-
-    return attend
-
-
-_attend: Any = _make_attend(STAMP)
+    Adds to sums (n, h or h_kv, T) the probabilities of the first run's T tokens, or the mean of a group's.
+    """
+    heads, padded, d = out.shape[1], out.shape[2], out.shape[3]
+    each, window = sums.shape[1] // heads, sums.shape[2]  # each: g, or 1 if a group's heads share their sums
+    whole = (window + LANES - 1) // LANES * LANES
+    logits, kept = np.zeros((padded, _TILE), np.float32), np.empty((g, whole), np.float32)
+    keys, values = np.empty(_TILE, np.int64), np.empty(_TILE, np.int64)
+    high, mass = np.empty(padded, np.float32), np.empty(padded, np.float32)
+    added = np.zeros(whole, np.float32)
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        mine, result = runs[row, head], out[row, head]
+        high[:], mass[:], kept[:] = -np.inf, 0, -np.inf
+        run, start, seen = 0, 0, 0
+        while run < mine.shape[0]:
+            query = queries[row, head, mine[run, QUERY]]
+            count, run, start = _fill(mine, run, start, keys, values, 4 * d)
+            if not count:
+                continue
+            _tile_logits(KIND, query, keys, count, block, 4 * d, logits)
+            if seen < window:
+                more = min(count, window - seen)
+                for a in range(g):  # lines in one piece become vectors, slices of two dimensions do not
+                    to, line = kept[a], logits[a]
+                    for i in range(more):
+                        to[seen + i] = line[i]
+                seen += more
+            _tile_softmax(logits, count, g, high, mass, result)
+            _tile_values(KIND, logits, values, count, block, 4 * d, result)
+        for a in range(g):
+            share = np.float32(1) / mass[a]
+            for j in range(d):
+                result[a, j] *= share
+            exp_scaled(kept[a].ctypes.data, whole, high[a])
+            share *= np.float32(each) / np.float32(g)
+            line = kept[a]
+            for i in range(whole):
+                added[i] += line[i] * share
+            if a + 1 == g or each > 1:
+                of_head = sums[row, head * each + a % each]
+                for i in range(window):
+                    of_head[i] += added[i] * _BACK
+                added[:] = 0
 
 
 def serves(*tensors: torch.Tensor) -> bool:

@@ -4,16 +4,13 @@ Written in LLVM IR, since compiled loops would spill these accumulators and read
 pairs of (token, query head): their sums fill half of the vector registers, and one register holds the result. All arguments
 are addresses and numbers of bytes or entries. A caller must use its arrays after the call, else numba frees them before it.
 
-Rows hold fp32 numbers; `any_dot` and `any_add` also take rows of 16 bits, which are widened in registers. numba's cache on disk
-looks at a kernel's own file alone: a kernel with `STAMP` in its closure is compiled again when this file changes.
+Rows hold fp32 numbers; `any_dot` and `any_add` also take rows of 16 bits, which are widened in registers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -23,7 +20,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from pqcache.kernels import registers
 from pqcache.kernels.registers import (
     CACHE_LINE,
     F32,
@@ -45,7 +41,6 @@ from pqcache.kernels.registers import (
     words,
 )
 
-STAMP = hashlib.sha256(Path(__file__).read_bytes() + registers.STAMP.encode()).hexdigest()
 # what rows may hold -> a number whose type tells kernels so
 KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 if "+f16c" in FEATURES or platform.machine() in (

@@ -11,16 +11,14 @@ The softmax is that of a running maximum, tile by tile. Its plain-torch equal is
 from __future__ import annotations
 
 import itertools
-import zlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 import torch
 
-from pqcache.kernels import registers, threads
+from pqcache.kernels import threads
 from pqcache.kernels.packed.keys import (
     first_outliers,
     read_outliers,
@@ -111,45 +109,37 @@ def _attend_part(k, v, row, head, kv_heads, start, end, heads, memory):
             end_block(v, row, head + h, v_block, heads, sums, scratch)
 
 
-def _compiled(sources: int) -> Callable[..., None]:
-    """The kernel. numba keeps it on disk and compiles it again when this file changes; `sources` stands for the others."""
-
-    @numba.njit(nogil=True, cache=True)
-    def attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
-        """tasks (t, 9): run, row, KV head, how many of them, line of q, lines to the next head, place, first and last token.
-
-        q (lines, heads, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array of Scratch and Sums. Writes for each
-        task and head, from its place on, the weighted values, out (places, heads, d), the largest logit and the sum of weights.
-        """
-        assert sources >= 0  # numba looks at the variables that a function uses
-        most = 0
-        for task in range(first, last):
-            most = max(most, tasks[task, 3])
-        memory = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * most, np.float32)
-        base = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
-        for task in range(first, last):
-            run, row, head, kv_heads, line, apart, place, start, end = tasks[task]
-            for h in range(kv_heads):
-                scratch, sums = memory_of(base, h)
-                floats_at(sums.codes, ((base[-1] - base[SCRATCH]) // 4,))[:] = 0
-                floats_at(sums.high, (len(heads),))[:] = -np.inf
-                read_query(k[run], q.ctypes.data + (line + h * apart) * q.strides[0], heads, scratch)
-            _attend_part(k[run], v[run], row, head, kv_heads, start, end, heads, base)
-            for h in range(kv_heads):
-                scratch, sums = memory_of(base, h)
-                result(v[run], row, head + h, heads, sums, scratch, out[place + h])
-                high[place + h], mass[place + h] = (
-                    floats_at(sums.high, (len(heads),)),
-                    floats_at(sums.mass, (len(heads),)),
-                )
-        memory[0] = 0  # numba frees an array behind its last use, and addresses are none
-
-    return attend
-
-
 SCRATCH = len(Scratch._fields)
-_SOURCES = [Path(registers.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
-_attend = _compiled(zlib.crc32(b"".join(path.read_bytes() for path in _SOURCES)))
+
+
+@threads.kernel()
+def _attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
+    """tasks (t, 9): run, row, KV head, how many of them, line of q, lines to the next head, place, first and last token.
+
+    q (lines, heads, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array of Scratch and Sums. Writes for each
+    task and head, from its place on, the weighted values, out (places, heads, d), the largest logit and the sum of weights.
+    """
+    most = 0
+    for task in range(first, last):
+        most = max(most, tasks[task, 3])
+    memory = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * most, np.float32)
+    base = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
+    for task in range(first, last):
+        run, row, head, kv_heads, line, apart, place, start, end = tasks[task]
+        for h in range(kv_heads):
+            scratch, sums = memory_of(base, h)
+            floats_at(sums.codes, ((base[-1] - base[SCRATCH]) // 4,))[:] = 0
+            floats_at(sums.high, (len(heads),))[:] = -np.inf
+            read_query(k[run], q.ctypes.data + (line + h * apart) * q.strides[0], heads, scratch)
+        _attend_part(k[run], v[run], row, head, kv_heads, start, end, heads, base)
+        for h in range(kv_heads):
+            scratch, sums = memory_of(base, h)
+            result(v[run], row, head + h, heads, sums, scratch, out[place + h])
+            high[place + h], mass[place + h] = (
+                floats_at(sums.high, (len(heads),)),
+                floats_at(sums.mass, (len(heads),)),
+            )
+    memory[0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
 @numba.njit(nogil=True, cache=True)
