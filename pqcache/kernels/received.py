@@ -56,8 +56,9 @@ def _add_received(kept, tops, lse, g, sums):
                 # twice the root: the factor alone may be too small for a normal number where its products are not
                 root = np.exp((tops[a, part, tile] - high) / 2)
                 first, second = root * share, root
-                for i in range(start, stop):
-                    added[i] += weights[i] * first * second
+                to, line = added[start:stop], weights[start:stop]
+                for i in range(line.shape[0]):
+                    to[i] += line[i] * first * second
                 start, tile = stop, tile + 1
         if a + 1 == g or each > 1:
             of_head = sums[a % each]
