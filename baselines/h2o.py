@@ -23,9 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pqcache import kernels
 from pqcache.fields import added
-from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionMethod
@@ -34,11 +32,9 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.buffer import Buffer, take_tokens
-from pqcache.store.transfer import table
+from pqcache.store.drop import Lightest
 
 MODES = ("dynamic", "static")
-# Sums held from which a compiled kernel finds the smallest. It takes half of torch's time; below, neither time matters.
-KERNEL_FROM = 1 << 12
 
 
 class HeavyHitterScorer(Scorer):
@@ -210,23 +206,9 @@ class H2O(EvictionMethod):
             plan = self.plan(self.budget.tokens, 0, 1)
         return max(1, plan.local)
 
-    def victim(self, layer: EvictionLayer) -> torch.Tensor:
-        """The entry with the smallest sum outside sinks and local window; among equals the latest goes."""
+    def victim(self, layer: EvictionLayer) -> Lightest:
+        """The entry with the smallest sum outside sinks and local window."""
         scorer = layer.scorer
         assert layer.positions is not None and isinstance(scorer, HeavyHitterScorer) and scorer.sums is not None
-        lengths, position, sums = layer.store.lengths, layer.positions.data, scorer.sums.data
-        sinks = [plan.sinks for plan in layer.plans]
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
-        if position.numel() >= KERNEL_FROM and sums.dtype == torch.float32 and kernels.native(position, sums):
-            from pqcache.kernels.positions import lightest as by_kernel
-
-            return by_kernel(position, sums, sinks, ends, lengths)
-        length, device = max(lengths), position.device
-        position, sums = position[:, :, :length], sums[:, :, :length]
-        first = table(sinks, device)[:, None, None]
-        candidate = (position >= first) & (position < table(ends, device)[:, None, None])
-        valid = row_mask(lengths, length, device)
-        candidate = candidate if valid is None else candidate & valid
-        sums = sums.masked_fill(~candidate, torch.inf)
-        lightest = candidate & (sums == sums.amin(-1, keepdim=True))
-        return position.masked_fill(~lightest, -1).argmax(-1)
+        return Lightest(layer.positions.data, scorer.sums.data, [plan.sinks for plan in layer.plans], ends)

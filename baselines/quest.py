@@ -85,9 +85,7 @@ class PageIndex(Index):
         assert self.low is not None and self.high is not None
         low, high = self.low.data, self.high.data
         if q.dtype == low.dtype == torch.float32 and kernels.native(q, low):
-            from pqcache.kernels.rank import page_bounds
-
-            return page_bounds(q, low, high, first, last)
+            return kernels.rank.page_bounds(q, low, high, first, last)
         return page_bound(q, low[:, :, first:last], high[:, :, first:last])
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:

@@ -163,12 +163,10 @@ class ComponentIndex(Index):
             return None
         if not kernels.native(q, data):
             return None
-        from pqcache.kernels.rank import best_by_lines
-
         chosen = largest_components(q, h_kv, self.method.r)
         query = tempered_query(q, chosen, ctx.scaling)
         places = chosen + torch.arange(h_kv)[:, None] * q.shape[3]
-        return self.ranked(lambda *spans: best_by_lines(query, data, places, *spans), cand)
+        return self.ranked(lambda *spans: kernels.rank.best_by_lines(query, data, places, *spans), cand)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         copy = [] if self.components is None else [self.components.data]

@@ -95,12 +95,10 @@ class _NativePoints(_Points):
         self.origin = x.mean(1, keepdim=True) if distance == "l2" else torch.zeros_like(x[:, :1])  # (G, 1, d)
 
     def _pass(self, centroids: torch.Tensor, add: bool) -> tuple[torch.Tensor, ...]:
-        from pqcache.kernels.nearest import nearest
-
         if self.distance == "cosine":
             centroids = _unit(centroids)
         product = self.distance != "l2"
-        return nearest(self.keys, centroids - self.origin, self.origin, add=add, product=product)
+        return kernels.nearest.nearest(self.keys, centroids - self.origin, self.origin, add=add, product=product)
 
     def codes(self, centroids: torch.Tensor) -> torch.Tensor:
         return self._pass(centroids, add=False)[0].long()

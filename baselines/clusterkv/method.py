@@ -178,9 +178,7 @@ class ClusterIndex(Index):
         """The tokens of the first clusters in rank, k[r] of row r: (n, H, max(k)), any positions behind a row's last one."""
         assert self.order is not None
         if kernels.native(rank, self.order):
-            from pqcache.kernels.positions import cluster_tokens
-
-            return cluster_tokens(rank, *spans, self.order, k)
+            return kernels.positions.cluster_tokens(rank, *spans, self.order, k)
         n, heads, _ = rank.shape
         h_kv = self.order.shape[1]
         before, sizes = self._ranked(rank, spans)

@@ -53,9 +53,7 @@ def spread(ends: list[int], starts: list[int], device: torch.device) -> torch.Te
 def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
     """positions (n, H, m), all different in a head, sorted along the last axis, padding (-1) at the end."""
     if kernels.native(positions):
-        from pqcache.kernels.positions import ascending as by_marks
-
-        return by_marks(positions, length)
+        return kernels.positions.ascending(positions, length)
     last = torch.iinfo(positions.dtype).max
     positions = torch.where(positions < 0, last, positions).sort(-1).values
     return torch.where(positions == last, -1, positions)

@@ -36,16 +36,14 @@ def attend_in_place(
     reach = memory.reach(rows, at, 1, ids)
     if reach.window_mask is not None or reach.far_mask is not None or len(memory.lengths) != len(rows):
         return None
-    from pqcache.kernels.runs import attend_runs, serves
-
     near, sums = memory.near, memory.near.view(MASS, *reach.window)
     window = [near.view(form, *reach.window) for form in (ROTATED, VALUE)]
     behind = [near.view(form, *reach.remainder) for form in (memory.far, VALUE)]
-    if q.dtype != torch.float32 or not serves(*window, *behind, *memory.sinks, memory.blocks.blocks.data):
+    if q.dtype != torch.float32 or not kernels.runs.serves(*window, *behind, *memory.sinks, memory.blocks.blocks.data):
         return None
     far = q if far_q is None or memory.far == ROTATED else far_q.float()
     runs = _runs(memory, reach, window, behind, ids if far_q is not None else None, far_q is not None)
-    return attend_runs(torch.stack([q, far]), runs, sums, scaling)
+    return kernels.runs.attend_runs(torch.stack([q, far]), runs, sums, scaling)
 
 
 def _runs(
@@ -59,22 +57,21 @@ def _runs(
     """The runs of `attend_runs`: [window | sinks | blocks | remainder], the last three read by the second query."""
     import numpy as np
 
-    from pqcache.kernels.runs import KEYS, QUERY, TOKENS, VALUES, addresses
-
+    form = kernels.runs
     n, h_kv = window[0].shape[:2]
     far = [(memory.sinks, reach.sinks), (behind, reach.remainder[1] - reach.remainder[0])] if has_far else []
     chosen = 0 if ids is None else ids.shape[2]
     runs = np.zeros((n, h_kv, 1 + len(far) + chosen, 4), np.int64)
     for i, (pair, tokens) in enumerate([(window, window[0].shape[2]), *far]):
-        runs[:, :, i, QUERY], runs[:, :, i, TOKENS] = i > 0, tokens
-        for column, x in zip((KEYS, VALUES), pair, strict=True):
-            runs[:, :, i, column] = addresses(x, 0, 1)
+        runs[:, :, i, form.QUERY], runs[:, :, i, form.TOKENS] = i > 0, tokens
+        for column, x in zip((form.KEYS, form.VALUES), pair, strict=True):
+            runs[:, :, i, column] = form.addresses(x, 0, 1)
     if ids is not None:
         every = memory.blocks.blocks.data[:, 0]  # (n, blocks, 2, h_kv, block, d)
-        head = addresses(every, 0, 2, 3)  # of each row's first block
+        head = form.addresses(every, 0, 2, 3)  # of each row's first block
         step = every.stride(1) * every.element_size()
         start = 1 + len(far)
-        runs[:, :, start:, TOKENS], runs[:, :, start:, QUERY] = memory.method.block, 1
-        for side, column in enumerate((KEYS, VALUES)):
+        runs[:, :, start:, form.TOKENS], runs[:, :, start:, form.QUERY] = memory.method.block, 1
+        for side, column in enumerate((form.KEYS, form.VALUES)):
             runs[:, :, start:, column] = head[:, side, :, None] + ids.numpy() * step
     return runs

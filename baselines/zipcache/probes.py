@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pqcache import kernels
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import kernel_serves, softmax_
 from pqcache.store.transfer import table
@@ -97,10 +98,8 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
     """
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
     if seen and kernel_serves(sums, q, k):
-        from pqcache.kernels.column_sums import add_sums
-
         of_heads = sums.new_zeros(q.shape[0], k.shape[1])
-        add_sums(of_heads, q, k, torch.tensor(seen), scaling)
+        kernels.column_sums.add_sums(of_heads, q, k, torch.tensor(seen), scaling)
         sums += of_heads.unflatten(0, (h_kv, g)).sum(1)
         return
     scaled = (q.to(sums.dtype) * scaling).unflatten(0, (h_kv, g))

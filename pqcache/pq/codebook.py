@@ -28,9 +28,7 @@ def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Codes of keys x (n, h_kv, t, d) under centroids (n, h_kv, m, C, d / m): (n, h_kv, m, t) int64, nearest by L2."""
     n, h_kv, m, c, sub = centroids.shape
     if x.shape[2] == 1 and x.dtype == centroids.dtype == torch.float32 and kernels.native(x, centroids):
-        from pqcache.kernels.codes import encode_one
-
-        return encode_one(x, centroids)
+        return kernels.codes.encode_one(x, centroids)
     flat = centroids.float().reshape(-1, c, sub)
     middle = flat.mean(1, keepdim=True)  # distances do not change, but far from the origin fp32 would lose them
     if x.shape[2] >= FEW and in_place(x, c):
@@ -51,9 +49,7 @@ def tables(q: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Products of q (n, h, 1, d) with every centroid (n, h_kv, m, C, d / m): (n, h_kv, m, C, g) fp32."""
     n, h_kv, m, _, sub = centroids.shape
     if q.dtype == centroids.dtype == torch.float32 and kernels.native(q, centroids):
-        from pqcache.kernels import codes
-
-        return codes.tables(q, centroids)
+        return kernels.codes.tables(q, centroids)
     return torch.einsum("nkgms,nkmcs->nkmcg", q.float().view(n, h_kv, -1, m, sub), centroids.float())
 
 

@@ -260,11 +260,9 @@ class PQIndex(Index):
         centroids, codes = self.near()
         if self.reduce != "sum_softmax" or self.scope != "candidates" or not kernels.native(q, codes):
             return None
-        from pqcache.kernels.codes import top_tokens
-
         tables = codebook.tables(q, centroids) * ctx.scaling
         codes = codes.view(centroids.shape[0], -1, centroids.shape[2], codes.shape[-1])
-        entries = top_tokens(tables, codes, lo, hi, k, shortlist)
+        entries = kernels.codes.top_tokens(tables, codes, lo, hi, k, shortlist)
         if entries is None:
             return None
         padded = shortlist is not None or len(set(k)) > 1

@@ -35,9 +35,7 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
     x (G, N, d), centroids (G, C, d), fp32.
     """
     if x.shape[1] >= FEW and kernels.native(x, centroids):
-        from pqcache.kernels.nearest import nearest
-
-        nearest_codes, distance, *_ = nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
+        nearest_codes, distance, *_ = kernels.nearest.nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
         return nearest_codes.long(), distance
     if x.shape[1] >= FEW and _on_device(x, centroids):
         from pqcache.device import triton_nearest
@@ -177,11 +175,9 @@ class _NativePoints(_Points):
     """The same by the numba kernel, which subtracts the mean as it reads the points."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        from pqcache.kernels import nearest
-
-        self.kernel = nearest
+        self.kernel = kernels.nearest
         self.x = x
-        self.middle, self.variance = nearest.moments(x)
+        self.middle, self.variance = kernels.nearest.moments(x)
 
     def centered(self, group: int) -> torch.Tensor:
         return self.x[group] - self.middle[group]

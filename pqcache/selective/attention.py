@@ -47,11 +47,8 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list
 
     Entries from lengths[r] on are padding. Returns (n, 1, h, d). A CPU kernel serves where it is faster (kernels/dense.py).
     """
-    if k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] >= NATIVE_FROM and kernels.native(q, k, v):
-        from pqcache.kernels import dense
-
-        if dense.serves(q, k, v):
-            return dense.attend_all(q, k, v, lengths, scaling)
+    if k.numel() >= NATIVE_FROM and kernels.native(q, k, v) and kernels.dense.serves(q, k, v):
+        return kernels.dense.attend_all(q, k, v, lengths, scaling)
     return attend_one(q, k, v, scaling, row_mask(lengths, k.shape[2], q.device))
 
 
@@ -61,11 +58,9 @@ def attend_adding(
     """The same, (n, 1, h, d). Adds to sums (n, h_kv, >= max(lengths)) the mean of the probabilities in each group of heads."""
     m, h_kv = k.shape[2], k.shape[1]
     sums = sums[:, :, :m]
-    if k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype and kernels.native(q, k, v, sums):
-        from pqcache.kernels import received
-
-        if received.serves(k, v):
-            return received.attend_adding(q, k, v, scaling, sums).transpose(1, 2)
+    large = k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype
+    if large and kernels.native(q, k, v, sums) and kernels.received.serves(k, v):
+        return kernels.received.attend_adding(q, k, v, scaling, sums).transpose(1, 2)
     valid = row_mask(lengths, m, q.device)
     part = partial(q, k, v, scaling, None if valid is None else valid[:, :, None], probs=True)
     assert part.probs is not None

@@ -75,15 +75,15 @@ def add_column_sums(
         triton_sums.add(sums, q, k, stored, counts, scaling, windows=windows, lse=lse)
         return
     if lse is None and kernel_serves(sums, q, k, *(attended or ())):
-        from pqcache.kernels.column_sums import add_sums
-
         for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
             if count:
                 first = q.shape[2] - count
                 window = None if windows is None else windows[row]
                 part = attended and (attended[0][row, :, :m], attended[1][row, first:].transpose(0, 1))
                 seen = torch.arange(m - count + 1, m + 1)
-                add_sums(sums[row, :, :m], q[row, :, first:], k[row, :, :m], seen, scaling, window, part)
+                kernels.column_sums.add_sums(
+                    sums[row, :, :m], q[row, :, first:], k[row, :, :m], seen, scaling, window, part
+                )
         return
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
@@ -121,9 +121,7 @@ def kernel_serves(*tensors: torch.Tensor) -> bool:
     """Whether the CPU's kernel, kernels/column_sums.py, takes these sums, queries, keys, values or outputs."""
     if not kernels.native(*tensors):
         return False
-    from pqcache.kernels.column_sums import serves
-
-    return serves(*tensors)
+    return kernels.column_sums.serves(*tensors)
 
 
 def _blocks(start: int, end: int, before: int, block: int) -> Iterator[tuple[int, int]]:
@@ -172,10 +170,8 @@ def softmax_(logits: torch.Tensor) -> float:
         torch.softmax(logits, -1, out=logits)  # in place: a row is read before it is written
         return 1.0
     if kernels.native(logits):
-        from pqcache.kernels.softmax import FACTOR, scaled_softmax_
-
-        scaled_softmax_(logits)
-        return FACTOR
+        kernels.softmax.scaled_softmax_(logits)
+        return kernels.softmax.FACTOR
     torch.softmax(logits, -1, out=logits).mul_(2.0**64)
     return 2.0**-64
 

@@ -19,6 +19,7 @@ from pqcache.selective.group import top_tokens
 from pqcache.selective.method import Method
 from pqcache.selective.scorer import Prompt, Scorer
 from pqcache.selective.shape import ModelShape
+from pqcache.store.drop import Lightest
 
 
 @dataclass(kw_only=True)
@@ -109,8 +110,8 @@ class EvictionMethod(Method):
         """Tokens a dynamic method holds between steps: a token budget in full, or its share of the prompt."""
         return self.budget.tokens if self.budget.tokens is not None else plan.total
 
-    def victim(self, layer: EvictionLayer) -> torch.Tensor:
-        """The entry to drop in each row and head of a full layer: slots (n, h_kv)."""
+    def victim(self, layer: EvictionLayer) -> Lightest | torch.Tensor:
+        """The entry to drop in each row and head of a full layer, or its slot (n, h_kv)."""
         raise NotImplementedError
 
     def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:

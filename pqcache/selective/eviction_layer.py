@@ -18,7 +18,8 @@ from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer
 from pqcache.selective.substitute import StepParts, Substitute, substitute_for
-from pqcache.store.buffer import Buffer, dense, drop, take_tokens
+from pqcache.store.buffer import Buffer, dense, take_tokens
+from pqcache.store.drop import drop
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import send, table
 

@@ -54,9 +54,7 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
     n, heads, m = weights.shape
     many = weights.numel() >= MANY and weights.dtype == torch.float32
     if many and not isinstance(k, torch.Tensor) and kernels.native(weights):
-        from pqcache.kernels.rank import top_tokens as partial_selection
-
-        return partial_selection(weights, k)
+        return kernels.rank.top_tokens(weights, k)
     same_k = not isinstance(k, torch.Tensor) and len(set(k)) == 1
     widest = max(k) if widest is None else widest
     if same_k and weights.device.type == "cpu":

@@ -135,10 +135,8 @@ class Index(RowState, IndexOptions):
         n, h, _, r = q.shape
         ranked = None
         if q.dtype == keys.dtype == torch.float32 and keys.stride(-1) == 1 and kernels.native(q, keys):
-            from pqcache.kernels.rank import best_by_products
-
             query = (q * scaling).reshape(n, h_kv, -1, r)
-            ranked = self.ranked(lambda *spans: best_by_products(query, keys, *spans), cand)
+            ranked = self.ranked(lambda *spans: kernels.rank.best_by_products(query, keys, *spans), cand)
         if ranked is not None:
             return ranked
         logits = q.reshape(n, keys.shape[1], -1, r) @ keys.to(q.dtype).transpose(-1, -2)

@@ -53,12 +53,10 @@ def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[P
     """
     if not kernels.native(q):
         return None, []
-    from pqcache.kernels.packed import attend_codes, serves
-
     runs, read = store.runs(exact=True)
-    if not runs or not all(serves(q, run) for run in runs):
+    if not runs or not all(kernels.packed.serves(q, run) for run in runs):
         return None, []
-    return Part(*attend_codes(q, runs, scaling)), read
+    return Part(*kernels.packed.attend_codes(q, runs, scaling)), read
 
 
 def attend_chosen_codes(q: torch.Tensor, store: PackedStore, positions: torch.Tensor, scaling: float) -> Part | None:
@@ -68,12 +66,10 @@ def attend_chosen_codes(q: torch.Tensor, store: PackedStore, positions: torch.Te
     """
     if not kernels.native(q, positions):
         return None
-    from pqcache.kernels.packed import attend_codes, serves
-
     runs = store.chosen_runs(positions)
-    if not runs or not all(serves(q, run) for run in runs):
+    if not runs or not all(kernels.packed.serves(q, run) for run in runs):
         return None
-    return Part(*attend_codes(q, runs, scaling))
+    return Part(*kernels.packed.attend_codes(q, runs, scaling))
 
 
 class QuantizationLayer(StagedLayer):

@@ -244,9 +244,7 @@ class RetrievalLayer(StagedLayer):
         """Mean number of distinct positions per KV head in indices (n, h, k), where every query head chose its own."""
         n, h_kv = indices.shape[0], self.shape.h_kv
         if kernels.native(indices):
-            from pqcache.kernels.positions import count_distinct
-
-            return count_distinct(indices, h_kv, length).float().mean()
+            return kernels.positions.count_distinct(indices, h_kv, length).float().mean()
         marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
         marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # padding, -1, marks column 0
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()

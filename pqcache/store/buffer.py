@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from pqcache import kernels
 from pqcache.store import pages
 from pqcache.store import pinned as pinned_memory
 
@@ -88,7 +87,7 @@ class Buffer:
         return self.data.shape[2]
 
     @property
-    def _entry_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         return math.prod(self.data.shape[3:]) * self.data.element_size()
 
     @property
@@ -134,27 +133,6 @@ class Buffer:
         else:
             torch.index_select(self.data, 0, index, out=moved)
         self.data = moved
-
-
-def drop(buffers: Sequence[Buffer], slots: torch.Tensor, lengths: Sequence[int], rows: Sequence[bool]) -> None:
-    """In the flagged rows of all buffers, overwrite entry slots (n, heads) with the last of the row's lengths[r] entries.
-
-    The caller then forgets the last one. On the CPU one kernel serves all buffers.
-    """
-    last = [length - 1 if flag else -1 for length, flag in zip(lengths, rows, strict=True)]
-    all_data = [buffer.data for buffer in buffers]
-    if all(buffer._entry_bytes % 4 == 0 for buffer in buffers) and kernels.native(*all_data, slots):
-        from pqcache.kernels.positions import replace
-
-        replace(all_data, slots, last)
-    else:
-        for data in all_data:
-            head = torch.arange(data.shape[1], device=data.device)
-            for row, end in enumerate(last):
-                if end >= 0:
-                    data[row, head, slots[row]] = data[row, :, end].clone()
-    for buffer in buffers:
-        buffer.filled = max(length - flag for length, flag in zip(lengths, rows, strict=True))
 
 
 def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinned: bool = False) -> torch.Tensor:

@@ -174,15 +174,13 @@ class HostStore(RetrievalStore):
         same = q.dtype == self.sinks[0].dtype == self.sinks[1].dtype and d == self.sinks[1].shape[3]
         if not same or indices.shape[1] not in (1, h_kv) or not kernels.native(q, indices, *self.sinks):
             return None
-        from pqcache.kernels import runs
-
         window = [buffer.data[:, :, self.columns - local : self.columns] for buffer in self.local]
-        if local > self.columns or not runs.serves(*self.sinks, *window) or bool((indices < 0).any()):
+        if local > self.columns or not kernels.runs.serves(*self.sinks, *window) or bool((indices < 0).any()):
             return None
         fetched = self._prefetched(indices) or self.fetch(indices)
         parts = list(zip(self.sinks, fetched, window, strict=True))
         counts = (sinks, indices.shape[2], local)
-        return runs.attend_parts(q, parts, counts, scaling).transpose(1, 2)
+        return kernels.runs.attend_parts(q, parts, counts, scaling).transpose(1, 2)
 
     def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V of positions `indices` (n, H, k) from the host: (n, h_kv or h, k, d) on the device, undefined for -1."""

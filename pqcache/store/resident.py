@@ -88,11 +88,9 @@ class ResidentStore(RetrievalStore):
         same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32
         if not same or not kernels.native(q, k, v, indices):
             return None
-        from pqcache.kernels.attend import attend_chosen, serves
-
-        if not serves(q.shape[1], k.shape[1], indices.shape[1]):
+        if not kernels.attend.serves(q.shape[1], k.shape[1], indices.shape[1]):
             return None
-        return attend_chosen(q, k, v, indices, sinks, local, self.length, scaling)
+        return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.length, scaling)
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1, no copy: (n, h_kv, hi - lo, d)."""

@@ -1,18 +1,15 @@
-"""Attention over runs in several buffers, and over all tokens with probabilities, against plain torch; the lightest entry
-and its place."""
+"""Attention over runs in several buffers, and over all tokens with probabilities, against plain torch."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pqcache import kernels
 from pqcache.selective.attention import attend_one, merge, partial
-from pqcache.store.buffer import Buffer, drop
 from pqcache.store.host import HostStore
 
 pytest.importorskip("numba")
-from pqcache.kernels import positions, received, runs
+from pqcache.kernels import received, runs
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,29 +82,3 @@ def test_parts_on_host_and_device_are_attended_without_a_copy(sinks, local, head
     assert store.attend_in_place(q, sinks, indices, local + 500, 0.3) is None  # more than the window holds
     indices[0, 0, -1] = -1
     assert store.attend_in_place(q, sinks, indices, local, 0.3) is None  # padding
-
-
-def test_the_latest_of_the_lightest_entries():
-    position = torch.tensor([[[0, 5, 3, 9, 4]], [[0, 1, 2, 3, 4]]], dtype=torch.int32)
-    weight = torch.tensor([[[0.0, 1.0, 2.0, 0.0, 1.0]], [[3.0, 3.0, 3.0, 0.5, 0.0]]])
-    assert positions.lightest(position, weight, [1, 0], [9, 5], [5, 4]).tolist() == [[1], [3]]
-    assert positions.lightest(position, weight, [7, 0], [9, 3], [5, 5]).tolist() == [[0], [2]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-@pytest.mark.parametrize("rest", [(), (4,), (2, 6)])
-@pytest.mark.parametrize("token_major", [False, True])
-def test_an_entry_per_head_becomes_the_last_one_of_its_row(dtype, rest, token_major):
-    x = torch.randint(100, (3, 2, 7, *rest)).to(dtype)
-    slots = torch.tensor([[0, 4], [1, 1], [5, 2]])
-    other = torch.randint(100, (3, 2, 7)).to(torch.int32)
-    kernel, plain = ([Buffer.like(x, token_major=token_major), Buffer.like(other)] for _ in range(2))
-    for buffers in (kernel, plain):
-        for buffer, content in zip(buffers, (x, other), strict=True):
-            buffer.write(content, [0] * 3, [7] * 3)
-    drop(kernel, slots, [7, 6, 3], [True, False, True])
-    with kernels.without_numba():
-        drop(plain, slots, [7, 6, 3], [True, False, True])
-    for one, two in zip(kernel, plain, strict=True):
-        assert torch.equal(one.data, two.data) and one.filled == two.filled == 6
-    assert torch.equal(kernel[0].data[2, 0, 5], x[2, 0, 2]) and torch.equal(kernel[0].data[1, :, :7], x[1])
