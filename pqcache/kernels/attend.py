@@ -24,8 +24,8 @@ from pqcache.kernels.vectors import (
     head_block,
 )
 
-_TILE = 256  # tokens between two updates of the running maximum
-_AHEAD = 8  # rows fetched before they are read: no processor predicts the address of the next chosen token
+_TILE = 1024  # tokens between two updates of the running maximum: the first rows of a tile are not there yet
+_AHEAD = 16  # rows fetched before they are read: no processor predicts the address of the next chosen token
 _MOST_PARTS = 8  # of a KV head
 _MOST_HEADS = 64  # query heads of a group that have a bit each
 

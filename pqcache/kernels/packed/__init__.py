@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
 
 CODES_PER_NS = 4  # of keys, and as many of values, for four query heads
+_PIECES = 8  # of work per thread, at least: a part's scratch costs more than that of attention over plain rows
 
 
 @numba.njit(nogil=True)
@@ -256,7 +257,7 @@ def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndar
     places: list[int] = []
     for number, run in enumerate(runs):
         heads = h_kv if run.v.outliers is not None else 1
-        parts = max(1, min(-(-4 * workers * heads // (n * h_kv * blocks)), 8 * workers)) if workers > 1 else 1
+        parts = max(1, min(-(-_PIECES * workers * heads // (n * h_kv * blocks)), 8 * workers)) if workers > 1 else 1
         for row, head, block in itertools.product(range(n), range(0, h_kv, heads), range(blocks)):
             line = (row * h_kv + head) * blocks + block
             count = int(run.counts[row][head])
