@@ -50,7 +50,7 @@ class Scorer(RowState):
         return []
 
     def note_drop(self, lengths: list[int], rows: list[bool]) -> None:
-        """In the flagged rows one of lengths[r] entries per head was dropped from `buffers`; see buffer.drop."""
+        """In the flagged rows one of lengths[r] entries per head was dropped from `buffers`; see store/drop.py."""
 
     # -- of methods that rank again during the answer -----------------------------------------------------------------
 

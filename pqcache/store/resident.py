@@ -122,7 +122,7 @@ class ResidentStore(RetrievalStore):
         return [self.k, self.v]
 
     def note_drop(self, rows: Sequence[bool]) -> None:
-        """In the flagged rows one entry per head was dropped from `buffers`; see buffer.drop."""
+        """In the flagged rows one entry per head was dropped from `buffers`; see store/drop.py."""
         self.lengths = [length - flag for length, flag in zip(self.lengths, rows, strict=True)]
 
     def can_lend(self, device: torch.device) -> bool:

@@ -67,6 +67,22 @@ def test_probabilities_of_all_tokens_are_added(g, m, workers):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("falling", [False, True])
+def test_small_probabilities_are_added_whatever_the_maximum_was_when_they_were_computed(falling):
+    m, d = 5003, 16
+    logits = torch.linspace(-150, 0, m)
+    k = torch.zeros(1, 1, m, d)
+    k[0, 0, :, 0] = logits.flip(0) if falling else logits
+    q = torch.zeros(1, 1, 1, d)
+    q[..., 0] = 1
+    sums = torch.zeros(1, 1, m)
+    received.attend_adding(q, k, torch.randn(1, 1, m, d), 1.0, sums)
+    expected = k[0, 0, :, 0].double().softmax(-1)
+    normal = expected > 1e-37
+    torch.testing.assert_close(sums[0, 0][normal].double(), expected[normal], rtol=1e-4, atol=0)
+    torch.testing.assert_close(sums[0, 0][~normal].double(), expected[~normal], rtol=0, atol=1e-41)
+
+
 @pytest.mark.parametrize(("sinks", "local", "heads"), [(0, 1, 2), (3, 5, 1), (4, 40, 2)])
 def test_parts_on_host_and_device_are_attended_without_a_copy(sinks, local, heads):
     moved = []
