@@ -91,7 +91,7 @@ _STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdig
 
 
 def _template(stamp: str) -> Any:
-    def launch(fork, threads, shared, pieces, tasks, *args):
+    def launch(fork, threads, shared, pieces, tasks, *args):  # its globals are those that `launcher` gives it
         stamp  # noqa: B018
         _run(fork, threads, shared.ctypes.data, pieces, tasks, _kernel, args)  # type: ignore[name-defined]  # noqa: F821
 
@@ -102,7 +102,8 @@ def launcher(function: Any, options: dict[str, Any]) -> Any:
     """Compiled: launch(fork, threads, shared, pieces, tasks, *args), which runs function(first, last, *args); see `_run`.
 
     shared: an array of SHARED int64. options: of numba.njit, for `function`. Compiled code is kept on disk under the function's
-    own file and name, and compiled again when any file of kernels changes.
+    own file and name, and compiled again when any file of kernels changes. Hence a function per kernel, which finds the kernel
+    among its globals: numba would look at one that it encloses, and take it for another in every process.
     """
     template, code = _template(_STAMP), function.__code__
     names = {"_run": _run, "_kernel": numba.njit(nogil=True, **options)(function), "__name__": function.__module__}
