@@ -62,19 +62,29 @@ def _tile_values(kind, weights, rows, count, block, size, result):
 
 
 @numba.njit(nogil=True, inline="always")
-def _tile_softmax(logits, count, g, high, mass, result):
-    """Logits (g', TILE) become weights relative to the running maximum; if it grows, earlier sums are scaled down to it."""
+def _raise_maximum(logits, a, count, high, mass, result):
+    """Before a tile's logits of head a become weights: if the running maximum grows, earlier sums are scaled down to it.
+
+    Logits after `count` become -inf, up to a whole number of vectors. Returns the first one's address, that number, the maximum.
+    """
     whole = (count + LANES - 1) // LANES * LANES
+    logits[a, count:whole] = -np.inf
+    row = logits.ctypes.data + 4 * a * _TILE
+    top = max(high[a], largest(row, whole))
+    if top > high[a]:
+        shrink = np.exp(high[a] - top)
+        mass[a] *= shrink
+        for j in range(result.shape[1]):
+            result[a, j] *= shrink
+        high[a] = top
+    return row, whole, top
+
+
+@numba.njit(nogil=True, inline="always")
+def _tile_softmax(logits, count, g, high, mass, result):
+    """Logits (g', TILE) become weights relative to the running maximum."""
     for a in range(g):
-        logits[a, count:whole] = -np.inf
-        row = logits.ctypes.data + 4 * a * _TILE
-        top = max(high[a], largest(row, whole))
-        if top > high[a]:
-            shrink = np.exp(high[a] - top)
-            mass[a] *= shrink
-            for j in range(result.shape[1]):
-                result[a, j] *= shrink
-            high[a] = top
+        row, whole, top = _raise_maximum(logits, a, count, high, mass, result)
         mass[a] += exp_below(row, whole, top)
 
 

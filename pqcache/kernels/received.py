@@ -1,7 +1,7 @@
 """Attention of one query token over all tokens, and the probability that each of them received.
 
-A task is a part of the tokens of one KV head, as in dense.py. It leaves its logits behind. The last of a head's tasks to end
-joins the parts and turns all logits into probabilities.
+A task is a part of the tokens of one KV head, as in dense.py. It leaves its weights behind. The last of a head's tasks to end
+joins the parts and turns all weights into probabilities.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from pqcache.kernels import threads
-from pqcache.kernels.dense import _PART, _TILE, _row_addresses, _tile_logits, _tile_values
+from pqcache.kernels.dense import _PART, _TILE, _raise_maximum, _row_addresses, _tile_logits, _tile_values
 from pqcache.kernels.parts import count_parts, is_last, join, read_query, scratch
-from pqcache.kernels.registers import LANES, SCALE, exp_scaled, largest
+from pqcache.kernels.registers import LANES, SCALE, exp_scaled
 from pqcache.kernels.vectors import FP32, head_block
 
 _BACK = np.float32(2.0**-SCALE)
@@ -22,17 +22,8 @@ _BACK = np.float32(2.0**-SCALE)
 @numba.njit(nogil=True, inline="always")
 def _weigh(logits, count, g, high, mass, out, kept, tops):
     """As dense._tile_softmax, but weights are scaled, and kept (g, >= count). tops (g): the maxima that they are relative to."""
-    whole = (count + LANES - 1) // LANES * LANES
     for a in range(g):
-        logits[a, count:whole] = -np.inf
-        row = logits.ctypes.data + 4 * a * _TILE
-        top = max(high[a], largest(row, whole))
-        if top > high[a]:
-            shrink = np.exp(high[a] - top)
-            mass[a] *= shrink
-            for j in range(out.shape[1]):
-                out[a, j] *= shrink
-            high[a] = top
+        row, whole, top = _raise_maximum(logits, a, count, high, mass, out)
         mass[a] += exp_scaled(row, whole, top)
         tops[a] = top
         to, line = kept[a], logits[a]  # lines in one piece become vectors, slices of two dimensions do not
