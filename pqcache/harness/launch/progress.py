@@ -102,7 +102,9 @@ class Total:
 
     def ended(self, cell: str) -> None:
         """No more samples of a cell: it is complete, or it failed."""
-        missing = self._left.get(cell, 0)
+        if cell not in self._left:
+            return  # it does not apply, or there is no plan: it was never counted
+        missing = self._left[cell]
         self._left[cell] = 0
         if missing and self._bar is not None:
             self._bar.total -= missing

@@ -127,6 +127,19 @@ def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
     assert "samples, " not in said.err
 
 
+def test_a_cell_that_does_not_apply_disturbs_no_other(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ZipCache has no codes of a tenth of 16 bits. Its cell ends first, and is none of those that the plan counts."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    assert command("-m", "method=zipcache,streaming", "budget=0.1") == 0
+    said = capsys.readouterr()
+    assert "skipped, not applicable" in said.out
+    assert [line.partition(", score")[0] for line in said.err.splitlines() if "/3 samples" in line][-1] == (
+        "3/3 samples, 1/1 cells, 0 s left"
+    )
+
+
 @pytest.mark.rest
 def test_on_a_terminal_the_bar_is_the_lowest_line(tiny: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
