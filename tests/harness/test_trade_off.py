@@ -32,6 +32,19 @@ def test_memory_comes_from_rows_with_k_and_v_on_the_host(reference: Path) -> Non
     assert trade_off.digest(alone) != trade_off.digest(both)
 
 
+def test_times_come_from_the_timed_rows_alone(reference: Path) -> None:
+    rows, timed = group_rows(reference / "pocket"), group_rows(reference / "pocket_times")
+    before, after = trade_off.points(rows), trade_off.points(rows, timed=timed[1:])
+    for old, new in zip(before, after, strict=True):
+        own = [
+            r["tpot_p50_ms"] for r in timed[1:] if (r["method"], r["budget_ratio"] or 1.0) == (new.method, new.budget)
+        ]
+        assert new.tpot_ms == (own[0] if own else None)
+        assert (new.score, new.device, new.host) == (old.score, old.device, old.host)
+    assert [p.tpot_ms for p in after].count(None) == 1
+    assert trade_off.caption(rows, after, timed) != trade_off.caption(rows, after)
+
+
 def test_full_is_first_then_the_best_at_the_largest_budget(reference: Path) -> None:
     made = trade_off.points(group_rows(reference / "pocket"))
     largest = [max((p for p in made if p.method == name), key=lambda p: p.budget) for name in {p.method for p in made}]
@@ -48,8 +61,15 @@ def test_the_command_draws_and_prints(reference: Path, tmp_path: Path, capsys: p
     trade_off.main([str(reference / "pocket"), "--picture", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").stat().st_size > 20_000
     assert "| pqcache |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        trade_off.main([str(tmp_path)])
+    for wrong in ([str(tmp_path)], [str(reference / "pocket"), "--times", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            trade_off.main(wrong)
+
+
+@pytest.mark.parametrize("times", [[2.4, 3.3, 4.8], [0.9, 1.2], [6.0, 80.0], [3.0, 3.05]])
+def test_an_axis_has_ticks_between_any_numbers(times: list[float]) -> None:
+    inside = [tick for tick in trade_off._ticks([None, *times]) if min(times) <= tick <= max(times)]
+    assert len(inside) >= 2
 
 
 @pytest.mark.parametrize(("budgets", "said"), [([0.2, 0.1], ["budget 0.2", "budget 0.1"]), ([0.2], [])])

@@ -1,10 +1,11 @@
 """What a method pays for its score: the picture of score against memory and against time per token, and its table.
 
-    python -m pqcache.harness.report.trade_off results/reference/pocket results/reference/pocket_host --picture docs/pocket.png
+    python -m pqcache.harness.report.trade_off results/reference/pocket results/reference/pocket_host \
+        --times results/reference/pocket_times --picture docs/pocket.png
 
 The first folder has the scores, times and bytes, with K and V on the device. The second, which may be left out, has rows of the
 same methods with `method.store=host`: where it has one, memory is taken from it. Stores change bytes and times, not what is
-attended.
+attended. All times are taken from `--times`, if it is given: a run of fewer samples, with nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -48,9 +49,14 @@ class Point:
     tpot_ms: float | None  # with K and V on the device
 
 
-def points(rows: Sequence[Row], with_host: Sequence[Row] = ()) -> list[Point]:
-    """A point per row that has a score: Full first, then by score at the largest budget."""
+def points(rows: Sequence[Row], with_host: Sequence[Row] = (), timed: Sequence[Row] = ()) -> list[Point]:
+    """A point per row that has a score: Full first, then by score at the largest budget.
+
+    with_host: rows whose bytes replace those of the same method and budget. timed: rows with all times, if there are any; a
+    method and budget that they lack has no time, since those of two runs do not compare.
+    """
     stored = {(row["method"], row["budget_ratio"]): _held(row) for row in with_host}
+    times = {(row["method"], row["budget_ratio"]): row["tpot_p50_ms"] for row in timed or rows}
     made = []
     for row in rows:
         if row["score"] is None:
@@ -67,7 +73,7 @@ def points(rows: Sequence[Row], with_host: Sequence[Row] = ()) -> list[Point]:
                 attended=row["attended_tokens"],
                 device=tiers.get("device", 0.0),
                 host=tiers.get("host", 0.0),
-                tpot_ms=row["tpot_p50_ms"],
+                tpot_ms=times.get((row["method"], row["budget_ratio"])),
             )
         )
     best = {point.method: point.score for point in sorted(made, key=lambda point: point.budget)}
@@ -145,13 +151,18 @@ def draw(made: Sequence[Point], path: Path, caption: str) -> Path | None:
 
 
 def _ticks(xs: Sequence[float | None]) -> list[float]:
-    """Steps of 1, 2 and 5 for a logarithmic axis."""
+    """Ticks of a logarithmic axis: steps of 1, 2 and 5, or evenly spaced where the numbers are close to each other."""
+    from matplotlib.ticker import MaxNLocator
+
     known = [x for x in xs if x]
     if not known:
         return []
-    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    least, most = min(known), max(known)
+    if most < 5 * least:
+        return [float(tick) for tick in MaxNLocator(5).tick_values(least, most) if tick > 0]
+    low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
     steps = [step * 10.0**power for power in range(low, high + 1) for step in (1, 2, 5)]
-    return [step for step in steps if 0.8 * min(known) <= step <= 1.25 * max(known)]
+    return [step for step in steps if 0.8 * least <= step <= 1.25 * most]
 
 
 def _panel(axis: Axes, made: Sequence[Point], xs: Sequence[float | None]) -> None:
@@ -180,11 +191,12 @@ def _panel(axis: Axes, made: Sequence[Point], xs: Sequence[float | None]) -> Non
     axis.minorticks_off()
 
 
-def caption(rows: Sequence[Row], made: Sequence[Point]) -> str:
-    """What was measured, on what."""
+def caption(rows: Sequence[Row], made: Sequence[Point], timed: Sequence[Row] = ()) -> str:
+    """What was measured, on what. timed: as in `points`."""
+    timed = timed or rows
     samples = sorted({row["n_samples"] for row in rows})
-    timed = sorted({row["timed_samples"] for row in rows})
-    where = " / ".join(dict.fromkeys(row["device"] for row in rows))
+    counts = sorted({row["timed_samples"] for row in timed})
+    where = " / ".join(dict.fromkeys(row["device"] for row in timed))
     moved = sorted({point.method for point in made if point.host})
     lines = [
         f"{rows[0]['model']}, {rows[0]['task']}, {rows[0]['prompt_tokens']:.0f} prompt tokens,"
@@ -192,9 +204,9 @@ def caption(rows: Sequence[Row], made: Sequence[Point]) -> str:
     ]
     if moved:
         lines.append(f"Memory of {', '.join(moved)}: with K and V on the host (method.store=host).")
-    stored = "" if any(_held(row).get("host") for row in rows) else "K and V in memory, "
+    stored = "" if any(_held(row).get("host") for row in timed) else "K and V in memory, "
     lines.append(
-        f"Time: median over the decode steps of {' / '.join(map(str, timed))} samples, {stored}batch 1, {where}."
+        f"Time: median over the decode steps of {' / '.join(map(str, counts))} samples, {stored}batch 1, {where}."
     )
     return " ".join(lines)
 
@@ -203,15 +215,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="rows of a group of tasks, as make pocket writes them")
     parser.add_argument("host", type=Path, nargs="?", help="rows of the same methods with method.store=host")
+    parser.add_argument("--times", type=Path, help="rows of the same methods to take all times from")
     parser.add_argument("--picture", type=Path, help="default: <folder>/trade_off.png")
     given = parser.parse_args(argv)
     rows = group_rows(given.folder.expanduser())
     if not rows:
         parser.error(f"{given.folder}: no row of a group of tasks below; run task=pocket with out={given.folder} first")
-    made = points(rows, rows_under(given.host) if given.host else ())
+    timed = group_rows(given.times.expanduser()) if given.times else ()
+    if given.times and not timed:
+        parser.error(f"--times {given.times}: no row of a group of tasks below")
+    made = points(rows, rows_under(given.host) if given.host else (), timed)
     picture = given.picture or given.folder / "trade_off.png"
     drawing.keep_files(picture.parent if picture.parent.is_dir() else given.folder)
-    draw(made, picture, caption(rows, made))
+    draw(made, picture, caption(rows, made, timed))
     print(printable(table(made)))
     print(printable(str(picture)))
 
