@@ -63,26 +63,27 @@ def installed() -> bool:
 
 @cache
 def usable() -> bool:
-    """Whether the kernels can be compiled here; one note if numba is there and they cannot.
+    """Whether the kernels can be compiled here; one note if they cannot.
 
-    numba refuses where it has no folder to keep compiled code in (a read-only installation, no home folder), and it cannot
-    be imported beside a numpy that it does not know.
+    numba may be missing; it refuses where it has no folder to keep compiled code in (a read-only installation, no home
+    folder), and it cannot be imported beside a numpy that it does not know.
     """
     if not installed():
-        return False
+        return _not_used("numba is not installed; it comes with pip install numba")
     try:
         for name in _MODULES:
             importlib.import_module(f"{__name__}.{name}")
     except Exception as error:  # whatever a broken installation raises
         reason = " ".join(str(error).split())[:200]
-        warnings.warn(
-            f"numba's kernels are not used, plain torch is: {type(error).__name__}: {reason}; a folder that can be written"
-            " to is named by NUMBA_CACHE_DIR",
-            RuntimeWarning,
-            stacklevel=2,
+        return _not_used(
+            f"{type(error).__name__}: {reason}; a folder that can be written to is named by NUMBA_CACHE_DIR"
         )
-        return False
     return True
+
+
+def _not_used(why: str) -> bool:
+    warnings.warn(f"numba's kernels are not used, slower plain torch is: {why}", RuntimeWarning, stacklevel=3)
+    return False
 
 
 def allowed(*tensors: torch.Tensor) -> bool:

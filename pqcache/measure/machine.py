@@ -13,18 +13,20 @@ from pathlib import Path
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.ledger import synchronize
 
 
 def device_caption(device: str | torch.device) -> str:
-    """The machine in words, for captions: the device, its memory or threads, the CUDA version."""
+    """The machine in words, for captions: the device, its memory or threads, the CUDA version, kernels that are missing."""
     device = torch.device(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     if device.type == "mps":
         return f"Apple GPU ({platform.machine()})"
-    return f"{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads"
+    without = "" if kernels.usable() else ", without numba's kernels"  # slower: not to be compared
+    return f"{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads{without}"
 
 
 def cpu_name() -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pqcache import kernels
+from pqcache.measure.machine import device_caption
 from pqcache.pq.kmeans import assign
 
 pytest.importorskip("numba")
@@ -36,13 +37,28 @@ def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
 
 
-@pytest.mark.parametrize(("break_it", "why"), [(no_folder, "no locator"), (no_numba, "numba")])
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "why"), [(no_folder, "no locator"), (no_numba, "import of numba"), (not_installed, "not installed")]
+)
 def test_plain_torch_and_one_note(break_it: Break, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, centroids = torch.randn(2, 300, 16), torch.randn(2, 8, 16)
     with kernels.without_numba():
         expected, _ = assign(x, centroids)
     break_it(monkeypatch)
-    with pytest.warns(RuntimeWarning, match=f"plain torch is: .*{why}") as caught:
+    with pytest.warns(RuntimeWarning, match=f"slower plain torch is: .*{why}") as caught:
         answers = [assign(x, centroids)[0] for _ in range(3)]
     assert len(caught) == 1
     assert all(torch.equal(a, expected) for a in answers)
+
+
+def test_a_caption_tells_that_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times with and without them are of two machines, as far as tables are concerned."""
+    assert device_caption("cpu").endswith("CPU threads")
+    kernels.usable.cache_clear()
+    not_installed(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="not installed"):
+        assert device_caption("cpu").endswith("CPU threads, without numba's kernels")
