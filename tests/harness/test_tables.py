@@ -156,6 +156,12 @@ def test_full_is_not_compared_with_itself() -> None:
     assert "to Full -5.0 [-10.0, +0.0], Full 90.0" in row_text(oracle, None)
 
 
+def test_each_commit_that_made_samples_is_named() -> None:
+    samples = [sample(0, git_commit="a" * 40), sample(1, git_commit="b" * 40 + "-dirty")]
+    (row,) = make_rows(plan("method=full"), {"full": [0.0, 0.0]}, samples).values()
+    assert f"commit {'a' * 12} / {'b' * 12}-dirty\n" in row_text(row, None) + "\n"
+
+
 def test_no_step_attends_more_than_its_context() -> None:
     """Short prompts with long answers: 61 tokens a step are more than the 51 of a mean prompt."""
     samples = [

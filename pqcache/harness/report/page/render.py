@@ -171,7 +171,7 @@ def _notes(every: Sequence[Configuration], left_out: int) -> list[str]:
         )
     if unverified := sum(row["unverified_samples"] or 0 for row in rows):
         notes.append(f"{unverified} samples are of older lines, which do not name their configuration.")
-    if any((row["git_commit"] or "").endswith("-dirty") for row in rows):
+    if any("-dirty" in (row["git_commit"] or "") for row in rows):
         notes.append("A commit that ends with -dirty had changes that are not committed.")
     if left_out:
         notes.append(
