@@ -69,7 +69,7 @@ def usable() -> bool:
     folder), and it cannot be imported beside a numpy that it does not know.
     """
     if not installed():
-        return _not_used("numba is not installed; it comes with pip install numba")
+        return _not_used("numba is not installed; pip install numba")
     try:
         for name in _MODULES:
             importlib.import_module(f"{__name__}.{name}")
@@ -82,7 +82,7 @@ def usable() -> bool:
 
 
 def _not_used(why: str) -> bool:
-    warnings.warn(f"numba's kernels are not used, slower plain torch is: {why}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"the CPU kernels cannot be used, plain torch runs, slower: {why}", RuntimeWarning, stacklevel=3)
     return False
 
 

@@ -25,7 +25,7 @@ def device_caption(device: str | torch.device) -> str:
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     if device.type == "mps":
         return f"Apple GPU ({platform.machine()})"
-    without = "" if kernels.usable() else ", without numba's kernels"  # slower: not to be compared
+    without = "" if kernels.usable() else ", without numba's kernels"  # plain torch is slower
     return f"{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads{without}"
 
 

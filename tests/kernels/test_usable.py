@@ -49,14 +49,14 @@ def test_plain_torch_and_one_note(break_it: Break, why: str, monkeypatch: pytest
     with kernels.without_numba():
         expected, _ = assign(x, centroids)
     break_it(monkeypatch)
-    with pytest.warns(RuntimeWarning, match=f"slower plain torch is: .*{why}") as caught:
+    with pytest.warns(RuntimeWarning, match=f"plain torch runs, slower: .*{why}") as caught:
         answers = [assign(x, centroids)[0] for _ in range(3)]
     assert len(caught) == 1
     assert all(torch.equal(a, expected) for a in answers)
 
 
 def test_a_caption_tells_that_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times with and without them are of two machines, as far as tables are concerned."""
+    """So that no table compares times with and without them unseen."""
     assert device_caption("cpu").endswith("CPU threads")
     kernels.usable.cache_clear()
     not_installed(monkeypatch)
