@@ -9,7 +9,7 @@ Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There a
 
 The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does. A long prompt on the
 CPU gets its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
-`scripts/bench_methods.py column_sums` measures both forms. On a CUDA device two Triton kernels do both passes, the first one
+On a CUDA device two Triton kernels do both passes, the first one
 for the log-sum-exp (device/triton_sums.py).
 
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.

@@ -15,9 +15,7 @@ from pqcache.store.host import HostStore
 from pqcache.store.lanes import TO_DEVICE
 from pqcache.store.transfer import to_device
 
-KEPT = (
-    0.95  # of a row's credit after each step; chosen by the bytes moved on PocketBench traces (scripts/bench_cache.py)
-)
+KEPT = 0.95  # of a row's credit after each step; chosen by the bytes moved on PocketBench traces
 
 
 class RowCacheStore(CachedStore):

@@ -19,7 +19,7 @@ FAMILIES = ["full", "pqcache", "streaming", "int8", "infllm"]
 @pytest.fixture(autouse=True)
 def _allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command sets the C library for its whole process, which here goes on with other tests."""
-    monkeypatch.setattr("scripts.bench.methods.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("scripts.bench_methods.keep_freed_memory", lambda: True)
 
 
 def run(out: Path, *argv: str) -> dict[str, Any]:
@@ -81,9 +81,6 @@ def test_every_method_but_replay_is_measured(tmp_path: Path) -> None:
         (["--steps", "0"], "--steps=0"),
         (["--lengths", "100", "0"], "--lengths=0"),
         (["--methods", "qest"], "qest"),
-        (["kvcrush", "--base", "streaming"], "streaming"),
-        (["column_sums", "--rounds", "0"], "--rounds=0"),
-        (["interface", "--steps", "2"], "--steps=2"),
     ],
 )
 def test_bad_options_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,27 +88,3 @@ def test_bad_options_are_one_line(argv: list[str], message: str, capsys: pytest.
         bench_methods.main(argv)
     assert refused.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("base", ["snapkv", "h2o"])
-def test_kvcrush_has_a_row_per_grouping(base: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = "--prompt 300 --heads 4 --kv-heads 2 --dim 8 --budget 100 --rounds 1"
-    bench_methods.main(["kvcrush", "--base", base, *tiny.split()])
-    rows = capsys.readouterr().out.splitlines()[3:]
-    assert [row[:24].strip() for row in rows] == ["full", base, f"kvcrush over {base}", f"k-means over {base}"]
-    assert [row.endswith("%") for row in rows] == [False, False, True, True]
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
-def test_column_sums_of_both_forms_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_methods.main("column_sums --prompt 300 --heads 4 --kv-heads 2 --dim 8 --rounds 1".split())
-    difference, largest = capsys.readouterr().out.splitlines()[-1].split(": ")[1].split(" (largest sum ")
-    assert float(difference) < 1e-5 < float(largest.rstrip(")"))
-
-
-def test_interface_compares_with_the_stock_cache(tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
-    bench_methods.main(["interface", "--prompt", "64", "--steps", "3", "--rounds", "1", "--json", str(out)])
-    figures = json.loads(out.read_text())
-    assert figures["stock DynamicCache + sdpa"]["ratio"] == 1.0
-    assert len(figures) == 3 and all(row["tpot_ms"] > 0 for row in figures.values())

@@ -62,18 +62,14 @@ ELSEWHERE = {
     "python -m pqcache.harness.report.check": ("../harness/test_check.py", "check.main"),
     "python -m pqcache.harness.report.reproducing": ("../harness/test_check.py", "pqcache.harness.report.reproducing"),
     "python scripts/try_architectures.py": ("test_architectures.py", "try_architectures"),
-    "python scripts/draw_architecture.py": ("test_architecture.py", "draw_architecture"),
     "python scripts/equal_bytes.py": ("../harness/test_equal_bytes.py", "equal_bytes"),
-    "python scripts/peak_memory.py": ("../invariants/test_bytes.py", "peak_memory"),
     "python scripts/bench_kernels.py": ("test_bench_kernels.py", "bench_kernels"),
-    "python scripts/bench_latency.py": ("test_bench_latency.py", "bench_latency"),
     "make docs": ("test_docs.py", "write_docs.outdated"),
     "make picture": ("test_docs.py", "write_docs.PICTURE"),
     "make configs": ("../harness/test_configs.py", "files"),
 }
 # Targets of make that run commands of these pages, the tests or ruff and mypy; `make -n` shows what they would do.
 TARGETS = set("demo tables missing profile pocket heatmaps help lock lint test test-rest test-slow".split())
-RUN = {"scripts/bench_batch.py"}  # run below, like `python run.py` and `python -m`
 # Words that make the inputs of a task shorter than smoke=true does.
 SHORT = {
     "gsm8k_cot": "",
@@ -181,8 +177,6 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "pqcache.harness.report.drift_figure": [str(reader.out / "experiments" / "smoke"), "--methods", "pqcache"],
         "pqcache.harness.run.recall_sweep": ["--length", "150", "--steps", "2", "--out", str(tmp_path / "recall")],
     }
-    batch = ["--batch", "2", "--rounds", "1", "--methods", "pqcache", "--", "task.length=512", "limit=2"]
-    modules["scripts.bench_batch"] = batch
     for command in [*typed("python -m "), *typed("python scripts/")]:
         if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE)):
             name = command.split()[2 if "-m" in command else 1].removesuffix(".py").replace("/", ".")
@@ -217,7 +211,7 @@ def test_scripts_and_targets_are_run_or_listed() -> None:
     """`python run.py` and `python -m` are run unless they are listed; what else a page shows must be listed or be a target."""
     others = [command for start in BEGINNINGS[2:-1] for command in typed(start)]
     unknown = [c for c in others if not (listed(c, NOT_OFFLINE) or listed(c, ELSEWHERE))]
-    assert [c for c in unknown if c.split()[1] not in TARGETS | RUN] == []
+    assert [c for c in unknown if c.split()[1] not in TARGETS] == []
 
 
 def test_targets_of_make_say_what_they_would_do() -> None:
