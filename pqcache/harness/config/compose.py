@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
@@ -39,7 +40,7 @@ from pqcache.harness.config.overrides import (
     variable,
     yaml_text,
 )
-from pqcache.harness.config.values import show
+from pqcache.harness.config.values import plain, show
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS
 
@@ -385,8 +386,21 @@ def _group_file(path: Path) -> dict[str, Any] | None:
     try:
         facts = path.stat()
     except (OSError, ValueError):
-        return None
+        return _parts().get(path.stem) if path.parent.name == "task" else None
     return _read_group(path, facts.st_mtime_ns, facts.st_size)
+
+
+@cache
+def _parts() -> dict[str, dict[str, Any]]:
+    """The tasks without a file: name -> their options at their defaults. Hydra is told of them, too."""
+    from pqcache.harness.tasks import PARTS, TASKS
+
+    nodes = {}
+    for name in PARTS:
+        options = option_fields(TASKS[name].Options).items()
+        nodes[name] = {"name": name, **{key: plain(default) for key, (_, default) in options}}
+        ConfigStore.instance().store(group="task", name=name, node=nodes[name])
+    return nodes
 
 
 @lru_cache(maxsize=1024)
@@ -401,6 +415,7 @@ def _read_group(path: Path, changed: int, size: int) -> dict[str, Any] | None:
 @lru_cache(maxsize=1024)
 def _choose(config_dir: Path, files: Files, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A choice of groups, composed by Hydra; see `_chosen`. files: what it depends on."""
+    _parts()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
             composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)

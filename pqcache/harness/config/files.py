@@ -36,7 +36,7 @@ OF_FILES = ("path", "allow_pickle", *PLACES)  # options of models that are read 
 
 def generated(configs: Path = CONFIGS) -> dict[Path, str]:
     """Path -> text of every file that the code decides."""
-    from pqcache.harness.tasks import TASKS, task_class
+    from pqcache.harness.tasks import PARTS, TASKS, task_class
     from pqcache.selective import Method
 
     texts = {configs / "config.yaml": _top_level(configs / "config.yaml")}
@@ -44,7 +44,7 @@ def generated(configs: Path = CONFIGS) -> dict[Path, str]:
     for name in METHODS:
         path = configs / "method" / f"{name}.yaml"
         texts[path] = _listed(path, method_class(name), common)
-    for name in (*TASKS, LM_EVAL):
+    for name in (*(name for name in TASKS if name not in PARTS), LM_EVAL):
         path = configs / "task" / f"{name}.yaml"
         texts[path] = _listed(path, task_class(f"{LM_EVAL}:" if name == LM_EVAL else name).Options)
     for name, cls in LAUNCHES.items():

@@ -38,8 +38,10 @@ EXPERIMENT = "experiment@_global_"
 
 
 def options_of(group: str, config_dir: Path) -> list[str]:
-    """The values a group can take: its files."""
-    return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
+    """The values a group can take: its files, and for task the parts of a group of tasks, which have none."""
+    from pqcache.harness.tasks import PARTS
+
+    return sorted({path.stem for path in (config_dir / group).glob("*.yaml")} | {*(PARTS if group == "task" else ())})
 
 
 def parse(texts: Iterable[str], errors: list[str]) -> list[Override]:

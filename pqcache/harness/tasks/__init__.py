@@ -33,7 +33,18 @@ from pqcache.harness.tasks.ruler.task import Ruler
 from pqcache.harness.tasks.xsum import XSum
 from pqcache.naming import suggestion
 
-__all__ = ["TASKS", "AnyLmEval", "Figure", "Longest", "Task", "TaskRequest", "TaskSpec", "task_class", "task_of"]
+__all__ = [
+    "PARTS",
+    "TASKS",
+    "AnyLmEval",
+    "Figure",
+    "Longest",
+    "Task",
+    "TaskRequest",
+    "TaskSpec",
+    "task_class",
+    "task_of",
+]
 
 # name -> class; one class may have several names
 TASKS: dict[str, type[Task[Any]]] = {
@@ -54,6 +65,8 @@ TASKS: dict[str, type[Task[Any]]] = {
     "xsum": XSum,
     "latency": Latency,
 }
+# Names of one part of a group, which need no file in configs/task: their options are those of their class.
+PARTS = tuple(name for name, cls in TASKS.items() if cls in (Pocket, longbench.LongBench) and name != "pocket")
 
 
 def task_class(name: str) -> type[Task[Any]]:
