@@ -131,6 +131,8 @@ class RunOptions:
     prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
     # auto: decode steps on a CUDA device are recorded as a graph and replayed, where the method allows it | off
     graph: Literal["auto", "off"] = "auto"
+    # decode steps on a CUDA device: torch (its own kernels) | auto (this project's Triton kernels where they serve the method)
+    kernels: Literal["torch", "auto"] = added("torch", absent="torch")
     # prompts of similar length that are answered at once; above 1 there are no times and bytes
     batch: int = added(1, absent=1)
     # with batch above 1: how many first samples of each sub-task are answered again alone; the row says how many differ
