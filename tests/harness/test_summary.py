@@ -35,7 +35,7 @@ def test_the_sentence_compares_with_full() -> None:
         " -5.0 points [-10.0, +0.0]."
     )
     assert summary.lines(rows, "pqcache") == [expected]
-    assert summary.lines([rows[0], {**rows[1], "smoke": True}], "pqcache") == [f"SMOKE RUN, no result: {expected}"]
+    assert summary.lines([{**row, "smoke": True} for row in rows], "pqcache") == [f"SMOKE RUN, no result: {expected}"]
     (streaming,) = summary.lines(rows, "streaming")
     assert streaming.startswith(
         "StreamingLLM at 0.2: 0.50 of Full's time per token, 0.20 of its device memory, -75.0 points"

@@ -109,7 +109,7 @@ def test_one_sample_has_no_interval(tmp_path: Path) -> None:
     texts = {"(no interval: one sample)": row_text(oracle, None), "n/a": tables.sweep_table(swept, rows, {})}
     for said, text in texts.items():
         assert "-61.2" in text and said in text and "[" not in text
-    old = {**oracle, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
+    old = {**oracle, "schema": 0, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
     write_row(tmp_path / "row.json", old)  # type: ignore[arg-type]
     assert results.read_row(tmp_path / "row.json") == oracle
 

@@ -13,10 +13,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from pqcache.harness.config.options import DECODE
 from pqcache.harness.config.values import show
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.rows import Row, find_full
+from pqcache.harness.report.rows import Row, changed_keys, find_full
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.harness.report.tables import budget_text
 from pqcache.naming import suggestion
@@ -174,12 +173,6 @@ def configurations(rows: Iterable[Row]) -> tuple[list[Configuration], int]:
     full = [row for row in rows if row["method"] == "full"]
     made = [Configuration([seeds[seed] for seed in sorted(seeds)], full) for seeds in groups.values()]
     return sorted(made, key=lambda one: (one.first["method"] != "full", natural(one.first["folder"]))), left_out
-
-
-def changed_keys(row: Row) -> dict[str, str]:
-    """The keys outside the groups that are not at their default, from the folder's name: attn, decode.temperature, ..."""
-    pairs = (part.partition("=") for part in row["folder"].split("__"))
-    return {key: value for key, equals, value in pairs if equals and ("." not in key or key.startswith(f"{DECODE}."))}
 
 
 def natural(text: str) -> list[tuple[bool, float, str]]:

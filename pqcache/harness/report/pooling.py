@@ -12,9 +12,9 @@ from typing import Any
 
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.configurations import changed_keys, pooled
+from pqcache.harness.report.configurations import pooled
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.rows import Row, find_full, rows_or_refused
+from pqcache.harness.report.rows import Row, changed_keys, find_full, rows_or_refused
 from pqcache.harness.report.tables import number, signed, spread
 
 _IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")

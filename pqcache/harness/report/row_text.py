@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness.report import budget_marks
-from pqcache.harness.report.rows import Row, decode_text, samples_text, skipped_text
+from pqcache.harness.report.rows import NO_FULL, Row, decode_text, samples_text, skipped_text
 from pqcache.harness.report.tables import (
     MISSING,
     budget_text,
@@ -26,7 +26,7 @@ def row_text(row: Row, path: Path | None) -> str:
     if row["method"] == "full":
         to_full = ""  # it is what others are compared with
     elif row["paired_difference"] is None:
-        to_full = "   no Full cell of this model, task and seed to compare with"
+        to_full = f"   {row['paired_reason'] or NO_FULL}"
     else:
         interval = spread_words(row["paired_difference"], row["paired_interval"], signed)
         difference = f"{signed(row['paired_difference'])} {interval}{of_samples(row)}"

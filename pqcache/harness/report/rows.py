@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import DecodeOptions, Refused, one_line
+from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.config.values import fits
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.escaping import printable
 
+SCHEMA = 1
+ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference keeps them
 # what no reader goes without; null in another field costs its column
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
+NO_FULL = "no Full cell of this model, task and seed to compare with"
 ROUNDING = 1e-6  # of scores
 _said: set[str] = set()
 
@@ -67,6 +71,8 @@ class PromptProtocol(TypedDict):
 class Row(TypedDict):
     """One cell's result. Byte counts are measured by the ledger; times use a synchronised clock."""
 
+    schema: int  # version of this list of fields; `migrate` brings older rows up to it
+
     # what was run
     model: str  # "embedded", or the model's group name or path
     model_options: dict[str, Any]  # the rest of model.*
@@ -92,13 +98,17 @@ class Row(TypedDict):
     # quality
     score: float | None  # 0..100, unweighted mean over sub-tasks
     score_interval: list[float] | None  # [lo, hi], 95 % bootstrap over samples; null with one sample of a sub-task
-    # null if `out` has no Full cell of this model, task, seed and choice of tokens
+    # null where `out` has no Full cell that differs in method and budget alone
     full_score: float | None  # Full on the same samples
     paired_difference: float | None  # mean of (score - Full's score) per sample
     paired_interval: list[float] | None  # [lo, hi], 95 % bootstrap over the per-sample differences
+    paired_p: float | None  # two-sided p-value of the difference, by random signs
     paired_samples: int | None  # samples that both cells have
+    paired_with: str | None  # the Full row: its folder and a digest of its scores
+    paired_reason: str | None  # why there is no comparison
     published: float | None  # the paper's number for this cell; null if there is none
-    tasks: dict[str, dict[str, Any]]  # sub-task -> score, score_interval, n_samples, metrics (each of lm-eval's means)
+    # each with score, score_interval, n_samples, metrics (lm-eval's means), paired_difference, paired_interval and paired_p
+    tasks: dict[str, dict[str, Any]]  # by sub-task
     sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
     # where tokens were drawn; else null. A sample's score above is the mean over its answers, and n_samples counts documents
     answer_scores: dict[str, dict[str, list[float]]] | None  # sub-task -> sample -> score of each answer drawn
@@ -175,82 +185,186 @@ def decode_text(row: Row) -> str:
 # -- the Full cell -----------------------------------------------------------------------------------------------------
 
 
-def pair_with_full(row: Row, full: Row | None) -> Row:
-    """The row with its comparison to `full`, sample by sample; null fields without one or without a common sample."""
+def pair_with_full(row: Row, full: Row | None, reason: str | None = None) -> Row:
+    """The row with its comparison to `full`, sample by sample; null fields without one or without a common sample.
+
+    reason: why there is no Full row, as `find_full` says it. Intervals are computed here, once: readers take them from the row.
+    """
+    if full is not None and row.get("paired_with") == mark(full) and row["paired_samples"]:
+        return row
     differences = score_statistics.paired(row["sample_scores"], full["sample_scores"]) if full is not None else {}
     count = sum(len(samples) for samples in differences.values())
     reference = score_statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
+    if full is not None and not count:
+        reason = "Full has none of these samples"
     paired = Row(**row)
     paired["full_score"] = score_statistics.mean(reference)
-    paired["paired_difference"] = score_statistics.mean(differences)
-    paired["paired_interval"] = score_statistics.interval(differences)
     paired["paired_samples"] = count or None
+    paired["paired_with"] = mark(full) if full is not None and count else None
+    paired["paired_reason"] = None if count else reason
+    paired.update(_difference(differences))  # type: ignore[typeddict-item]
+    one = len(row["tasks"] or {}) == 1
+    paired["tasks"] = {
+        name: {**task, **(_difference(paired) if one else _difference({name: differences.get(name, {})}))}
+        for name, task in (row["tasks"] or {}).items()
+    }
     return paired
 
 
+def _difference(source: Any) -> dict[str, Any]:
+    """The fields of a comparison: of differences by sub-task, or as a row has them."""
+    if "paired_difference" in source:
+        return {key: source[key] for key in ("paired_difference", "paired_interval", "paired_p")}
+    return {
+        "paired_difference": score_statistics.mean(source),
+        "paired_interval": score_statistics.interval(source),
+        "paired_p": score_statistics.significance(source),
+    }
+
+
+def mark(row: Row) -> str:
+    """What tells one Full row from another: its folder and a digest of its scores."""
+    scores = json.dumps(row["sample_scores"], sort_keys=True)
+    return f"{row['folder']} {hashlib.sha256(scores.encode()).hexdigest()[:12]}"
+
+
 def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The Full row of the same model, task, seed and choice of tokens; of several the one with the most similar run."""
+    """The Full row that differs from this one in method and budget alone; of several the one with the most samples."""
+    return match_full(row, rows)[0]
+
+
+def match_full(row: Row, rows: Iterable[Row]) -> tuple[Row | None, str | None]:
+    """(the Full row to compare with, or why there is none)."""
     keys = ("model", "model_options", "task", "task_options", "seed")
     full = [r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
     full = [r for r in full if decode_of(r) == decode_of(row)]
+    if not full:
+        return None, NO_FULL
+    own = _run_of(row)
+    unlike = {r["folder"]: [key for key, value in _run_of(r).items() if _differ(value, own[key])] for r in full}
+    best = min(full, key=lambda r: (len(unlike[r["folder"]]), -r["n_samples"], r["folder"]))
+    if not unlike[best["folder"]]:
+        return best, None
+    theirs = _run_of(best)
+    words = [f"{key} ({_short(theirs[key])}, here {_short(own[key])})" for key in unlike[best["folder"]]]
+    return None, f"the Full cell was run with another {', '.join(words)}"
 
-    def likeness(candidate: Row) -> tuple[int, int, str]:
-        alike = sum(candidate[k] == row[k] for k in ("attn", "protocol", "dense_layers"))
-        alike += batch_text([candidate]) == batch_text([row])
-        asked = [(one["prompt_protocol"] or {}).get("question_as_decode") for one in (candidate, row)]
-        alike += asked[0] == asked[1]
-        return alike, candidate["n_samples"], candidate["folder"]
 
-    return max(full, key=likeness) if full else None
+# Keys of a cell that belong to the method and its budget, or that change no answer.
+_OF_THE_METHOD = (
+    "budget_rule",
+    "budget_of",
+    "protocol",
+    "dense_layers",
+    "shared_prefill",
+    "attn",
+    "batch",
+    "question_as_decode",
+)
+
+
+def _run_of(row: Row) -> dict[str, Any]:
+    """How a row was run, apart from method and budget. None: not known."""
+    changed = {key: value for key, value in changed_keys(row).items() if key not in _OF_THE_METHOD}
+    return {
+        "attn": row["attn"] or None,
+        "kv_dtype": row["kv_dtype"] or None,
+        "batch": int((row["extra"] or {}).get("batch", 1)),
+        "question_as_decode": bool((row["prompt_protocol"] or {}).get("question_as_decode")),
+        "smoke": row["smoke"],
+        "version of the packages": row["versions"] or None,
+        "version of the library": row["library"],
+        "options": " ".join(f"{key}={value}" for key, value in sorted(changed.items())),
+    }
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two facts differ that are both known; of packages, of those that both rows name."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(other[key] != value for key, value in one.items() if key in other)
+    return one is not None and other is not None and one != other
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {version}" for key, version in value.items())
+    return str(value) if value != "" else "none"
+
+
+def changed_keys(row: Row) -> dict[str, str]:
+    """The keys outside the groups that are not at their default, from the folder's name: attn, decode.temperature, ..."""
+    pairs = (part.partition("=") for part in row["folder"].split("__"))
+    return {key: value for key, equals, value in pairs if equals and ("." not in key or key.startswith(f"{DECODE}."))}
+
+
+def compared(row: Row, full: Sequence[Row]) -> Row:
+    """A row that was compared with Full when it was written, as it is; another one compared with one of these Full rows."""
+    return row if row["paired_with"] is not None else pair_with_full(row, *match_full(row, full))
+
+
+def full_rows(out: Path) -> list[Row]:
+    """The rows of Full under `out=`: what a cell that just ended is compared with. No other row is read."""
+    return [row for path in sorted(out.glob("*__full__*/row.json")) if (row := read_row(path)) is not None]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def migrate(value: dict[str, Any]) -> dict[str, Any]:
+    """A row of any version with the fields of this one."""
+    if value.get("schema") == SCHEMA:
+        return value
+    timed = value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0
+    timed = value.get("timed_samples", timed)
+    missing = {
+        "schema": SCHEMA, "data": {}, "unverified_samples": 0, "n_failed": 0, "n_skipped": 0, "smoke": False,
+        "timed_samples": timed, "timed_alone": bool(timed), "decode": asdict(DecodeOptions()),
+        **dict.fromkeys(("diagnostics", "source", "library", "budget_rule", "answer_scores", "pass_at")),
+        **dict.fromkeys(("pass_at_interval", "paired_p", "paired_with", "paired_reason")),
+    }  # fmt: skip
+    row = {**missing, **value, "schema": SCHEMA}
+    scores = row.get("sample_scores")
+    if not isinstance(scores, dict) or not isinstance(row.get("tasks"), dict | None):
+        return row  # `damage` says it
+    # versions before 1 gave intervals to one sample of a sub-task
+    if scores and not score_statistics.has_spread(scores):
+        row["score_interval"] = row["paired_interval"] = None
+    if isinstance(row.get("paired_samples"), int) and row["paired_samples"] <= len(scores):
+        row["paired_interval"] = None
+    row["tasks"] = {
+        name: {**task, "score_interval": None} if task.get("n_samples") == 1 else task
+        for name, task in (row["tasks"] or {}).items()
+    }
+    return row
 
 
 def read_row(path: Path) -> Row | None:
     """A row from its file; None if there is no file or it holds no complete row."""
+    return next(iter(_read(path)), None)
+
+
+def _read(path: Path) -> list[Row]:
+    """The rows of a row.json, or of a rows.jsonl with one on each line. What is none is named and left out."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return None
+        return []
     except (OSError, ValueError) as error:
         _skipped(path, str(error))
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        _skipped(path, f"no JSON: {error}")
-        return None
-    if isinstance(value, dict):
-        value.setdefault("diagnostics", None)  # rows written before there were any
-        value.setdefault("timed_samples", value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0)
-        value.setdefault("timed_alone", bool(value["timed_samples"]))
-        value.setdefault("data", {})
-        value.setdefault("unverified_samples", 0)
-        value.setdefault("n_failed", 0)
-        value.setdefault("n_skipped", 0)
-        value.setdefault("smoke", False)
-        value.setdefault("source", None)
-        value.setdefault("budget_rule", None)
-        value.setdefault("library", None)
-        value.setdefault("decode", asdict(DecodeOptions()))
-        for key in ("answer_scores", "pass_at", "pass_at_interval"):
-            value.setdefault(key, None)
-    why = damage(value)
-    if why is not None:
-        _skipped(path, why)
-        return None
-    return _without_spread(cast(Row, value))
-
-
-def _without_spread(row: Row) -> Row:
-    """The row without the intervals that older versions gave to one sample of a sub-task."""
-    single = not score_statistics.has_spread(row["sample_scores"])
-    if single and row["sample_scores"]:
-        row["score_interval"] = None
-    if row["paired_samples"] is not None and (single or row["paired_samples"] <= len(row["sample_scores"])):
-        row["paired_interval"] = None
-    for task in (row["tasks"] or {}).values():
-        if task.get("n_samples") == 1 and "score_interval" in task:
-            task["score_interval"] = None
-    return row
+        return []
+    rows = []
+    for line in text.splitlines() if path.suffix == ".jsonl" else [text]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            _skipped(path, f"no JSON: {error}")
+            continue
+        value = migrate(value) if isinstance(value, dict) else value
+        if (why := damage(value)) is not None:
+            _skipped(path, why)
+        else:
+            rows.append(cast(Row, value))
+    return rows
 
 
 def damage(value: Any) -> str | None:
@@ -318,14 +432,15 @@ def skipped_text(row: Row) -> str:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Every row.json under a folder, without the smoke runs in its sub-folders. A smoke folder itself lists its own."""
+    """Every row.json and rows.jsonl under a folder, without the smoke runs in its sub-folders. A smoke folder lists its own."""
     folder = folder.expanduser()
-    return [p for p in sorted(folder.rglob("row.json")) if SMOKE_FOLDER not in p.relative_to(folder).parts]
+    found = sorted([*folder.rglob("row.json"), *folder.rglob(ROWS)])
+    return [path for path in found if SMOKE_FOLDER not in path.relative_to(folder).parts]
 
 
 def rows_under(folder: Path) -> list[Row]:
     """The rows of `row_files`."""
-    return [row for path in row_files(folder) if (row := read_row(path)) is not None]
+    return [row for path in row_files(folder) for row in _read(path)]
 
 
 def rows_or_refused(folder: Path, typed: str) -> list[Row]:

@@ -179,6 +179,7 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
         f" on {devices}.",
         "to Full: mean difference of the same samples, 95 % bootstrap interval.",
         f"attended: tokens per decode step. MiB: cache after the last step, {_what_bytes(every)}.",
+        *(f"to Full is n/a: {reason}." for reason in dict.fromkeys(row["paired_reason"] for row in every) if reason),
         *(f"score of {task}: {meaning}." for task, meaning in _meanings(every).items()),
         *(
             f"{budget_marks.MARK} {note}"

@@ -22,7 +22,7 @@ from pqcache.harness.config.options import without_secrets
 from pqcache.harness.config.rules import overridden_budget
 from pqcache.harness.config.source import differs, library_source
 from pqcache.harness.report import sample_figures
-from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
+from pqcache.harness.report.rows import Row, full_rows, match_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import batches, latency_rounds, too_long, tracking
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.claims import Busy
@@ -300,9 +300,8 @@ def run_evaluation(lm: Any, tasks: TaskDict, limit: int | None, seed: int) -> An
 
 def _paired(cell: Cell, row: Row) -> Row:
     """The row with its comparison to the Full row under the same `out`."""
-    rows = [r for path in cell.folder.parent.glob("*/row.json") if (r := read_row(path)) is not None]
-    others = [r for r in rows if r["folder"] != cell.name]
-    return pair_with_full(row, find_full(row, [*others, row]))
+    others = [full for full in full_rows(cell.folder.parent) if full["folder"] != cell.name]
+    return pair_with_full(row, *match_full(row, [*others, row]))
 
 
 def _mean_metrics(evaluations: Sequence[Any]) -> dict[str, dict[str, float]]:

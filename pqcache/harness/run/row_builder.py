@@ -11,7 +11,7 @@ from typing import Any, cast
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
-from pqcache.harness.report.rows import Row, find_full, pair_with_full, read_row, write_row
+from pqcache.harness.report.rows import SCHEMA, Row, match_full, pair_with_full, read_row, write_row
 from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
 from pqcache.harness.run import batches
 from pqcache.harness.run.claims import Busy, claim
@@ -52,6 +52,7 @@ def build_row(
         extra.pop(batches.DIFFERS, None)
         extra |= batches.facts(samples, cell.run.batch)
     row = {
+        "schema": SCHEMA,
         **without_secrets(_configuration(cell)),
         "data": without_secrets(dict(data or {})),
         "seed": cell.identity["seed"],
@@ -117,7 +118,10 @@ def _quality(
         "full_score": None,
         "paired_difference": None,
         "paired_interval": None,
+        "paired_p": None,
         "paired_samples": None,
+        "paired_with": None,
+        "paired_reason": None,
         "published": published,
         "tasks": tasks,
         "sample_scores": {task: dict(values) for task, values in scores.items()},
@@ -242,13 +246,13 @@ def refresh_pairs(out: Path) -> None:
     """Bring the comparison to Full up to date in every row under `out`: Full may have run after the others."""
     rows = {path: row for path in sorted(out.glob("*/row.json")) if (row := read_row(path)) is not None}
     for path, row in rows.items():
-        full = find_full(row, rows.values())
-        if pair_with_full(row, full) == row:
+        full, reason = match_full(row, rows.values())
+        if pair_with_full(row, full, reason) == row:
             continue
         try:
             with claim(path.parent):  # a process that runs this cell now writes its row itself
                 latest = read_row(path)
                 if latest is not None:
-                    write_row(path, pair_with_full(latest, full))
+                    write_row(path, pair_with_full(latest, full, reason))
         except (Busy, OSError):
             pass

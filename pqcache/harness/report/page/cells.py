@@ -18,8 +18,7 @@ from pqcache.harness.config.folders import CONFIG, read_config
 from pqcache.harness.config.options import DECODE, LM_EVAL, Refused, masked
 from pqcache.harness.config.overrides import yaml_text
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report.configurations import changed_keys
-from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.report.rows import Row, changed_keys, read_row
 from pqcache.places import CONFIGS
 
 FILES = ("row.json", "status.json", CONFIG)  # a folder with one of them is a cell's

@@ -1,0 +1,192 @@
+"""The rows of a folder as one tidy frame, from which every table and figure is made: pandas pivots, nothing is read again.
+
+    frame(rows_under(folder))                    a line per row
+    frame(rows, datasets=True)                   a line per row and sub-task, and one for their average
+    frame(rows, pool=True)                       seeds of one configuration pooled: a line per configuration
+
+Columns are the names that a user types:
+
+    model method task dataset budget seed        `dataset` is a sub-task without its task's prefix, or `average`; `budget` is a
+                                                 text, empty for a method that ignores it (`ignores_budget`)
+    model.<o> method.<o> task.<o>                options of a group
+    attn, decode.temperature, ...                top-level keys: fields of the row, or what its folder's name says
+    score score.low score.high                   0..100 with its 95 % interval; likewise to_full, and to_full.p; samples
+    resident_bytes resident_bytes.device ...     an object of numbers: their sum, and each (peak_bytes, bytes_per_step, extra,
+                                                 diagnostics, metric, versions: each alone)
+    <any other field of a row>
+    row, rows                                    the first row itself (`Row`), for its samples and texts; all that are pooled
+
+What a row does not have is NaN, or None in columns of texts. Numbers of a configuration are means over its seeds. Those of the
+row as a whole are given for `average` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.report import score_statistics
+from pqcache.harness.report.rows import Row, changed_keys, compared, find_full
+from pqcache.harness.report.score_statistics import Scores, known_mean
+from pqcache.registry import METHODS, method_class
+from pqcache.sources import stand_in
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+AVERAGE = "average"
+GROUPS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # group -> field of the row
+SUMMED = ("resident_bytes", "peak_bytes", "bytes_per_step")  # objects whose sum is a number, too
+OBJECTS = (*SUMMED, "extra", "diagnostics", "versions")
+SAMPLES = ("sample_scores", "answer_scores", "tasks", "pass_at_interval")  # in `row` alone
+ENDS = ("low", "high")
+
+
+def frame(rows: Iterable[Row], *, datasets: bool = False, pool: bool = False) -> pd.DataFrame:
+    """The rows as a frame. See the module's docstring for its columns."""
+    import pandas as pd
+
+    rows = list(rows)
+    full = [row for row in rows if row["method"] == "full"]
+    groups = pooled_groups(rows)[0] if pool else [[row] for row in rows]
+    return pd.DataFrame([line for group in groups for line in _lines(group, full, datasets)])
+
+
+def pooled_groups(rows: Iterable[Row]) -> tuple[list[list[Row]], int]:
+    """(Configurations, each with a row per seed, Full first; how many rows were left out).
+
+    Of several rows of one configuration and seed the one with the most samples counts.
+    """
+    groups: dict[str, dict[int, Row]] = {}
+    left_out = 0
+    for row in rows:
+        fields = ("model", "method", "task", *GROUPS.values(), "protocol", "dense_layers", "smoke")
+        identity: list[Any] = [row[field] for field in fields]  # type: ignore[literal-required]
+        ratio = row["budget_ratio"]
+        identity += [ratio if ratio is not None else ("tokens", row["budget_tokens"]), changed_keys(row)]
+        seeds = groups.setdefault(repr(identity), {})
+        known = seeds.get(row["seed"])
+        left_out += known is not None
+        if known is None or known["n_samples"] < row["n_samples"]:
+            seeds[row["seed"]] = row
+    made = [[seeds[seed] for seed in sorted(seeds)] for seeds in groups.values()]
+    return sorted(made, key=lambda rows: (rows[0]["method"] != "full", natural(rows[0]["folder"]))), left_out
+
+
+def ignores_budget(method: str) -> bool:
+    """Whether a method has no budget."""
+    return method in METHODS and (stand_in(METHODS[method]) or method_class(method)).ignores_budget
+
+
+def budget_text(row: Row) -> str:
+    """0.2, or 512 tokens."""
+    if row["budget_ratio"] is not None:
+        return f"{row['budget_ratio']:g}"
+    return "n/a tokens" if row["budget_tokens"] is None else f"{row['budget_tokens']:.0f} tokens"
+
+
+def natural(text: str) -> list[tuple[bool, float, str]]:
+    """A sort key that compares the numbers in a text as numbers, so that 25 comes after 3, and 0.5 after 0.25."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(part[:1].isdigit(), float(part) if part[:1].isdigit() else 0.0, part) for part in parts]
+
+
+# -- the lines ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterator[dict[str, Any]]:
+    """The lines of a configuration: one, or one per sub-task and their average."""
+    first = group[0]
+    common: dict[str, Any] = dict(changed_keys(first))
+    for name, field in GROUPS.items():
+        common |= {f"{name}.{key}": value for key, value in (first[field] or {}).items()}  # type: ignore[literal-required]
+    ignored = ignores_budget(first["method"])
+    plain = {key: value for key, value in first.items() if key not in (*OBJECTS, *SAMPLES, *GROUPS.values())}
+    texts = {key: value for key, value in plain.items() if not _is_number(value) and not isinstance(value, dict | list)}
+    common |= {**texts, "budget": "" if ignored else budget_text(first), "ignores_budget": ignored}
+    common |= {"seed": ", ".join(str(row["seed"]) for row in group), "row": first, "rows": list(group)}
+    whole = {name: known_mean(values) for name, values in _numbers(group).items() if name not in ("seed", "score")}
+    names = list(first["sample_scores"]) if datasets and len(first["sample_scores"]) > 1 else []
+    for task in (*names, None):
+        name = AVERAGE if task is None else task.removeprefix(f"{first['task']}_")
+        yield {**common, "dataset": name, **(whole if task is None else {}), **_quality(group, full, task)}
+
+
+def _numbers(group: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Dotted name -> the number of each row."""
+    every = [dict(_flat(row)) for row in group]
+    return {name: [values.get(name) for values in every] for name in dict.fromkeys(key for one in every for key in one)}
+
+
+def _flat(row: Row) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        if _is_number(value):
+            yield key, value  # type: ignore[misc]
+        elif key in OBJECTS and isinstance(value, dict):
+            numbers = {name: item for name, item in value.items() if _is_number(item)}
+            yield from ((f"{key}.{name}", item) for name, item in numbers.items())
+            if key in SUMMED and numbers:
+                yield key, float(sum(numbers.values()))
+    metrics: dict[str, list[float]] = {}
+    for task in (row["tasks"] or {}).values():
+        for name, value in task.get("metrics", {}).items():
+            metrics.setdefault(name, []).append(value)
+    yield from ((f"metric.{name}", fmean(values)) for name, values in metrics.items())
+
+
+def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dict[str, Any]:
+    """Score and difference to Full of a sub-task or of all: as the row has them, or over the samples of several seeds."""
+    made: dict[str, Any] = {"samples": sum(_count(row, task) for row in group)}
+    if any(row["score"] is None for row in group):
+        return made
+    if len(group) == 1:
+        row = group[0] if group[0]["method"] == "full" else compared(group[0], full)
+        part: Mapping[str, Any] = row if task is None else row["tasks"][task]
+        numbers = part["score"], part.get("score_interval")
+        against = part.get("paired_difference"), part.get("paired_interval"), part.get("paired_p")
+    else:
+        scores = pooled((row["seed"], _of(row["sample_scores"], task)) for row in group)
+        numbers = score_statistics.mean(scores), score_statistics.interval(scores)
+        pairs = [(row, other) for row in group if (other := find_full(row, full)) is not None]
+        against = None, None, None
+        if len(pairs) == len(group):
+            parts = [
+                (row["seed"], score_statistics.paired(row["sample_scores"], other["sample_scores"]))
+                for row, other in pairs
+            ]
+            every = pooled((seed, _of(differences, task)) for seed, differences in parts)
+            means = score_statistics.mean(every), score_statistics.interval(every)
+            against = *means, score_statistics.significance(every)
+    made |= _with_ends("score", *numbers)
+    if group[0]["method"] != "full":  # it is what others are compared with
+        made |= {**_with_ends("to_full", *against[:2]), "to_full.p": against[2]}
+    return made
+
+
+def _with_ends(name: str, value: float | None, interval: Sequence[float] | None) -> dict[str, float | None]:
+    ends = dict(zip(ENDS, interval or (None, None), strict=True))
+    return {name: value, **{f"{name}.{end}": at for end, at in ends.items()}}
+
+
+def _count(row: Row, task: str | None) -> int:
+    return row["n_samples"] if task is None else len(row["sample_scores"][task])
+
+
+def _of(scores: Scores, task: str | None) -> Scores:
+    """The samples of one sub-task, or of all."""
+    return scores if task is None else {task: scores.get(task, {})}
+
+
+def pooled(parts: Iterable[tuple[int, Scores]]) -> Scores:
+    """The samples of several seeds; those of one number in two seeds are two samples."""
+    every: dict[str, dict[str, float]] = {}
+    for seed, scores in parts:
+        for task, samples in scores.items():
+            every.setdefault(task, {}).update({f"{seed}/{key}": value for key, value in samples.items()})
+    return every
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
