@@ -40,7 +40,7 @@ group() {
 }
 
 group kernels 150 -m 'not slow' tests/device/test_triton_{codes,attend,packed,blocks,nearest,sums}.py
-group steps 60 -m 'not slow' tests/device/test_{layer,triton}_step.py
+group steps 60 -m 'not slow' tests/device/test_triton_step.py
 group recorded 90 -m gpu tests/invariants/test_gpu.py -k 'waits or recorded or host_store_equals or stale'
 group invariants 240 -m gpu tests/invariants/test_gpu.py -k 'not waits and not recorded and not host_store_equals and not stale'
 group other 120 -m gpu tests --ignore=tests/invariants/test_gpu.py

@@ -23,7 +23,7 @@ from pqcache.naming import suggestion
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.placement import home
-from pqcache.selective.support import ATTN
+from pqcache.selective.support import ATTN, KERNELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +40,7 @@ def use(
     dense_layers: int | None = None,
     protocol: str = "aligned",
     attn: str = "auto",
+    kernels: str = "torch",
     tokenizer: PreTrainedTokenizerBase | None = None,
     calibration: torch.Tensor | None = None,
     cache_dir: str | Path | None = None,
@@ -53,6 +54,7 @@ def use(
     dense_layers: how many first layers keep and attend everything. None: the method's own number under `protocol`.
     protocol: "aligned" (one rule for all methods), "paper" or "release" (as published).
     attn: the attention kernel of the prompt: "auto", "sdpa", "flash_attention_2" or "standard".
+    kernels: what computes decode steps on a CUDA device: "torch", or "auto" (Triton kernels where the method allows it).
     tokenizer: the model's, for methods that look at the text of tokens or calibrate on a text.
     calibration: token ids (1, t) for methods that calibrate (infinigen, double_sparsity). Without it and without a tokenizer
       these take random tokens.
@@ -67,6 +69,9 @@ def use(
     typed_value("attn", attn, str, "auto")
     if attn not in ATTN:
         raise ValueError(f"attn={attn!r}: unknown; {suggestion(attn, ATTN)}")
+    typed_value("kernels", kernels, str, "torch")
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r}: unknown; {suggestion(kernels, KERNELS)}")
     if isinstance(method, str):
         made = make_method(method, BUDGET if budget is None else budget, dense_layers, protocol, options, model)
     elif isinstance(method, Method):
@@ -82,7 +87,7 @@ def use(
     if type(made).prepare is not Method.prepare:
         text = calibration if calibration is not None or tokenizer is None else _calibration_text(tokenizer)
         made.prepare(model, text, None if cache_dir is None else Path(cache_dir).expanduser())
-    return Session(model, made, attn)
+    return Session(model, made, attn, kernels)
 
 
 def _calibration_text(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -95,12 +100,12 @@ def _calibration_text(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 class Session:
     """A model under a method; made by `use`. May be entered again after it was left.
 
-    model, method, attn: what it was made of. Inside the block `model.generate` answers under the method; outside of it the model
-    is exactly as it was.
+    model, method, attn, kernels: what it was made of. Inside the block `model.generate` answers under the method; outside of it
+    the model is exactly as it was.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, attn: str = "auto") -> None:
-        self.model, self.method, self.attn = model, method, attn
+    def __init__(self, model: PreTrainedModel, method: Method, attn: str = "auto", kernels: str = "torch") -> None:
+        self.model, self.method, self.attn, self.kernels = model, method, attn, kernels
         self._stack: ExitStack | None = None
         self._last: Report | None = None
         # cache -> the sequences that `generate` returned with it, (rows, columns); None after beam search
@@ -131,7 +136,7 @@ class Session:
 
     def cache(self) -> SelectiveCache:
         """A new, empty cache of the method, to be passed as `past_key_values` to every call of a conversation or of your loop."""
-        return SelectiveCache(self.model, self.method, attn=self.attn)
+        return SelectiveCache(self.model, self.method, attn=self.attn, kernels=self.kernels)
 
     # -- figures ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from pqcache.device import (
     triton_attend,
     triton_blocks,
     triton_codes,
-    triton_model,
     triton_nearest,
     triton_pack,
     triton_packed,
@@ -85,7 +84,6 @@ def calls(quick: bool) -> None:
             )  # fmt: skip
         _block_cache(store, chosen, cursor, plan, sinks, quick)
         _packed(dtype, n, h_kv, g, d, quick)
-        _model_parts(q, k, hidden=4096)
         block = torch.zeros((n, h_kv * g, 1024, d), dtype=dtype)
         for windows in (None,) if quick else (None, [64]):
             sums = torch.zeros((n, h_kv * g, 1024))
@@ -110,17 +108,6 @@ def calls(quick: bool) -> None:
         x = torch.zeros((16, 8192, d))
         for add in (True,) if quick else (True, False):
             triton_nearest.nearest(x, torch.zeros((16, c, d)), x[:, :1], add=add)
-
-
-def _model_parts(q: torch.Tensor, k: torch.Tensor, hidden: int) -> None:
-    """The model's norms and rotation."""
-    n, h, _, d = q.shape
-    parts = triton_model.ModelParts(triton_model.Sizes(n, hidden, h, k.shape[1], d, q.dtype, q.device))
-    x, angle = torch.zeros((n, 1, hidden), dtype=q.dtype), torch.zeros((1, 1, d), dtype=q.dtype)
-    with device_of(q):
-        parts.norm(x, x[0, 0], 1e-5)
-        parts.add_norm(x, x, x[0, 0], 1e-5)
-        parts.rotate(q.view(n, 1, -1), k.view(n, 1, -1), angle, angle)
 
 
 def _block_cache(

@@ -41,7 +41,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.layer_step import FusedPasses
 from pqcache.selective.support import CLOSED, SINKS, check_architecture
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
@@ -146,7 +145,6 @@ class Hooks:
         self.modules = attention_modules(model)
         self.rotary = [rotary_of(model.get_decoder(), module) for module in self.modules]
         self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
-        self.fused = FusedPasses(model, self.modules, self.rotary, NAME)
 
     def register(self, model: PreTrainedModel) -> list[RemovableHandle]:
         decoder = model.get_decoder()
@@ -167,7 +165,6 @@ class Hooks:
         """
         cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
         _ours.set(cache is not None)
-        self.fused.begin(args, kwargs)
         if cache is None:
             return None
         cache.open_forward()
@@ -178,7 +175,6 @@ class Hooks:
         return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]}
 
     def after_model(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        self.fused.parts = None
         if (cache := cache_of(kwargs)) is not None:
             _ours.set(False)
             cache.close_forward()
@@ -258,7 +254,6 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     AttentionMaskInterface.register(NAME, selective_mask)  # without one, padded and continued inputs are silently wrong
     previous = model.config._attn_implementation
     handles = hooks.register(model)
-    hooks.fused.install()
     try:
         model.set_attn_implementation(NAME)
         yield model
@@ -267,7 +262,6 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         for config, name in settings:  # a vision tower may have had another one than the decoder
             if config._attn_implementation != name:
                 config._attn_implementation = name
-        hooks.fused.remove()
         for handle in handles:
             handle.remove()
         for module in hooks.modules:

@@ -172,13 +172,14 @@ def generate_batch(
     lanes: Lanes | None = None,
     prefill: Prefill | None = None,
     graph: str = "auto",
+    kernels: str = "torch",
 ) -> list[GenerationResult | NonFinite]:
     """Generation of several prompts at once under `method`, without times and bytes; in the order of the requests.
 
     NonFinite stands where a row's logits held NaN or infinity. prefill: what `record_batch` made of the same requests. Arguments
     and errors as of `generate`.
     """
-    cache, rows, _ = _run(model, method, requests, prefill_chunk, attn, lanes, prefill=prefill, graph=graph)
+    cache, rows, _ = _run(model, method, requests, prefill_chunk, attn, lanes, kernels, prefill=prefill, graph=graph)
     results: list[GenerationResult | NonFinite] = []
     for row in rows:
         if not row.finite:
@@ -229,13 +230,14 @@ def time_batch(
     attn: str = "auto",
     lanes: Lanes | None = None,
     graph: str = "auto",
+    kernels: str = "torch",
 ) -> GenerationResult:
     """Times and bytes of a whole batch: ids (n, s), prompts of one length, each answered by max_new_tokens tokens.
 
     Bytes are sums over the rows, attended tokens means; token_ids are the first row's.
     """
     requests = [Request(row, max_new_tokens) for row in ids.tolist()]
-    cache, rows, marks = _run(model, method, requests, prefill_chunk, attn, lanes, close=False, graph=graph)
+    cache, rows, marks = _run(model, method, requests, prefill_chunk, attn, lanes, kernels, close=False, graph=graph)
     try:
         if not all(row.finite for row in rows):
             raise NonFinite("NaN or infinity in the logits")
@@ -251,6 +253,7 @@ def _run(
     prefill_chunk: int | None,
     attn: str,
     lanes: Lanes | None,
+    kernels: str = "torch",
     close: bool = True,
     prefill: Prefill | None = None,
     graph: str = "auto",
@@ -265,7 +268,7 @@ def _run(
     chunk = chunk_of(method, max(lengths), prefill_chunk)
     if chunk is not None and len(set(lengths)) > 1 and method.chunk_unit(max(lengths)) > 1:
         raise ValueError(f"prefill_chunk={prefill_chunk}: {method.name} takes prompts of one length in chunks")
-    cache = SelectiveCache(model, method, attn=attn, lanes=lanes)
+    cache = SelectiveCache(model, method, attn=attn, lanes=lanes, kernels=kernels)
     new = max(request.max_new_tokens + request.question_tokens for request in requests)
     cache.begin(lengths, token_ids=pad_left(requests)[0], max_new_tokens=new, left_padded=True)
     done = False

@@ -15,7 +15,7 @@ from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.selective.support import attention_kernel, check_architecture, sliding_window
+from pqcache.selective.support import KERNELS, attention_kernel, check_architecture, sliding_window
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import Lanes, lanes_for
 from pqcache.store.transfer import table
@@ -36,8 +36,14 @@ class SelectiveCache(Cache):
         method: Method,
         attn: str = "auto",
         lanes: Lanes | None = None,
+        kernels: str = "torch",
     ) -> None:
-        """lanes: what runs copies and index builds beside the model; None chooses by the model's device."""
+        """lanes: what runs copies and index builds beside the model; None chooses by the model's device.
+
+        kernels: what computes decode steps on a CUDA device: torch, or auto (Triton kernels where the method allows it).
+        """
+        if kernels not in KERNELS:
+            raise ValueError(f"kernels={kernels}: allowed is {' or '.join(KERNELS)}")
         if isinstance(method, str):
             hint = f"pqcache.use(model, {method!r}, budget=0.2) takes a name"
             raise TypeError(f"method={method!r}: SelectiveCache takes an object of a Method; {hint}")
@@ -55,6 +61,7 @@ class SelectiveCache(Cache):
         self.shape = ModelShape.of(config)
         self.window = sliding_window(config)
         self.attn, self.kernel = attention_kernel(attn)
+        self.kernels = kernels
         self.ledger = Ledger()
         # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
         # index.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.

@@ -97,7 +97,7 @@ def decode_loop(
     The last `question_tokens` of the prompt go one by one through the decode path. prefill_chunk: tokens per prefill block.
     feed: fills the cache with the prompt before the question, in place of a forward pass; returns its logits (1, vocabulary).
     not_first: tokens that cannot be the answer's first one. sampling: how tokens are drawn; None: the likeliest is taken.
-    graph: auto records the decode steps of a SelectiveCache on a CUDA device and replays them; off runs each from Python.
+    graph: auto records the decode steps of a SelectiveCache with kernels=auto and replays them; off runs each from Python.
     Raises NonFinite at the end if any step's logits held NaN or +infinity; nothing waits for the device to know.
     The loop ends after an end token, when `stop` (called with all new tokens) is true, or after max_new_tokens.
     """
@@ -150,13 +150,15 @@ def generate(
     watchers: Collection[Watcher] = (),
     prefill: Prefill | None = None,
     lanes: Lanes | None = None,
+    kernels: str = "torch",
     graph: str = "auto",
 ) -> GenerationResult:
     """Generation of one prompt, input_ids (1, s), under `method`: greedy, or drawn by `sampling`.
 
     prefill_chunk: about how many tokens of the prompt are computed at a time; the method may need a multiple of its own number.
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
-    graph: auto, or off, see decode_loop: recorded steps on a CUDA device. The same tokens up to rounding.
+    kernels: torch, or auto: decode steps on a CUDA device by Triton kernels, where the method allows it.
+    graph: auto, or off, see decode_loop: with kernels=auto, recorded steps. The same tokens up to rounding.
     lanes: see SelectiveCache. Nothing runs beside the model any more when this returns or raises.
     Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together, and
     OwnPrefill if a recorded prefill is not what this method would have computed.
@@ -172,7 +174,7 @@ def generate(
     if prefill is not None and (prefill.tokens != s - question_tokens or prefill.pads != [0]):
         raise ValueError(f"prefill of {prefill.tokens} tokens: allowed is the prompt's {s - question_tokens}")
     chunk = chunk_of(method, s - question_tokens, prefill_chunk)
-    cache = SelectiveCache(model, method, attn=attn, lanes=lanes)
+    cache = SelectiveCache(model, method, attn=attn, lanes=lanes, kernels=kernels)
     cache.observers.extend(observers)
     cache.watchers.extend(watchers)
     cache.begin([s - question_tokens], token_ids=input_ids, max_new_tokens=max_new_tokens + question_tokens)
@@ -246,17 +248,18 @@ def likelihood(
     attn: str = "auto",
     watchers: Collection[Watcher] = (),
     prefill_chunk: int | None = None,
+    kernels: str = "torch",
 ) -> Likelihood:
     """Log-probabilities of ids[0, first:], each given all tokens before it, under `method`; ids (1, t).
 
     The first `prefill` tokens are the prompt; the others are fed one by one through the decode path, so what they
     predict is computed from the method's cache. What the prompt itself predicts (first < prefill) is exact attention.
-    prefill_chunk: as in `generate`.
+    prefill_chunk, kernels: as in `generate`.
     """
     s = ids.shape[-1]
     if ids.ndim != 2 or ids.shape[0] != 1 or not 1 <= first < s or not 1 <= prefill < s:
         raise ValueError(f"ids {tuple(ids.shape)}, first={first}, prefill={prefill}: allowed is (1, t), both 1..t-1")
-    cache = SelectiveCache(model, method, attn=attn)
+    cache = SelectiveCache(model, method, attn=attn, kernels=kernels)
     cache.watchers.extend(watchers)
     cache.begin([prefill], token_ids=ids[:, :prefill], max_new_tokens=s - prefill)
     with attach(model):

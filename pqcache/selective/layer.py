@@ -230,17 +230,6 @@ class SelectiveLayer(CacheLayerMixin):
             self.selected = self.selection_of(substitute.positions(indices))
         return out
 
-    def substituted(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cache: SelectiveCache
-    ) -> torch.Tensor:
-        """`update` and `attend` of a decode step that the substitute does while nobody looks on. Shapes as in `decode`."""
-        assert self.substitute is not None
-        out = self.substitute.run(q, k, v, scaling)[0]
-        if not cache.recording:
-            self.columns += 1
-            self.note_step(cache.ledger)
-        return out
-
     def note_step(self, ledger: Ledger) -> None:
         """Update the host's counters after a substitute's step has run or was replayed."""
         assert self.substitute is not None

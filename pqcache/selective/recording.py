@@ -48,7 +48,12 @@ class StepRecorder:
         self.fed = fed
         self.first = 1  # ordinary steps of the request before one is recorded: they make and compile what it reuses
         self.model, self.cache = model, cache
-        self.on = graph == "auto" and isinstance(cache, SelectiveCache) and _recordable(home(model))
+        self.on = (
+            graph == "auto"
+            and isinstance(cache, SelectiveCache)
+            and cache.kernels == "auto"
+            and _recordable(home(model))
+        )
         self.steps: CapturedSteps | None = None
 
     def forget(self) -> None:

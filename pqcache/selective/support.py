@@ -12,6 +12,7 @@ from transformers.utils import is_flash_attn_2_available
 from pqcache.selective.shape import NotApplicable
 
 ATTN = ("auto", "sdpa", "flash_attention_2", "standard")
+KERNELS = ("torch", "auto")  # what computes decode steps on a CUDA device
 
 # Configuration fields whose presence means attention that softmax(q k) v over a subset does not reproduce.
 _REFUSED = {

@@ -38,7 +38,7 @@ def run(tmp_path: Path, repo: Path, **environment: str) -> tuple[int, list[str],
 
 
 def test_a_failing_group_does_not_end_the_others_and_all_output_is_kept(tmp_path: Path, repo: Path) -> None:
-    code, calls, summary = run(tmp_path, repo, FAILS="test_layer_step.py")
+    code, calls, summary = run(tmp_path, repo, FAILS="test_triton_step.py")
     assert code == 1
     assert [line.partition(":")[0] for line in summary] == GROUPS and len(calls) == len(GROUPS)
     assert "tests/device/test_triton_attend.py" in calls[0] and "tests/invariants/test_gpu.py" in calls[2]

@@ -129,7 +129,7 @@ class RunOptions:
     shared_prefill: Literal["auto"] | bool = "auto"
     # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
     prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
-    # auto: decode steps on a CUDA device are recorded as a graph and replayed, where the method allows it | off
+    # with kernels=auto: auto (decode steps are recorded as a CUDA graph and replayed, where the method allows it) | off
     graph: Literal["auto", "off"] = "auto"
     # decode steps on a CUDA device: torch (its own kernels) | auto (this project's Triton kernels where they serve the method)
     kernels: Literal["torch", "auto"] = added("torch", absent="torch")

@@ -80,6 +80,7 @@ class HarnessLM(LikelihoodLM):
         computes: bool = True,
         prefill_chunk: Chunk = None,
         graph: str = "auto",
+        kernels: str = "torch",
         known: Prompts | None = None,
         batch: int = 1,
         batch_check: int = 0,
@@ -93,7 +94,7 @@ class HarnessLM(LikelihoodLM):
         self.log = log
         self.attn = attn
         self.chunks = Chunks(prefill_chunk, batch)
-        self.graph = graph
+        self.graph, self.kernels = graph, kernels
         self.seed = seed
         self.question_as_decode = question_as_decode
         self.max_new_tokens = max_new_tokens
@@ -424,6 +425,7 @@ class HarnessLM(LikelihoodLM):
             prefill=prefill,
             prefill_chunk=chunk,
             graph=self.graph,
+            kernels=self.kernels,
         )
         result.extra.update(self.chunks.fact(chunk))
         return self.sample_of(prepared, doc, result, stop_ids)

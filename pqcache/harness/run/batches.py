@@ -138,7 +138,7 @@ def _answer(lm: HarnessLM, group: Sequence[Todo], prefill: Prefill | None = None
     chunk = lm.chunks.of(lm.loaded.model, max(row.body for row in rows))
     results = generate_batch(
         lm.loaded.model, lm.method, rows, attn=lm.attn, prefill_chunk=None if prefill else chunk, prefill=prefill,
-        graph=lm.graph,
+        graph=lm.graph, kernels=lm.kernels,
     )  # fmt: skip
     for (prepared, request), row, result in zip(group, rows, results, strict=True):
         key = prepared.task, prepared.doc_id

@@ -103,6 +103,7 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
             "attn": cell.run.attn,
             "lanes": lanes,
             "graph": cell.run.graph,
+            "kernels": cell.run.kernels,
         }
         if batch == 1:
             return generate(model, cell.method, prompts, prefill_chunk=chunk, **options)

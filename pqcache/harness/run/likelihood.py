@@ -252,6 +252,7 @@ class LikelihoodLM(LM):
             attn=self.attn,
             watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
             prefill_chunk=chunk,
+            kernels=self.kernels,
         )
         scored.result.extra.update(self.chunks.fact(chunk))
         return scored

@@ -238,6 +238,7 @@ def make_adapter(
         computes=session.weights,
         prefill_chunk=cell.run.prefill_chunk,
         graph=cell.run.graph,
+        kernels=cell.run.kernels,
         known=session.known_prompts(cell),
         batch=cell.run.batch,
         batch_check=cell.run.batch_check,
