@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 import run
-from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.report.rows import Row, rows_under
 
 RECORDED = Path(__file__).resolve().parents[2] / "results" / "reference" / "pocket_guard"
 
 
 def rows_of(folder: Path) -> dict[str, Row]:
-    rows = [row for path in sorted(folder.glob("*/row.json")) if (row := read_row(path)) is not None]
-    return {row["method"]: row for row in rows}
+    return {row["method"]: row for row in rows_under(folder)}
 
 
 @pytest.mark.rest

@@ -10,7 +10,7 @@ from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import derived, published, score_statistics
-from pqcache.harness.report.rows import Row, find_full, read_row
+from pqcache.harness.report.rows import ROWS, Row, find_full, read_row, read_rows
 from pqcache.harness.report.tables import cell_label, varying_keys
 
 AVERAGE = published.AVERAGE
@@ -45,8 +45,10 @@ class Entry:
 
 def rows_of(plan: RunPlan) -> dict[str, Row]:
     """The rows of a plan's cells that are on disk, by the cell's name."""
-    rows = {cell.name: read_row(cell.folder / "row.json") for cell in plan.cells}
-    return {name: row for name, row in rows.items() if row is not None}
+    kept = {folder: read_rows(folder / ROWS) for folder in {cell.folder.parent for cell in plan.cells}}
+    rows = {row["folder"]: row for many in kept.values() for row in many}
+    rows |= {cell.name: row for cell in plan.cells if (row := read_row(cell.folder / "row.json")) is not None}
+    return {cell.name: rows[cell.name] for cell in plan.cells if cell.name in rows}
 
 
 def status(cell: Cell) -> tuple[str, str]:

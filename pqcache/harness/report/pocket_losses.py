@@ -27,7 +27,7 @@ from pqcache.harness.report import axes as drawing
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.escaping import in_markdown, printable
 from pqcache.harness.report.groups import group_rows
-from pqcache.harness.report.rows import Row, find_full
+from pqcache.harness.report.rows import Row, find_full, rows_by_folder
 from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.tables import budget_text, number, signed
 
@@ -60,11 +60,11 @@ def masses(folder: Path) -> dict[Key, dict[str, Mass]]:
     import numpy
 
     masses_of: dict[Key, dict[str, Mass]] = {}
-    for row in group_rows(folder):
-        if row["diagnostics"] is None:
+    for cell, row in rows_by_folder(folder).items():
+        if row["diagnostics"] is None or len(row["tasks"]) < 2:
             continue
         arrays = defaultdict(list)
-        for path in sorted(_cell(folder, row).glob("diagnostics/*.npz")):
+        for path in sorted(cell.glob("diagnostics/*.npz")):
             data = read_arrays(path)
             if "mass" in data:
                 arrays[path.name.split("-")[0]].append(data["mass"].numpy()[row["dense_layers"] :])
@@ -76,10 +76,6 @@ def masses(folder: Path) -> dict[Key, dict[str, Mass]]:
                 mass = Mass(float(every.mean()), float(numpy.percentile(every, 5)), float(heads.min()))
                 masses_of.setdefault((row["method"], budget_text(row)), {})[task] = mass
     return masses_of
-
-
-def _cell(folder: Path, row: Row) -> Path:
-    return next(path.parent for path in folder.rglob("row.json") if path.parent.name == row["folder"])
 
 
 def depths(row: Row) -> dict[str, list[float]]:

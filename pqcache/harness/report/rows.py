@@ -340,10 +340,10 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
 
 def read_row(path: Path) -> Row | None:
     """A row from its file; None if there is no file or it holds no complete row."""
-    return next(iter(_read(path)), None)
+    return next(iter(read_rows(path)), None)
 
 
-def _read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a row.json, or of a rows.jsonl with one on each line. What is none is named and left out."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -431,16 +431,23 @@ def skipped_text(row: Row) -> str:
     return f" ({skipped} more too long, left out)" if skipped else ""
 
 
-def row_files(folder: Path) -> list[Path]:
-    """Every row.json and rows.jsonl under a folder, without the smoke runs in its sub-folders. A smoke folder lists its own."""
+def rows_by_folder(folder: Path) -> dict[Path, Row]:
+    """Cell's folder -> its row, of every row.json and rows.jsonl under a folder.
+
+    Smoke runs in its sub-folders are left out; a smoke folder lists its own. A row of a rows.jsonl counts as if its cell's
+    folder were beside that file.
+    """
     folder = folder.expanduser()
     found = sorted([*folder.rglob("row.json"), *folder.rglob(ROWS)])
-    return [path for path in found if SMOKE_FOLDER not in path.relative_to(folder).parts]
+    files = [path for path in found if SMOKE_FOLDER not in path.relative_to(folder).parts]
+    many = {path.parent / row["folder"]: row for path in files if path.name == ROWS for row in read_rows(path)}
+    return many | {path.parent: row for path in files if path.name != ROWS for row in read_rows(path)}
 
 
 def rows_under(folder: Path) -> list[Row]:
-    """The rows of `row_files`."""
-    return [row for path in row_files(folder) for row in _read(path)]
+    """The rows of `rows_by_folder`."""
+    rows = rows_by_folder(folder)
+    return [rows[path] for path in sorted(rows)]
 
 
 def rows_or_refused(folder: Path, typed: str) -> list[Row]:
@@ -450,8 +457,14 @@ def rows_or_refused(folder: Path, typed: str) -> list[Row]:
         raise Refused([f"{typed}: {'is a file; must name a folder' if folder.exists() else 'no such folder'}"])
     if rows := rows_under(folder):
         return rows
-    smoke = f"; {folder / SMOKE_FOLDER} has smoke runs" if row_files(folder / SMOKE_FOLDER) else ""
+    smoke = f"; {folder / SMOKE_FOLDER} has smoke runs" if rows_under(folder / SMOKE_FOLDER) else ""
     raise Refused([f"{typed}: no row.json in any folder below{smoke}"])
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write a rows.jsonl."""
+    lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows)
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def write_row(path: Path, row: Row) -> None:

@@ -16,8 +16,7 @@ from pqcache.harness.report.rows import (
     batch_text,
     decode_text,
     find_full,
-    read_row,
-    row_files,
+    rows_by_folder,
     samples_text,
     skipped_text,
 )
@@ -343,11 +342,9 @@ def load_rows(folder: str | Path) -> pd.DataFrame:
     import pandas as pd
 
     records = []
-    for path in row_files(Path(folder)):
-        row = read_row(path)
-        if row is not None:
-            flat = {key: value for key, value in row.items() if key not in ("sample_scores", "tasks")}
-            records.append({**_flat(flat), "path": str(path)})
+    for path, row in rows_by_folder(Path(folder)).items():
+        flat = {key: value for key, value in row.items() if key not in ("sample_scores", "tasks")}
+        records.append({**_flat(flat), "path": str(path / "row.json")})
     return pd.DataFrame(records)
 
 

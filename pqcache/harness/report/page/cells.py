@@ -18,7 +18,7 @@ from pqcache.harness.config.folders import CONFIG, read_config
 from pqcache.harness.config.options import DECODE, LM_EVAL, Refused, masked
 from pqcache.harness.config.overrides import yaml_text
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report.rows import Row, changed_keys, read_row
+from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder
 from pqcache.places import CONFIGS
 
 FILES = ("row.json", "status.json", CONFIG)  # a folder with one of them is a cell's
@@ -56,14 +56,14 @@ class CellView:
 
 def cell_views(root: Path) -> list[CellView]:
     """Every cell below a folder, without the smoke runs in its sub-folders."""
-    folders = dict.fromkeys(path.parent for name in FILES for path in root.rglob(name))
+    rows = rows_by_folder(root)
+    folders = dict.fromkeys([*rows, *(path.parent for name in FILES for path in root.rglob(name))])
     kept = sorted(folder for folder in folders if SMOKE_FOLDER not in folder.relative_to(root).parts)
     most = max(5, min(SAMPLES, SAMPLES_IN_ALL // max(1, len(kept))))
-    return [_view(folder, most) for folder in kept]
+    return [_view(folder, rows.get(folder), most) for folder in kept]
 
 
-def _view(folder: Path, most: int) -> CellView:
-    row = read_row(folder / "row.json")
+def _view(folder: Path, row: Row | None, most: int) -> CellView:
     status, reason = _status(folder, row)
     stored = read_config(folder)
     config = stored if isinstance(stored, dict) else _of_row(row) if row is not None else {}

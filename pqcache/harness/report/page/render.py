@@ -14,7 +14,7 @@ from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.footnotes import deviations
 from pqcache.harness.report.page.cells import CellView, cell_views
 from pqcache.harness.report.page.charts import charts
-from pqcache.harness.report.rows import Row, row_files, skipped_text
+from pqcache.harness.report.rows import Row, skipped_text
 from pqcache.harness.report.tables import budget_text, number, signed, spread
 from pqcache.registry import METHODS, method_class
 
@@ -37,7 +37,7 @@ def page(root: Path, name: str) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     views = cell_views(root)
     every, left_out = configurations([view.row for view in views if view.row is not None])
-    drawn = charts(every, [path.with_name("heatmap.json") for path in row_files(root)])
+    drawn = charts(every, [view.folder / "heatmap.json" for view in views if view.row is not None])
     data = {
         "charts": [{"title": c.title, "note": c.note, "data": c.data, "layout": c.layout} for c in drawn],
         "cells": [_browsed(view) for view in views if view.samples],
