@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rest test-all test-slow lint configs docs picture lock format heatmaps pocket profile report tables missing math clean clean-venv
+.PHONY: help setup demo test test-rest test-all test-slow lint configs docs picture lock format heatmaps pocket report tables missing math clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,9 +76,6 @@ heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for 
 pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 	$(RUN) -m pqcache.harness.report.groups $(OUT)/pocket
-
-profile: $(INSTALLED) ## measure how fast this machine is: plans then say how long a command takes
-	$(RUN) -m pqcache.harness.launch.profile
 
 report: $(INSTALLED) ## one HTML file of OUT's rows: tables that sort, charts, samples, what each cell ran
 	$(RUN) run.py report=$(ROWS)

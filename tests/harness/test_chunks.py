@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from pqcache.harness.launch import estimate
+from pqcache.harness.launch.bound import bound
 from pqcache.harness.run import chunks, units
 from tests.harness.cells import Command
 
@@ -79,11 +79,11 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_counts_a_chunk() -> None:
     size = {"prompt_tokens": 8192, "new_tokens": 32, "dtype": "float32"}
     whole, chunked = (
-        estimate.memory(CONFIG, None, **size, prefill_chunk=chunk)  # type: ignore[arg-type]
+        bound(CONFIG, None, **size, prefill_chunk=chunk)  # type: ignore[arg-type]
         for chunk in (None, 512)
     )
     assert chunked.prefill * 16 == whole.prefill
-    assert chunked.cache["device"] >= 2 * 3 * 2 * 16 * 8192 * 4
+    assert chunked.device >= 2 * 3 * 2 * 16 * 8192 * 4
 
 
 @pytest.mark.parametrize("value", ["0", "-512", "most"])

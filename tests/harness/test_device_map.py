@@ -13,8 +13,7 @@ import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
-from pqcache.harness.launch import estimate, foresee, plan
-from pqcache.harness.launch.survey import survey
+from pqcache.harness.launch import bound, plan
 from pqcache.harness.run import session
 from pqcache.harness.run.session import Session
 from tests.harness.cells import Command, rows
@@ -97,17 +96,17 @@ def test_no_part_of_a_cell(installed: None) -> None:
 def test_no_single_device_refuses_it(
     installed: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "free_bytes", lambda device: 1)
-    monkeypatch.setattr(foresee, "swap", lambda: 0)
+    monkeypatch.setattr(bound, "free_bytes", lambda device: 1)
+    monkeypatch.setattr(bound, "swap", lambda: 0)
     own = ["model=hf", f"model.path={tiny}", "method=full", "limit=1", f"out={tmp_path}", "task.length=256"]
 
     def found(*words: str) -> Any:
-        return survey(make_plan(compose_all([*own, *words], run.CONFIGS)), Session())
+        return plan.make(make_plan(compose_all([*own, *words], run.CONFIGS)), Session())
 
-    (line,) = foresee.foresee(found())[0].values()
+    (line,) = found().misfits()[0].values()
     assert "model.device_map=auto" in line
     spread = found("model.device_map=auto")
-    assert foresee.foresee(spread) == ({}, None)
+    assert spread.misfits() == ({}, None)
     assert "several devices: size unknown" in plan.text(spread)
 
 

@@ -15,7 +15,7 @@ import pytest
 import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.launch import survey
+from pqcache.harness.launch import plan as planning
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter, models, thinking
 from pqcache.harness.run.session import Session
@@ -344,9 +344,9 @@ def test_the_plan_counts_the_whole_answer(tiny: Path, rows: Path, tmp_path: Path
         plan = make_plan(
             compose_all(words(tiny, tmp_path / "out", *typed, f"task.answer_tokens={tokens}"), run.CONFIGS)
         )
-        (one,) = survey.survey(plan, Session()).cells
-        assert one.memory is not None and one.counted.longest[1] == tokens
-        return one.memory.cache["device"]
+        (one,) = planning.make(plan, Session()).cells
+        assert one.memory is not None and one.documents.longest[1] == tokens
+        return one.memory.device
 
     token = 2 * 2 * 16 * 4 * 2  # K and V of two heads of 16 values in float32, two layers
     grown = cache(32768) - cache(512)

@@ -32,7 +32,6 @@ CANNOT: dict[str, Callable[[list[str]], bool]] = {
     "reads data of the hub": lambda words: "task=lm_eval" in words,
     "starts a cluster": lambda words: bool({"launch=ray", "launch=slurm"} & {*words}) or words[0] in ("ray", "sbatch"),
     "needs a GPU": lambda words: "cuda" in words,
-    "measures this machine for minutes": lambda words: "pqcache.harness.launch.profile" in words,
     "installs from the network": lambda words: (
         words[0] in ("pip", "conda") or words[1:2] in (["setup"], ["math"]) or words[-1].endswith(".packages")
     ),
@@ -44,7 +43,6 @@ NOT_OFFLINE = {
     "python run.py experiment=pqcache_table2 launch=ray launch.address=auto": "starts a cluster",
     "python run.py experiment=pqcache_table2 launch=slurm": "starts a cluster",
     "python scripts/profile_schedule.py --model mistral-7b-instruct-v0.2 --dtype float16 --device cuda": "needs a GPU",
-    "python -m pqcache.harness.launch.profile": "measures this machine for minutes",
     "ray start --head": "starts a cluster",
     "ray start --address=<head>:6379": "starts a cluster",
     "ray job submit --": "starts a cluster",
@@ -69,7 +67,7 @@ ELSEWHERE = {
     "make configs": ("../harness/test_configs.py", "files"),
 }
 # Targets of make that run commands of these pages, the tests or ruff and mypy; `make -n` shows what they would do.
-TARGETS = set("demo tables missing profile pocket heatmaps help lock lint test test-rest test-slow".split())
+TARGETS = set("demo tables missing pocket heatmaps help lock lint test test-rest test-slow".split())
 # Words that make the inputs of a task shorter than smoke=true does.
 SHORT = {
     "gsm8k_cot": "",

@@ -1,33 +1,203 @@
-"""The plan in words: `plan=true` prints it and runs nothing.
+"""The plan of a command: its cells, the samples that are missing, how much memory they need at most, and how long they take.
 
-python run.py experiment=pqcache_table2 plan=true
+    python run.py experiment=pqcache_table2 plan=true       prints it and runs nothing
+
+Every run begins with a short form of it. No weights are loaded and nothing is downloaded. Times are those of samples that this
+machine has already computed below `out`; where there are none, the time is unknown.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 
 from pqcache.harness.config import environment, folders
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.launch import estimate, foresee, needs
-from pqcache.harness.launch.survey import CellSurvey, Survey, survey
-from pqcache.harness.run.memory import host_memory
-from pqcache.harness.run.session import Session
+from pqcache.harness.launch import bound
+from pqcache.harness.launch.bound import Memory, words
+from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.session import Session, task_of_cell
+from pqcache.measure.machine import device_caption
+
+Prices = dict[tuple[str, ...], list[float]]  # (model, task, method) -> seconds of each sample
+SMOKE_LONGEST = (1024, 16)  # tokens to which a smoke run cuts prompts and answers
 
 
-def show(plan: RunPlan) -> int:
-    """Print the whole plan of a checked command. Returns the exit code."""
-    environment.quiet()
-    print(text(survey(plan, Session())))
-    return 0
+@dataclass
+class Documents:
+    """The documents of cells with the same prompts."""
+
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # lm-eval task -> documents; empty where the data is not at hand
+    longest: tuple[int, int] = (0, 0)  # (prompt, answer) in tokens; of the options where the data is not at hand
+    note: str = ""
 
 
-def number(value: float, exact: bool = True) -> str:
-    """1,234; with a mark if it is approximate."""
-    if exact:
-        return f"{value:,.0f}"
-    digits = max(0, len(f"{value:.0f}") - 3)
-    return f"about {round(value, -digits):,.0f}"
+@dataclass
+class CellPlan:
+    """One cell of a command."""
+
+    cell: Cell
+    documents: Documents
+    done: int  # samples on disk
+    memory: Memory | None  # None: the model's configuration is not at hand
+    seconds: float | None  # of one sample, by those that this machine computed
+
+    @property
+    def samples(self) -> int:
+        return sum(self.documents.counts.values()) * self.cell.decode.samples
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.samples - self.done)
+
+
+@dataclass
+class Plan:
+    """All cells of a command."""
+
+    cells: list[CellPlan]
+    skipped: int  # cells whose method does not apply
+
+    @property
+    def samples(self) -> int:
+        return sum(one.samples for one in self.cells)
+
+    @property
+    def missing(self) -> int:
+        return sum(one.missing for one in self.cells)
+
+    @property
+    def unknown(self) -> list[str]:
+        """One note for each task whose data is not at hand."""
+        return list(dict.fromkeys(one.documents.note for one in self.cells if one.documents.note))
+
+    def misfits(self) -> tuple[dict[str, str], str | None]:
+        """(cell name -> why it cannot fit the memory, one warning for all that may not)."""
+        refused, doubtful = {}, []
+        for one in self.cells:
+            if one.missing or one.documents.note:
+                sure, why = bound.misfit(one.cell, one.documents.longest, one.memory)
+                if sure:
+                    refused[one.cell.name] = why
+                elif why:
+                    doubtful.append(why)
+        if not doubtful:
+            return refused, None
+        others = f" (and {len(doubtful) - 1} other cells)" if len(doubtful) > 1 else ""
+        return refused, f"memory may not suffice: {doubtful[0]}{others}"
+
+
+def make(plan: RunPlan, session: Session) -> Plan:
+    """Count what a checked command will do."""
+    documents: dict[str, Documents] = {}
+    prices = _prices(plan)
+    found = []
+    with bound.offline():
+        for cell in plan.cells:
+            if cell.skip is not None or cell.method is None:
+                continue
+            same = [cell.identity[key] for key in ("model", "task", "seed")]
+            key = json.dumps([same, cell.run.limit, cell.run.smoke], sort_keys=True)
+            if key not in documents:
+                documents[key] = _documents(cell, session)
+            known = documents[key]
+            price = fmean(seconds) if (seconds := prices.get(_priced(cell))) else None
+            found.append(CellPlan(cell, known, len(_done(cell)), bound.memory_of(cell, known.longest), price))
+    return Plan(found, len(plan.cells) - len(found))
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def text_side(cell: Cell) -> LoadedModel:
+    """The cell's tokenizer and prompt protocol, without its weights: `model` is None."""
+    options = dict(cell.identity["model"])
+    return (smoke_models if cell.run.smoke else models).text_side(options.pop("name"), options)
+
+
+def _documents(cell: Cell, session: Session) -> Documents:
+    """How many documents there are, and how long the longest is. One prompt is tokenized: that with the most characters."""
+    from pqcache.harness.run.one_cell import requests_of
+
+    task, limit = task_of_cell(cell), cell.run.limit
+    told = task.longest(limit=limit, model_name=cell.identity["model"]["name"])
+    if task.name == "latency":
+        return Documents({"latency": task.options.rounds}, (told.prompt, told.answer))
+    room = cell.identity["model"].get("max_length") or 0
+    try:
+        loaded = session.text_side(cell, text_side)
+        requests = requests_of(session.task(cell, loaded)[1], limit, cell.identity["seed"])
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        return Documents(
+            {}, (told.prompt or room, told.answer), f"{task.name}: the data is not at hand ({reason[:80]})"
+        )
+    counts: dict[str, set[int]] = {}
+    for request in requests:
+        counts.setdefault(str(request.task_name), set()).add(int(request.doc_id or 0))
+    text = max((str(request.args[0]) for request in requests), key=len, default="")
+    prompt = told.prompt or loaded.count(text)
+    settings = [request.args[1] for request in requests if request.request_type == "generate_until"]
+    asked = [int(one.get("max_gen_toks") or one.get("max_new_tokens") or task.max_new_tokens) for one in settings]
+    longest = min(prompt, room) if room else prompt, max(asked, default=told.answer)
+    if cell.run.smoke:
+        longest = min(longest[0], SMOKE_LONGEST[0]), min(longest[1], SMOKE_LONGEST[1])
+    return Documents({name: len(numbers) for name, numbers in counts.items()}, longest)
+
+
+def _done(cell: Cell) -> set[tuple[str, int, int]]:
+    """(task, document, number of the answer) of every sample on disk. Takes no lock."""
+    limit = cell.run.limit
+    return {
+        (str(sample["task"]), int(sample["doc_id"]), int(sample.get("draw", 0)))
+        for sample in _lines(cell.folder)
+        if limit is None or int(sample["doc_id"]) < limit
+    }
+
+
+def _lines(folder: Path) -> list[dict]:
+    """The samples of a cell's folder; damaged lines are computed again, so they are left out."""
+    found = []
+    for path in sorted(folder.glob("samples*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                sample = json.loads(line)
+                float(sum(sample["step_s"]) + int(sample["doc_id"])), sample["task"], sample["device"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            found.append(sample)
+    return found
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _priced(cell: Cell) -> tuple[str, ...]:
+    """Cells with the same value take about as long for a sample."""
+    model, task = (json.dumps(cell.identity[group], sort_keys=True) for group in ("model", "task"))
+    return model, task, cell.identity["method"]["name"]
+
+
+def _prices(plan: RunPlan) -> Prices:
+    """Seconds of every sample that this machine computed for the command's cells. Shared prefills are not in it."""
+    prices: Prices = {}
+    captions: dict[str, str] = {}
+    for cell in plan.cells:
+        device = bound.device_of(cell)
+        if device in (bound.WORKER, bound.SPREAD) or cell.run.batch > 1 or not cell.folder.is_dir():
+            continue
+        here = captions.setdefault(device, device_caption(device))
+        for sample in _lines(cell.folder):
+            if sample["device"] == here:
+                seconds = float(sample.get("prefill_s") or 0.0) + sum(sample["step_s"])
+                prices.setdefault(_priced(cell), []).append(seconds)
+    return prices
 
 
 def duration(seconds: float) -> str:
@@ -39,109 +209,77 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
-def time_words(found: Survey) -> str:
-    """How long the command takes, and by which measurement."""
-    seconds, most = found.seconds(), found.seconds(most=True)
-    if any(one.device == estimate.WORKER for one in found.cells):
-        return "unknown before the workers start: their GPUs are not looked at from here"
-    if seconds is None or most is None:
-        return "no profile of this model on this device (make profile)"
-    if found.samples == found.done:
-        return "all samples are done"
-    if any(needs.batch_of(one.cell) > 1 for one in found.cells):
-        return "unknown: profiles are of one prompt at a time"
-    limit = f", at most {duration(most)}" if duration(most) != duration(seconds) else ""
-    return f"about {duration(seconds)}{limit}"
+def time_words(plan: Plan) -> str:
+    """How long the missing samples take."""
+    missing = [one for one in plan.cells if one.missing]
+    if not missing:
+        return "unknown" if plan.unknown else "all samples are done"
+    known = [one for one in missing if one.seconds is not None]
+    if len(known) < len(missing) or plan.unknown:
+        return (
+            "unknown" if not known else f"unknown: cells without a sample of this machine: {len(missing) - len(known)}"
+        )
+    return f"about {duration(sum(one.missing * (one.seconds or 0.0) for one in missing))}"
 
 
-def short(found: Survey) -> list[str]:
-    """The lines that a run begins with: three, or one for a single cell."""
-    done = f"{_each_of(found)}, {found.done:,} done" if found.done else _each_of(found)
-    tokens = f"{number(found.prompt_tokens, found.exact)} prompt tokens, at most {number(found.new_tokens)} new ones"
-    memory = _most_memory(found.cells)
-    time = f"time: {time_words(found)}"
-    if len(found.cells) == 1:
-        samples = f"{found.samples:,} sample{'' if found.samples == 1 else 's'}"
-        return ["; ".join([f"plan: {samples}{done}", tokens, *memory, time])]
-    sure = found.exact and (found.tried or not found.shared)
-    prefills = f"{number(found.prefills, sure)} prefills" + (" after sharing" if found.shared else "")
-    return [
-        f"plan: {len(found.cells)} cells, {found.samples:,} samples{done}, {prefills}",
-        "; ".join(["      " + tokens, *memory]),
-        f"      {time}",
-    ]
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _each_of(found: Survey) -> str:
+def show(plan: RunPlan) -> int:
+    """Print the whole plan of a checked command. Returns the exit code."""
+    environment.quiet()
+    print(text(make(plan, Session())))
+    return 0
+
+
+def short(plan: Plan) -> list[str]:
+    """The line that a run begins with."""
+    cells = f"{len(plan.cells)} cells, " if len(plan.cells) > 1 else ""
+    done = plan.samples - plan.missing
+    samples = (
+        f"{plan.samples:,} sample{'' if plan.samples == 1 else 's'}{_each(plan)}{f', {done:,} done' if done else ''}"
+    )
+    known = [(one.memory.on(bound.device_of(one.cell)), one) for one in plan.cells if one.memory is not None]
+    parts = [f"plan: {cells}{'samples unknown' if plan.unknown else samples}"]
+    if known:
+        need, one = max(known, key=lambda pair: pair[0])
+        device = bound.device_of(one.cell)
+        there = bound.free(device)
+        of = f" of {words(there)}" if there is not None else f" of {device}"
+        parts.append(f"memory at most {words(need)}{of}")
+    return ["; ".join([*parts, f"time: {time_words(plan)}"])]
+
+
+def _each(plan: Plan) -> str:
     """What a limit makes of tasks with several sub-tasks: " (limit=2: 2 documents of each of 8 sub-tasks)"; else empty."""
     texts: dict[str, None] = {}
-    for one in found.cells:
-        counts = Counter(document.task for document in one.counted.documents)
-        if one.cell.run.limit is None or len(counts) < 2:
-            continue
-        few, many = min(counts.values()), max(counts.values())
-        each = f"{few} document{'' if many == 1 else 's'}" if few == many else f"{few}-{many} documents"
-        texts[f"{each} of each of {len(counts)} sub-tasks"] = None
-    return f" (limit={found.cells[0].cell.run.limit}: {', '.join(texts)})" if texts else ""
+    for one in plan.cells:
+        counts = one.documents.counts
+        if one.cell.run.limit is not None and len(counts) > 1:
+            for number, tasks in Counter(counts.values()).items():
+                texts[f"{number} document{'' if number == 1 else 's'} of each of {tasks} sub-tasks"] = None
+    return f" (limit={plan.cells[0].cell.run.limit}: {', '.join(texts)})" if texts else ""
 
 
-def _most_memory(cells: list[CellSurvey]) -> list[str]:
-    known = [(one.memory.on_device(), one) for one in cells if one.memory is not None]
-    if not known:
-        return []
-    need, one = max(known, key=lambda pair: pair[0])
-    there = estimate.device_memory(one.device)
-    of = f" of {estimate.words(there)}" if there is not None else ""
-    return [
-        f"memory at most {estimate.words(need)}" + (f" of {estimate.WORKER}" if one.device == estimate.WORKER else of)
-    ]
-
-
-def text(found: Survey) -> str:
+def text(plan: Plan) -> str:
     """The whole plan."""
-    skipped = f" ({found.skipped} more do not apply)" if found.skipped else ""
-    left = found.samples - found.done
+    skipped = f" ({plan.skipped} more do not apply)" if plan.skipped else ""
+    done = plan.samples - plan.missing
+    refused, warning = plan.misfits()
+    labels = {one.cell.name: _name(one.cell) for one in plan.cells}
     lines = [
-        f"cells: {len(found.cells)}{skipped}",
-        f"samples: {found.samples:,}{_each_of(found)}, {found.done:,} done, {left:,} to run",
-        f"prefills: {found.prefills:,} distinct" + (", shared between cells" if found.shared else ", none is shared"),
-        f"prompt tokens: {number(found.prompt_tokens, found.exact)} in samples,"
-        f" {number(found.prefill_tokens, found.exact)} in prefills",
-        f"new tokens: at most {number(found.new_tokens)}",
-        "downloads: " + (", ".join(one.text for one in found.downloads) or "none"),
-        *(f"note: {note}" for note in found.notes),
-        *_memory_table(found.cells),
-        *_misfits(found),
-        f"time: {time_words(found)}",
-        *_profile_lines(found.cells),
+        f"cells: {len(plan.cells)}{skipped}",
+        *(f"samples: unknown; {note}" for note in plan.unknown),
+        *([f"samples: {plan.samples:,}{_each(plan)}, {done:,} done, {plan.missing:,} to run"] if plan.samples else []),
     ]
-    return "\n".join(lines)
-
-
-def _memory_table(cells: list[CellSurvey]) -> list[str]:
-    lines = []
-    for device in dict.fromkeys(one.device for one in cells):
-        there, host = estimate.device_memory(device), host_memory()
-        has = f"{estimate.words(there)} free" if there is not None else "size unknown"
-        lines.append(f"memory per cell at its longest prompt; {device}: {has}")
-        if device != estimate.WORKER and not device.startswith("cpu") and host is not None:
-            lines[-1] += f", host: {estimate.words(host)} free"
-        seen: set[str] = set()
-        for one in cells:
-            if one.device != device:
-                continue
-            line = f"  {_name(one.cell)}: " + _memory_words(one, there)
-            if line not in seen:
-                seen.add(line)
-                lines.append(line)
-    return lines
-
-
-def _misfits(found: Survey) -> list[str]:
-    """What a run here would refuse, and what it would warn of."""
-    refused, warning = foresee.foresee(found)
-    labels = {one.cell.name: _name(one.cell) for one in found.cells}
-    return [*(f"refused: {labels[name]}: {line}" for name, line in refused.items()), *([warning] if warning else [])]
+    for device in dict.fromkeys(bound.device_of(one.cell) for one in plan.cells):
+        there = bound.free(device)
+        has = f"{words(there)} free" if there is not None else "size unknown"
+        lines.append(f"memory per cell at its longest prompt, at most; {device}: {has}")
+        here = [one for one in plan.cells if bound.device_of(one.cell) == device]
+        lines += dict.fromkeys(f"  {_name(one.cell)}: {_memory(one.memory, device)}" for one in here)
+    lines += [f"refused: {labels[name]}: {line}" for name, line in refused.items()]
+    return "\n".join([*lines, *([warning] if warning else []), f"time: {time_words(plan)}"])
 
 
 def _name(cell: Cell) -> str:
@@ -150,26 +288,15 @@ def _name(cell: Cell) -> str:
     return f"{model} {', '.join(cell.names) or method} {folders.budget_name(cell.identity)}"
 
 
-def _memory_words(one: CellSurvey, there: int | None) -> str:
-    need = one.memory
+def _memory(need: Memory | None, device: str) -> str:
     if need is None:
         return "the model's configuration is not at hand"
-    words = estimate.words
-    parts = [f"{words(need.weights)} weights", *(f"{words(n)} cache on {tier}" for tier, n in need.cache.items() if n)]
-    parts.append(f"{words(need.prefill)} prefill")
-    whole = need.on_device()
-    fits = "" if there is None or whole <= there else " - does not fit"
-    place = estimate.recording_place(need, one.device)
-    where = {"device": "fits", "host": "fits in host memory", None: "does not fit"}[place]
-    if one.device == estimate.WORKER:
-        where = "where it fits there"
-    return f"{' + '.join(parts)} = {words(whole)}{fits}; a shared prefill {words(need.recording)} more, {where}"
+    host = f" + {words(need.host)} cache in host memory" if need.host else ""
+    parts = f"{words(need.weights)} weights + {words(need.device)} cache{host} + {words(need.prefill)} prefill"
+    return f"{parts} = {words(need.on(device))}"
 
 
-def _profile_lines(cells: list[CellSurvey]) -> list[str]:
-    lines = []
-    for one in cells:
-        if one.profile is not None:
-            commit = (one.profile.commit or "unknown")[:12]
-            lines.append(f"profile: {one.profile.device}, {one.profile.dtype}, commit {commit}, {one.profile.path}")
-    return list(dict.fromkeys(lines))
+def weights(plan: Plan) -> dict[str, float]:
+    """Cell name -> the weight of one of its samples: seconds if all are known, else 1."""
+    known = all(one.seconds is not None for one in plan.cells if one.missing)
+    return {one.cell.name: (one.seconds or 1.0) if known else 1.0 for one in plan.cells}

@@ -17,13 +17,10 @@ from typing import Any, TextIO
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.config.launch import LocalLaunch
-from pqcache.harness.launch import foresee
-from pqcache.harness.launch import plan as words
-from pqcache.harness.launch.survey import survey, weights
+from pqcache.harness.launch import plan as planning
 from pqcache.harness.run.session import Session
 
 EVERY_S = 30.0  # between two plain lines
-COUNTING_S = 3.0  # for reading prompts before the run begins; what is left counts by published sizes
 BAR = "{n_fmt}/{total_fmt} samples |{bar:24}| {elapsed}{postfix}"
 
 
@@ -55,11 +52,11 @@ class Total:
         said = io.StringIO()  # notes on the tasks come after the plan
         try:
             with contextlib.redirect_stdout(said):
-                found = survey(plan, session, measured=False, counting_s=COUNTING_S)
-            lines = words.short(found)
-            weight = weights(found)
+                found = planning.make(plan, session)
+            lines = planning.short(found)
+            weight = planning.weights(found)
             if isinstance(plan.launch, LocalLaunch):  # workers may be on other machines
-                session.misfits, warning = foresee.foresee(found)
+                session.misfits, warning = found.misfits()
                 lines += [warning] if warning else []
         except Exception as error:  # what is wrong, the run itself will say
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -69,7 +66,7 @@ class Total:
         print("\n".join(lines), flush=True)
         print(said.getvalue(), end="", flush=True)
         self._weight = weight
-        self._left = {one.cell.name: len(one.missing) for one in found.cells}
+        self._left = {one.cell.name: one.missing for one in found.cells}
         self._start = self._last = self.clock()
         if self._missing and self.stream.isatty():
             self._open_bar(below=isinstance(plan.launch, LocalLaunch))
@@ -126,7 +123,7 @@ class Total:
     def _rest(self) -> str:
         parts = [f"{sum(not count for count in self._left.values())}/{len(self._left)} cells"]
         if (seconds := self._seconds_left()) is not None:
-            parts.append(f"{words.duration(seconds)} left")
+            parts.append(f"{planning.duration(seconds)} left")
         if self._scored:
             parts.append(f"score {self._sum / self._scored:.1f}")
         if self._tpot is not None:
