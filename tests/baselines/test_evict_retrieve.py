@@ -21,7 +21,7 @@ from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.shape import ModelShape, NotApplicable
 from tests.baselines.common import context
 from tests.baselines.drive import run
-from tests.invariants.drive import Session, logits, tokens
+from tests.invariants.drive import Session, tokens
 
 EVICT = ["h2o", "kvcrush", "pyramidkv", "snapkv"]
 RETRIEVE = ["clusterkv", "oracle", "pqcache", "quest", "sparq"]
@@ -77,13 +77,6 @@ def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict
     for budget in (Budget(ratio=1.0), Budget(tokens=4000)):
         method = both(evict, retrieve, 0.4, budget=budget, options={"store": "host"}, budget_rule="prompt")
         torch.testing.assert_close(conversation(llama, method), alone)
-
-
-def test_noop_is_dense(llama: PreTrainedModel) -> None:
-    prompt, steps = [tokens(80, 1)], [[t] for t in tokens(5, 2)]
-    torch.testing.assert_close(
-        logits(llama, EvictRetrieve.noop(retrieve="quest"), prompt, steps), logits(llama, None, prompt, steps)
-    )
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:

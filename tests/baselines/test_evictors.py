@@ -160,25 +160,6 @@ def test_what_stays(
         torch.testing.assert_close(out[row : row + 1].float(), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", EVICTORS)
-def test_a_budget_that_covers_the_prompt_changes_no_bit(name: str) -> None:
-    """Tokens >= s, ratio 1: everything is held, and a step's output is that of all keys, bit for bit."""
-    from pqcache.selective.attention import attend_one
-
-    shape = ModelShape(N_LAYERS, 4, 2, D)
-    q, k, v = draw_inputs(1, 4, 2, 61, torch.float32, 3)
-    qs, ks, vs = draw_inputs(1, 4, 2, 1, torch.float32, 4)
-    want = attend_one(qs, torch.cat([k, ks], 2), torch.cat([v, vs], 2), D**-0.5)
-    for budget in (Budget(tokens=64), Budget(ratio=1.0)):
-        one = OneLayer(make(name, budget), shape, [61]).prompt(q, k, v)
-        assert one.held() == [list(range(61))] * 2
-        out = one.step(qs, ks, vs)
-        if one.method.needs_probs:  # computes its own probabilities
-            torch.testing.assert_close(out, want, atol=1e-6, rtol=1e-5)
-        else:
-            assert torch.equal(out, want)
-
-
 @pytest.mark.parametrize("name", [name for name in EVICTORS if "alternate" not in name])  # its anchor counts the heads
 @settings(max_examples=8, deadline=None)
 @given(st.integers(8, 60), st.floats(0.1, 0.9), st.integers(0, 99))

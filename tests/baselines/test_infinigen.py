@@ -259,15 +259,6 @@ def test_budget_and_cap_are_the_plan() -> None:
     assert InfiniGen(budget=Budget(ratio=0.1), protocol="paper").plan(3, 1, 32).k == 1
 
 
-def test_no_limit_is_dense(llama: PreTrainedModel) -> None:
-    prompt, steps = [tokens(80, 1)], [[t] for t in tokens(5, 2)]
-    for hyper in ({"alpha": float("inf"), "cap": 1.0}, {"protocol": "paper"}):
-        got = logits(llama, InfiniGen(**hyper), prompt, steps)
-        torch.testing.assert_close(got, logits(llama, None, prompt, steps))
-    almost = InfiniGen(alpha=float("inf"), cap=1.0, calibration_tokens=32, budget=Budget(tokens=80))
-    torch.testing.assert_close(logits(llama, almost, prompt, steps[:1]), logits(llama, None, prompt, steps[:1]))
-
-
 def test_the_first_layer_stays_dense(llama: PreTrainedModel) -> None:
     method = InfiniGen(calibration_tokens=32, budget=Budget(ratio=0.2))
     calls = selections(llama, method, 100, 4)

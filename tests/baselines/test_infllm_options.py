@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
 from pqcache.selective import Budget, NotApplicable
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import ModelShape
-from tests.baselines.infllm_reference import HALF
-from tests.invariants.drive import logits, tokens
 
 
 def test_plans() -> None:
@@ -33,19 +29,6 @@ def test_plans() -> None:
     release = InfLLM(protocol="release", budget=Budget(ratio=0.2))
     assert (release.plan(20000, 0, 1), release.reps, release.n_sink) == (plan, 4, 128)
     assert isinstance(InfLLM(budget=Budget(ratio=1.0)).make_layer(0, ModelShape(1, 2, 2, 4)), DenseLayer)
-
-
-def test_budget_one_and_covering_budgets_are_dense(llama: PreTrainedModel) -> None:
-    prompt, steps = [tokens(150, 1)], [[t] for t in tokens(5, 2)]
-    dense = logits(llama, None, prompt, steps)
-    small = {"n_init": 4, "block": 4}
-    for method in (
-        InfLLM(budget=Budget(ratio=1.0), **small),
-        InfLLM(budget=Budget(tokens=160), **small),
-        InfLLM(budget=HALF, n_local=155, **small),
-        InfLLM(protocol="paper", budget=HALF),
-    ):
-        torch.testing.assert_close(logits(llama, method, prompt, steps), dense)
 
 
 @pytest.mark.parametrize(

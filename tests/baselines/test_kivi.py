@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 from baselines.kivi import KIVI, accounted_ratio
 from tests.baselines.fed import Fed, drawn, rounded
-from tests.store.test_packed import largest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -140,21 +139,6 @@ def test_scaling_and_permuting(seed: int, power: int) -> None:
     assert torch.equal(Fed(method, moved(k), v).store.view()[0], moved(plain))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_extremes_stay_finite_and_constants_are_exact(dtype: torch.dtype, bits: int) -> None:
-    big = torch.finfo(torch.float16).max
-    signs = torch.where(drawn(0, 1, 2, 40, 8) > 0, big, -big)
-    method = KIVI(bits=bits, group=4, residual=8)
-    for x in (signs, torch.full((1, 2, 40, 8), big), torch.full((1, 2, 40, 8), 1e-7), drawn(1, 1, 2, 1, 8)):
-        for part in Fed(method, x.to(dtype), x.to(dtype)).store.view():
-            assert part.isfinite().all()
-    for value in (0.0, -1.5, 512.0):
-        x = torch.full((1, 2, 40, 8), value, dtype=dtype)
-        for part in Fed(method, x, x).store.view():
-            assert torch.equal(part, x)
-
-
 def test_a_short_prompt_stays_exact() -> None:
     k, v = drawn(0, 1, 2, 127, 32), drawn(1, 1, 2, 127, 32)
     fed = Fed(KIVI(), k, v)
@@ -162,25 +146,6 @@ def test_a_short_prompt_stays_exact() -> None:
     fed.step(k[:, :, :1], v[:, :, :1])  # the 128th token
     assert (fed.store.k.tails, fed.store.v.tails) == ([0], [128])
     assert not torch.equal(fed.row(0)[0][:, :127], k[0]) and torch.equal(fed.row(0)[1][:, :127], v[0])
-
-
-@settings(max_examples=6, deadline=None)
-@given(
-    seed=st.integers(0, 10**6), s=st.integers(17, 60), dtype=st.sampled_from(DTYPES), heads=st.sampled_from([1, 2, 6])
-)
-def test_chosen_tokens_and_tiles_equal_the_whole(seed: int, s: int, dtype: torch.dtype, heads: int) -> None:
-    k, v = drawn(seed, 2, 2, s, 8, dtype=dtype), drawn(seed + 1, 2, 2, s, 8, dtype=dtype)
-    store = Fed(KIVI(group=4, residual=8), k, v, [s, s - 9]).store
-    whole = store.view()
-    indices = torch.randint(0, s - 9, (2, heads, 7), generator=torch.Generator().manual_seed(seed))
-    group = max(1, heads // 2)
-    for stream, x in zip((store.k, store.v), whole, strict=True):
-        wide = x.repeat_interleave(group, 1)
-        every = indices.expand(2, 2, -1) if heads == 1 else indices
-        assert torch.equal(stream.take(indices, group), wide.gather(2, every[..., None].expand(-1, -1, -1, 8)))
-    for lo, hi in ((0, 3), (5, 9), (3, s - 9)):
-        for part, x in zip(store.tile(lo, hi), whole, strict=True):
-            assert torch.equal(part, x[:, :, lo:hi])
 
 
 def test_dropping_tokens_codes_their_groups_again() -> None:
@@ -197,14 +162,6 @@ def test_dropping_tokens_codes_their_groups_again() -> None:
     store.append(k[:, :, :1], v[:, :, :1])
     store.pack()
     assert store.lengths == [16, 16]
-
-
-def test_decoding_scratch_does_not_grow_with_the_length() -> None:
-    sizes = []
-    for length in (600, 1800):
-        x = drawn(0, 1, 2, length, 8)
-        sizes.append(largest(Fed(KIVI(group=8, residual=24), x, x).store, drawn(1, 1, 4, 1, 8), 200))
-    assert sizes[0] == sizes[1] <= 2 * 216 * 8
 
 
 def test_bytes_are_the_closed_form() -> None:

@@ -66,13 +66,6 @@ def test_defaults_that_depend_on_the_protocol() -> None:
         Full(protocol="release")  # the command line runs it as aligned: it has nothing to differ in
 
 
-@pytest.mark.parametrize("cls", METHODS)
-def test_a_budget_of_one_is_dense(llama: PreTrainedModel, cls: type[RetrievalMethod]) -> None:
-    prompt, steps = [tokens(60, 1)], [[t] for t in tokens(3, 2)]
-    method = cls(budget=Budget(ratio=1.0), protocol="release")
-    torch.testing.assert_close(logits(llama, method, prompt, steps), logits(llama, None, prompt, steps))
-
-
 def test_double_sparsity_chooses_for_each_query_head(llama: PreTrainedModel) -> None:
     """Channels, rounding and choice of every query head, from the keys that the store holds."""
     method = DoubleSparsity(

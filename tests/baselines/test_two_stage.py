@@ -20,7 +20,6 @@ from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, NotApplicable
 from pqcache.selective.index import Index
 from tests.baselines.common import OneLayer, random_layer, selections
-from tests.invariants.drive import logits, tokens
 
 SECOND = ["oracle", "pqcache", "sparq"]
 FIRST = ["clusterkv", *SECOND, "quest"]
@@ -287,13 +286,6 @@ def test_stages_follow_a_long_generation(llama: PreTrainedModel) -> None:
         assert all(len(set(head)) == 18 for head in selected.indices[0].tolist())
         seen |= set(selected.indices.flatten().tolist())
     assert max(seen) > 150
-
-
-def test_noop_and_a_budget_beyond_the_prompt_are_dense(llama: PreTrainedModel) -> None:
-    prompt, steps = [tokens(80, 1)], [[t] for t in tokens(5, 2)]
-    dense = logits(llama, None, prompt, steps[:1])
-    for method in (TwoStage.noop(), TwoStage(budget=Budget(tokens=500), first="clusterkv")):
-        torch.testing.assert_close(logits(llama, method, prompt, steps[:1]), dense)
 
 
 @pytest.mark.parametrize(
