@@ -26,8 +26,7 @@ import torch
 from pqcache.fields import added
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable

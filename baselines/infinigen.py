@@ -165,7 +165,6 @@ class SpeculativeIndex(Index):
                 self.choice = self.choose_by_products(self.speculated(q), keys, cand, h_kv, scaling)
             else:
                 self.choice = self.pick(self.speculated_logits(q, lo, hi, scaling), cand)
-            assert self.layer.store is not None
             self.layer.store.prefetch(self.choice.indices, self.layer.shape.group)
 
     def speculated(self, q: torch.Tensor) -> torch.Tensor:

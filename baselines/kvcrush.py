@@ -29,7 +29,8 @@ import torch
 
 from pqcache.fields import added
 from pqcache.selective.budget import Plan, floor_share
-from pqcache.selective.eviction import EvictionMethod, join_rows
+from pqcache.selective.eviction import EvictionMethod
+from pqcache.selective.evictor import join_rows
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.scorer import Prompt, Scorer

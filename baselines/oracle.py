@@ -30,15 +30,12 @@ class ExactIndex(Index):
         self.reduce, self.scope = method.reduce, method.scope
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        assert self.layer.store is not None
         return self._products(q, self.layer.store.keys(lo, hi), ctx)
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        assert self.layer.store is not None
         return self.choose_by_products(q.float(), self.layer.store.keys(*self.span(cand)), cand, h_kv, ctx.scaling)
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        assert self.layer.store is not None
         return self._products(q, self.layer.store.keys_at(indices, self.layer.shape.group), ctx)
 
     @staticmethod

@@ -22,8 +22,7 @@ from pqcache.diagnostics.trace import SUFFIX, Choice, Trace, prompt_hash
 from pqcache.selective.budget import Plan
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape
 
 
@@ -50,7 +49,7 @@ class ReplayLayer(RetrievalLayer):
         self.step = 0
 
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]:
-        assert self.store is not None and not ahead  # a recorded choice is never made ahead of its layer
+        assert not ahead  # a recorded choice is never made ahead of its layer
         trace = self.method.current()
         if self.step >= trace.steps:
             raise ValueError(f"{trace.path}: has {trace.steps} decode steps, this run goes on")

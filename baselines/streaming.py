@@ -22,8 +22,7 @@ import torch
 from pqcache.selective import rope
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import check_rotated

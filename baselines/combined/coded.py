@@ -23,21 +23,19 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from pqcache import kernels
 from pqcache.selective.attention import partial
 from pqcache.selective.budget import Budget, Plan
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
-from pqcache.selective.quantization import QuantizationMethod, attend_chosen_codes, attend_coded
-from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.quantization import QuantizationMethod, attend_coded
+from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import exact_copy
 from pqcache.selective.substitute import StepParts
+from pqcache.store.base import RetrievalStore, joined
 from pqcache.store.resident import ResidentStore
 
 
@@ -77,21 +75,6 @@ class CodedRetrievalLayer(RetrievalLayer):
         self.packed.pack()
         return out
 
-    def attend_in_place(
-        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, ctx: LayerContext
-    ) -> torch.Tensor | None:
-        """Chosen tokens as codes, by a kernel, where the codec's can be gathered."""
-        n, length, h_kv = q.shape[0], self.packed.length, self.packed.k.heads
-        if not kernels.native(q) or indices.shape[1] not in (1, h_kv) or bool((indices < 0).any()):
-            return None
-        first, last = torch.arange(sinks, device=q.device), torch.arange(length - local, length, device=q.device)
-        positions = torch.cat([first.expand(n, h_kv, -1), indices.expand(-1, h_kv, -1), last.expand(n, h_kv, -1)], 2)
-        part = attend_chosen_codes(q, self.packed, positions, ctx.scaling)
-        if part is None:
-            return None
-        self.packed.observe_step(q, part.lse, ctx.scaling)
-        return part.out.transpose(1, 2).to(q.dtype)
-
     def attend_chosen(
         self,
         q: torch.Tensor,
@@ -109,15 +92,12 @@ class CodedRetrievalLayer(RetrievalLayer):
         return part.out.transpose(1, 2).to(q.dtype)
 
     def map_rows(self, index: torch.Tensor) -> None:
-        if self.store is None:  # during a prompt the packed store holds only what it observed
+        if self.store is not self.packed:  # during a prompt it holds only what it observed
             self.packed.map_rows(index)
         super().map_rows(index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = super().tensors()
-        if self.store is None:
-            tiers["device"] += self.packed.tensors()["device"]
-        return tiers
+        return joined(super().tensors(), {} if self.store is self.packed else self.packed.tensors())
 
 
 class CodedEvictionLayer(EvictionLayer):

@@ -17,14 +17,15 @@ from typing import Any, ClassVar, Self
 import torch
 
 from pqcache.selective.budget import Budget, Plan
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.eviction_layer import Evictor, kept_of
+from pqcache.selective.eviction import EvictionMethod, kept_of
+from pqcache.selective.evictor import Evictor
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import TOKEN_RULES, Method
 from pqcache.selective.parts import ComposedMethod
-from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
+from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.store.base import joined
 from pqcache.store.resident import ResidentStore
 
 
@@ -47,8 +48,8 @@ class EvictRetrieveLayer(RetrievalLayer):
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         slots, counts = self.evictor.choose(k, lengths, ctx)
-        if self.store is not None and not self.evictor.method.budget.is_everything:
-            self.store = None  # a later turn moved the entries: host rows and index are stale
+        if self.store.lengths and not self.evictor.method.budget.is_everything:
+            self.store = ResidentStore()  # a later turn moved the entries: host rows and index are stale
             self.index = self.new_index()
         self.dropped = [seen - held for seen, held in zip(ctx.step.total, counts, strict=True)]
         kept = self.staged = kept_of(k, v, slots, counts)
@@ -73,28 +74,23 @@ class EvictRetrieveLayer(RetrievalLayer):
         return [replace(a, local=b.local, k=b.k) for a, b in zip(stored, spent, strict=True)]
 
     def unpack(self) -> ResidentStore:
-        assert self.store is not None
         self.evictor.kept = list(self.store.lengths)
         return super().unpack()
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        assert self.store is not None
         self.evictor.place(self.store.lengths, k)
         return super().decode(q, k, v, ctx)
 
     def held_positions(self) -> torch.Tensor | None:
-        return None if self.store is None else self.evictor.where(self.store.lengths)
+        return self.evictor.where(self.store.lengths)
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)
         self.evictor.follow_rows(index)
-        self.dropped = [self.dropped[i] for i in index.tolist()] if self.dropped else []
+        map_state(self, ("dropped",), index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = super().tensors()
-        for tier, tensors in self.evictor.own_tensors().items():
-            tiers.setdefault(tier, []).extend(tensors)
-        return tiers
+        return joined(super().tensors(), self.evictor.own_tensors())
 
 
 def evicts(cls: type[Any]) -> bool:

@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from pqcache.selective.attention import row_mask
-from pqcache.selective.eviction import join_rows
-from pqcache.selective.eviction_layer import EvictionLayer, kept_of
+from pqcache.selective.eviction import EvictionLayer, kept_of
+from pqcache.selective.evictor import join_rows
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.quantization import attend_coded
 from pqcache.selective.scorer import Prompt

@@ -24,12 +24,11 @@ import torch
 from pqcache import kernels
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
-from pqcache.selective.index import Candidates, Index, Selection
+from pqcache.selective.index import Candidates, Index, IndexedLayer, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.retrieval_layer import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 
 # What every retrieval method has: the options of this method, which hold for both stages.
@@ -67,11 +66,11 @@ class TwoStageIndex(Index):
         self.reduce, self.scope = second.reduce, second.scope
 
     @property
-    def layer(self) -> RetrievalLayer:
+    def layer(self) -> IndexedLayer:
         return self.second.layer
 
     @layer.setter
-    def layer(self, layer: RetrievalLayer) -> None:
+    def layer(self, layer: IndexedLayer) -> None:
         self.first.layer = self.second.layer = layer
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:

@@ -21,7 +21,7 @@ from pqcache.selective.attention import row_mask
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.index import Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.resident import ResidentStore
 
 # Array -> its meaning, per layer, row, query head and step; NaN where it is not defined.

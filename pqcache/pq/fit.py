@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from pqcache.pq import codebook
 from pqcache.pq.kmeans import in_place, initial_positions, kmeans
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How a layer's keys are clustered and coded; PQCache's hyper-parameters."""
+
+    m: int  # sub-spaces per key
+    b: int  # bits per code
+    rounds: Callable[[int], int]  # maximum K-Means rounds for so many keys
+    tol: float = 1e-4
+    seed: int = 4321
+    device: str = "cpu"  # cpu | cuda | auto (where the keys are)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.b <= 8 else torch.int16
 
 
 class Fitted(NamedTuple):
@@ -21,21 +38,11 @@ class Fitted(NamedTuple):
     seconds: float
 
 
-def fit(
-    keys: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: list[int],
-    due: list[int],
-    *,
-    rounds: Callable[[int], int],
-    tol: float,
-    seed: int,
-    code_dtype: torch.dtype,
-) -> Fitted:
+def fit(keys: torch.Tensor, centroids: torch.Tensor, counts: list[int], due: list[int], how: Clustering) -> Fitted:
     """Index keys (n, h_kv, t, d), counts[r] of them in row r. Rows `due` are clustered, the others keep their centroids.
 
-    centroids (n, h_kv, m, 2^b, d / m): the present ones, on any device. rounds(count): maximum K-Means rounds for `count` keys.
-    Everything is computed on the keys' device. A row's result never depends on its neighbours.
+    centroids (n, h_kv, m, 2^b, d / m): the present ones, on any device. Everything is computed on the
+    keys' device. A row's result never depends on its neighbours.
     """
     start = time.perf_counter()
     n, h_kv, m, c, sub = centroids.shape
@@ -47,9 +54,9 @@ def fit(
             points = codebook.sub_vectors((keys if len(rows) == n else keys[rows])[:, :, :count], m)
         else:
             points = codebook.split(keys[rows, :, :count], m)
-        init = points[..., initial_positions(count, c, seed).to(keys.device), :].flatten(0, -3)
-        result = kmeans(points, init, rounds(count), tol)
+        init = points[..., initial_positions(count, c, how.seed).to(keys.device), :].flatten(0, -3)
+        result = kmeans(points, init, how.rounds(count), how.tol)
         centroids[rows] = result.centroids.view(len(rows), h_kv, m, c, sub).to(centroids.dtype)
         done = max(done, result.rounds)
-    codes = codebook.encode(keys[:, :, : max(counts)], centroids).flatten(1, 2).to(code_dtype)
+    codes = codebook.encode(keys[:, :, : max(counts)], centroids).flatten(1, 2).to(how.code_dtype)
     return Fitted(centroids, codes, done, time.perf_counter() - start)

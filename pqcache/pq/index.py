@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from pqcache import kernels
 from pqcache.pq import codebook
 from pqcache.pq.far import FarCodes
-from pqcache.pq.fit import Fitted, fit
+from pqcache.pq.fit import Clustering, Fitted, fit
+from pqcache.selective.budget import Plan
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
@@ -19,10 +19,6 @@ from pqcache.selective.substitute import PQCodes
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST
 from pqcache.store.lanes import NOTHING, Work
-
-if TYPE_CHECKING:
-    from pqcache.pq.method import PQCache
-    from pqcache.selective.budget import Plan
 
 REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
 
@@ -42,12 +38,22 @@ class PQIndex(Index):
     """Centroids and codes of one layer. Entry i of a head's codes is the key at position n_sink + i.
 
     `build` starts the clustering, beside the model where the cache's lanes do that; every use of the index waits for it first.
-    With codes_store=host both are stored on the host, and `far` sends a copy to the device for each step.
+    far: both are stored on the host, and a copy is sent to the device for each step. refit_every: as PQCache's option.
+    replans: whether every step has a plan of its own.
     """
 
-    def __init__(self, method: PQCache) -> None:
-        self.method = method
-        self.reduce = method.reduce
+    def __init__(
+        self,
+        how: Clustering,
+        n_sink: int,
+        reduce: str,
+        *,
+        far: bool = False,
+        refit_every: int = 0,
+        replans: bool = False,
+    ) -> None:
+        self.how, self.n_sink, self.reduce, self.on_host = how, n_sink, reduce, far
+        self.refit_every, self.replans = refit_every, replans
         self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
@@ -57,25 +63,21 @@ class PQIndex(Index):
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         self.wait()
-        method, cache = self.method, ctx.cache
-        far = method.codes_store == "host"
+        cache, m, far = ctx.cache, self.how.m, self.on_host
         home = HOST if far else k.device
-        counts = [max(0, length - method.n_sink) for length in lengths]
+        counts = self._coded(lengths)
         n, h_kv, _, d = k.shape
-        c = 2**method.b
+        c = 2**self.how.b
         if self.centroids is None or self.codes is None:
             dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
-            self.centroids = torch.zeros((n, h_kv, method.m, c, d // method.m), dtype=dtype, device=home)
-            code = torch.uint8 if method.b <= 8 else torch.int16
-            self.codes = Buffer(n, h_kv * method.m, (), code, home, pinned=far, token_major=far)
-            self.codes.expected = max(0, cache.expected - method.n_sink)
+            self.centroids = torch.zeros((n, h_kv, m, c, d // m), dtype=dtype, device=home)
+            self.codes = Buffer(n, h_kv * m, (), self.how.code_dtype, home, pinned=far, token_major=far)
+            self.codes.expected = max(0, cache.expected - self.n_sink)
             self.far = FarCodes(k.device, cache.lanes.on(k.device), cache.ledger.move) if far else None
             self.fitted = [0] * n
         # nothing to cluster: nothing is left out yet, too few keys for an index, or few new ones since the last fit
-        waits = self.layer.dense
-        due = [
-            r for r, count in enumerate(counts) if not waits[r] and count > c and count > self.fitted[r] * (1 + REFIT)
-        ]
+        rows = zip(counts, self.fitted, self.layer.dense, strict=True)
+        due = [r for r, (count, old, waits) in enumerate(rows) if not waits and count > c and count > old * (1 + REFIT)]
         self._note_fit(counts, due, ctx)
         if any(self.fitted):
             self._start(k, counts, due, ctx)
@@ -83,11 +85,14 @@ class PQIndex(Index):
                 self.wait()
         return [fitted > 0 for fitted in self.fitted]
 
+    def _coded(self, lengths: list[int]) -> list[int]:
+        """Of lengths[r] tokens in row r those that have codes: all after the sinks."""
+        return [max(0, length - self.n_sink) for length in lengths]
+
     def build_late(self, lengths: list[int], rows: list[int], ctx: LayerContext) -> list[bool]:
         """Cluster what these rows hold by now. The step waits for it."""
-        assert self.layer.store is not None
-        counts = [max(0, length - self.method.n_sink) for length in lengths]
-        due = [r for r in rows if counts[r] > 2**self.method.b]
+        counts = self._coded(lengths)
+        due = [r for r in rows if counts[r] > 2**self.how.b]
         if due:
             self._fit_now(self.layer.store.view()[0], counts, due, ctx)
         return [self.fitted[r] > 0 for r in rows]
@@ -104,8 +109,7 @@ class PQIndex(Index):
 
     def _refit(self, lengths: list[int], ctx: LayerContext) -> None:
         """Cluster again, over all keys so far, the rows that got `refit_every` tokens since their last fit."""
-        every = self.method.refit_every
-        counts = [max(0, length - self.method.n_sink) for length in lengths]
+        every, counts = self.refit_every, self._coded(lengths)
         rows = zip(counts, self.fitted, self.layer.dense, strict=True)
         due = [r for r, (count, fitted, dense) in enumerate(rows) if fitted and not dense and count - fitted >= every]
         if not due:
@@ -120,18 +124,15 @@ class PQIndex(Index):
         facts = ctx.cache.ledger.facts
         for r in due:
             self.fitted[r] = counts[r]
-            facts["kmeans_max_iter"] = max(self.method.rounds(counts[r]), facts.get("kmeans_max_iter", 0))
+            facts["kmeans_max_iter"] = max(self.how.rounds(counts[r]), facts.get("kmeans_max_iter", 0))
 
     def local(self, plan: Plan, past: int) -> int:
         """The plan's window. Where every step has its own plan and there are too few keys to cluster: all but the sinks."""
-        return plan.local + plan.k if self.method.replans and self._too_few(past) else plan.local
+        too_few = self.replans and past + 1 - self.n_sink <= 2**self.how.b
+        return plan.local + plan.k if too_few else plan.local
 
     def max_local(self, plan: Plan) -> int:
-        return max(plan.local, min(plan.local + plan.k, 2**self.method.b)) if self.method.replans else plan.local
-
-    def _too_few(self, past: int) -> bool:
-        """Whether `past` tokens and the current one have no more keys after the sinks than there are centroids."""
-        return past + 1 - self.method.n_sink <= 2**self.method.b
+        return max(plan.local, min(plan.local + plan.k, 2**self.how.b)) if self.replans else plan.local
 
     def _start(self, k: torch.Tensor | None, counts: list[int], due: list[int], ctx: LayerContext) -> None:
         """Start the fit on the device where K-Means runs. A store on the host has the keys there already.
@@ -139,12 +140,10 @@ class PQIndex(Index):
         k (n, h_kv, >= tokens, d): all keys from the first token on; None: those after the sinks are read from the store.
         """
         assert self.centroids is not None and self.codes is not None
-        method, ledger, device = self.method, ctx.cache.ledger, ctx.hidden.device if k is None else k.device
+        how, ledger, device = self.how, ctx.cache.ledger, ctx.hidden.device if k is None else k.device
         lanes, home = ctx.cache.lanes.on(device), self.codes.data.device
-        where = device if method.kmeans_device == "auto" else torch.device(method.kmeans_device)
-        old, longest, code_dtype, sink = self.centroids, max(counts), self.codes.data.dtype, method.n_sink
-        store = self.layer.store
-        assert store is not None
+        where = device if how.device == "auto" else torch.device(how.device)
+        old, longest, sink, store = self.centroids, max(counts), self.n_sink, self.layer.store
         crosses = where.type != device.type
         on_host = store.host_keys(longest) if where.type == "cpu" and (crosses or k is None) else None
         if on_host is not None:
@@ -155,15 +154,12 @@ class PQIndex(Index):
             if crosses:
                 ledger.move("index_input", keys.numel() * keys.element_size())
         if where.type != home.type:
-            code_bytes = len(counts) * self.codes.data.shape[1] * longest * code_dtype.itemsize
+            code_bytes = len(counts) * self.codes.data.shape[1] * longest * how.code_dtype.itemsize
             ledger.move("index_upload", len(due) * old[0].numel() * old.element_size() + code_bytes)
 
         def work() -> Fitted:
             written.finish()
-            fitted = fit(
-                keys.to(where), old, counts, due, rounds=method.rounds, tol=method.tol, seed=method.kmeans_seed,
-                code_dtype=code_dtype,
-            )  # fmt: skip
+            fitted = fit(keys.to(where), old, counts, due, how)
             return fitted._replace(centroids=fitted.centroids.to(home), codes=fitted.codes.to(home))
 
         self.building = _Building(lanes.build(work, *sources), ledger, device, lanes.asynchronous)
@@ -198,30 +194,22 @@ class PQIndex(Index):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """The new token gets its codes at once; it is ranked once it has left the local window. See also refit_every."""
-        self._take_over()
+        if self.building is not None:
+            self._take_over()
         if not any(self.fitted):
             return
-        self._encode(k, lengths)
-        if self.method.refit_every:
-            self._refit(lengths, ctx)
-
-    def _encode(self, k: torch.Tensor, lengths: list[int]) -> None:
-        """Store the codes of one new token per row, k (n, h_kv, 1, d)."""
-        assert self.codes is not None
+        assert self.codes is not None and self.centroids is not None
+        starts = [length - 1 - self.n_sink for length in lengths]
         if self.far is not None:
             self.far.end_step()
-        codes = codebook.encode(k, self.near()[0]).flatten(1, 2).to(self.codes.data.dtype)
-        starts = [length - 1 - self.method.n_sink for length in lengths]
+        centroids = self.centroids if self.far is None else self.near()[0]
+        codes = codebook.encode(k, centroids).flatten(1, 2).to(self.codes.data.dtype)
         if self.far is not None:
             self.far.append(self.codes, codes[..., 0], starts)
-            return
-        if min(starts) >= 0:
-            self.codes.write(codes, starts, [1] * len(starts))
-            return
-        for row, start in enumerate(starts):  # a short row beside indexed ones: it is dense, its sinks are not coded
-            if start >= 0:
-                self.codes.reserve(start + 1)
-                self.codes.data[row, :, start] = codes[row, :, 0]
+        else:  # a short row beside indexed ones is dense, and its sinks are not coded
+            self.codes.write(codes, [max(0, start) for start in starts], [int(start >= 0) for start in starts])
+        if self.refit_every:
+            self._refit(lengths, ctx)
 
     def near(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Centroids and codes (n, h_kv * m, >= tokens) on the device."""
@@ -232,13 +220,13 @@ class PQIndex(Index):
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         centroids, codes = self.near()
-        sink = self.method.n_sink
+        sink = self.n_sink
         n, h_kv, m = centroids.shape[:3]
         return codebook.score(q, codes[:, :, lo - sink : hi - sink].view(n, h_kv, m, -1), centroids) * ctx.scaling
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Scores, group softmax and top-k in one kernel where it serves, else as in the base class: the same selection."""
-        sink = self.method.n_sink
+        sink = self.n_sink
         indices = self._by_kernel(q, cand.sinks - sink, [end - sink for end in cand.ends], cand.k, None, ctx)
         if indices is None:
             return super().select(q, cand, h_kv, ctx)
@@ -250,15 +238,18 @@ class PQIndex(Index):
         if shortlist.shape[1] not in (1, h_kv):
             return None
         k = [min(count, shortlist.shape[2]) for count in cand.k]
-        entries = torch.where(shortlist < 0, -1, shortlist - self.method.n_sink)
+        entries = torch.where(shortlist < 0, -1, shortlist - self.n_sink)
         return self._by_kernel(q, 0, [0] * len(k), k, entries, ctx)
 
     def _by_kernel(
         self, q: torch.Tensor, lo: int, hi: list[int], k: list[int], shortlist: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor | None:
         """Positions (n, h_kv, max(k)) of the best of entries lo .. hi[r]-1 or of a shortlist; None if no kernel serves."""
-        centroids, codes = self.near()
-        if self.reduce != "sum_softmax" or self.scope != "candidates" or not kernels.native(q, codes):
+        if self.reduce != "sum_softmax" or self.scope != "candidates":
+            return None
+        assert self.centroids is not None and self.codes is not None
+        centroids, codes = (self.centroids, self.codes.data) if self.far is None else self.near()
+        if not kernels.native(q, codes):
             return None
         tables = codebook.tables(q, centroids) * ctx.scaling
         codes = codes.view(centroids.shape[0], -1, centroids.shape[2], codes.shape[-1])
@@ -266,16 +257,14 @@ class PQIndex(Index):
         if entries is None:
             return None
         padded = shortlist is not None or len(set(k)) > 1
-        return (
-            torch.where(entries < 0, entries, entries + self.method.n_sink) if padded else entries + self.method.n_sink
-        )
+        return torch.where(entries < 0, entries, entries + self.n_sink) if padded else entries + self.n_sink
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         """Look up the codes of these positions alone."""
         centroids, codes = self.near()
         n, h_kv, m = centroids.shape[:3]
         heads = max(h_kv, indices.shape[1])
-        at = (indices - self.method.n_sink).clamp_min(0).expand(n, heads, -1)
+        at = (indices - self.n_sink).clamp_min(0).expand(n, heads, -1)
         at = at.unflatten(1, (h_kv, -1))  # (n, h_kv, g, t)
         codes = codes.view(n, h_kv, m, -1)
         if heads == h_kv:
@@ -305,7 +294,7 @@ class PQIndex(Index):
 
     def pq_codes(self) -> PQCodes | None:
         self._take_over()
-        if self.far is not None or self.method.refit_every:  # centroids that change: no kernel's step knows of it
+        if self.far is not None or self.refit_every:  # centroids that change: no kernel's step knows of it
             return None
         if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
             return None

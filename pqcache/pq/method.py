@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.fields import added
+from pqcache.pq.fit import Clustering
 from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
 from pqcache.selective.budget import Plan, floor_share, partition_plan
@@ -146,4 +147,6 @@ class PQCache(RetrievalMethod):
         self.require("m", d % self.m == 0, f"a divisor of the head dimension {d}")
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> PQIndex:
-        return PQIndex(self)
+        how = Clustering(self.m, self.b, self.rounds, self.tol, self.kmeans_seed, self.kmeans_device)
+        far = self.codes_store == "host"
+        return PQIndex(how, self.n_sink, self.reduce, far=far, refit_every=self.refit_every, replans=self.replans)

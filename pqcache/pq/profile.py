@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from pqcache.measure.machine import fastest_seconds
-from pqcache.pq.fit import fit
+from pqcache.pq.fit import Clustering, fit
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, save_cost
 from pqcache.selective.shape import NotApplicable
 
@@ -117,6 +117,6 @@ def cluster_seconds(
     for x in keys:
         points = torch.randn(1, h_kv, x, d, device=where)
         empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
-        options: dict[str, Any] = {"rounds": lambda _: rounds, "tol": 0.0, "seed": 0, "code_dtype": torch.uint8}
-        seconds.append(fastest_seconds(partial(fit, points, empty, [x], [0], **options), where, repeat))
+        how = Clustering(m, b, lambda _: rounds, tol=0.0, seed=0)
+        seconds.append(fastest_seconds(partial(fit, points, empty, [x], [0], how), where, repeat))
     return seconds

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from statistics import fmean
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from pqcache.selective.layer import LayerContext, SelectiveLayer, Step, Watcher
+from pqcache.selective.layer import LayerContext, Request, SelectiveLayer, Step
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import KERNELS, attention_kernel, check_architecture, sliding_window
+from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import Lanes, lanes_for
 from pqcache.store.transfer import table
 
 
-class SelectiveCache(Cache):
+class SelectiveCache(Request):
     """The cache of one request (a batch of rows) under one method. Use inside `with attach(model):`.
 
     Without `begin`, the first forward pass is the whole prompt. Rows may be left-padded; the attention mask says where.
@@ -63,10 +63,7 @@ class SelectiveCache(Cache):
         self.attn, self.kernel = attention_kernel(attn)
         self.kernels = kernels
         self.ledger = Ledger()
-        # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
-        # index.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.
-        self.observers: list[Callable[[SelectiveLayer, torch.Tensor, Any], None]] = []
-        self.watchers: list[Watcher] = []  # see every attention, prompt blocks included
+        self.observers, self.watchers = [], []
         super().__init__(layers=method.layers(self.shape))
         for layer in self.layers:
             layer.owner = weakref.ref(self)
@@ -79,18 +76,17 @@ class SelectiveCache(Cache):
         self.columns = 0  # seen, padding included
         self.past: list[int] = []  # real tokens seen, per row
         self.pads: list[int] = []  # leading padding columns, per row
-        self.prompt_lengths: list[int] | None = None
-        self.token_ids: torch.Tensor | None = None
+        self.prompt_lengths = self.token_ids = None
         self.left_padded = False  # announced: no attention_mask says so
-        self.expected = 0  # tokens of the longest row when the request ends; 0 = unknown
+        self.expected = 0
         self._target: int | None = None  # columns at which the prompt or the turn ends
         self._announced = False  # the end of this prompt or turn, by begin or begin_turn
         self._decoded = False  # since the prompt or turn ended
         self._open = False  # a forward pass began and has not ended
-        self.recording = False  # the pass is being recorded, not run: nothing advances (see captured.py)
+        self.recording = False
         self.last_only = False  # the pass under way returns the last token's logits and nothing else; see attach.py
         self.step: Step | None = None
-        self.bound: int | None = None  # the layer whose attention module is running
+        self.bound = None
 
     def reset(self) -> None:
         """Forget the request; layers and hyper-parameters stay. What still runs beside the model is stopped first."""
@@ -253,12 +249,6 @@ class SelectiveCache(Cache):
         if index + 1 < len(layers) and layers[index + 1].substitute is None:
             layers[index + 1].on_previous_input(ctx)
 
-    def check_bound(self, layer_idx: int) -> None:
-        if self.bound != layer_idx:
-            raise RuntimeError(
-                "a SelectiveCache works inside `with attach(model):` only; outside, attention would see one block"
-            )
-
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def map_rows(self, index: torch.Tensor) -> None:
@@ -304,18 +294,13 @@ class SelectiveCache(Cache):
         self.ledger.collect()
 
     def note_resident(self) -> None:
-        """Report the bytes held now to the ledger, which records the peak."""
         self.ledger.note_resident(self.resident_bytes())
 
     # -- figures ----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> dict[str, int]:
         """Tier -> bytes of all state kept between steps, each storage once, buffer capacity included."""
-        tiers: dict[str, list[torch.Tensor]] = {}
-        for layer in self.layers:
-            for tier, tensors in _kept(layer).items():
-                tiers.setdefault(tier, []).extend(tensors)
-        return {tier: unique_bytes(tensors) for tier, tensors in tiers.items()}
+        return {tier: unique_bytes(tensors) for tier, tensors in joined(*map(_kept, self.layers)).items()}
 
     def content_by_tier(self) -> dict[str, int]:
         """Tier -> resident bytes without the slack of buffers, which grow in steps of many tokens.
@@ -332,17 +317,11 @@ class SelectiveCache(Cache):
                     break
         return content
 
-    def content_bytes(self) -> int:
-        """The bytes of `content_by_tier`, over all tiers."""
-        return sum(self.content_by_tier().values())
-
 
 def _kept(layer: SelectiveLayer) -> dict[str, list[torch.Tensor]]:
     """Tier -> every tensor that a layer and its substitute keep between steps."""
-    tiers = {tier: list(tensors) for tier, tensors in layer.tensors().items()}
-    if layer.substitute is not None:
-        tiers.setdefault("device", []).extend(layer.substitute.tensors())
-    return tiers
+    own = {} if layer.substitute is None else {"device": layer.substitute.tensors()}
+    return joined(layer.tensors(), own)
 
 
 def _buffers(thing: object, seen: set[int] | None = None) -> Iterator[Buffer]:

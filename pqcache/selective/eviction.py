@@ -1,110 +1,41 @@
 """Family: drop tokens for good.
 
 A method writes a `Scorer` (scorer.py) with `head_scores`, importance per query head, and an EvictionMethod with `plan` and
-`make_scorer`. Where position alone decides it overrides `choose_entries` instead. The layer (eviction_layer.py) frees the memory
-of what is dropped, and stores the positions of what stays.
+`make_scorer`. Where position alone decides it overrides `choose_entries` instead. The layer frees the memory of what is dropped,
+and stores the positions of what stays.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 import torch
+from torch import nn
 
-from pqcache.selective.budget import Allowance, Plan
-from pqcache.selective.eviction_layer import EvictionLayer
-from pqcache.selective.group import top_tokens
-from pqcache.selective.method import Method
-from pqcache.selective.scorer import Prompt, Scorer
+from pqcache.selective.attention import attend_adding, attend_rows
+from pqcache.selective.budget import Plan
+from pqcache.selective.evictor import EvictionPolicy, Evictor
+from pqcache.selective.group import per_head
+from pqcache.selective.layer import LayerContext
+from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
-from pqcache.store.drop import Lightest
+from pqcache.selective.staged import StagedLayer
+from pqcache.selective.substitute import StepParts, Substitute, substitute_for
+from pqcache.store.base import joined
+from pqcache.store.buffer import dense, take_tokens
+from pqcache.store.drop import Lightest, drop
+from pqcache.store.resident import ResidentStore
 
 
 @dataclass(kw_only=True)
-class EvictionMethod(Method):
+class EvictionMethod(EvictionPolicy):
     """Base of eviction methods. A subclass writes make_scorer (or choose_entries) and its plan."""
-
-    kind: ClassVar[str] = "evict"
-    # what compositions read (baselines/kvcrush.py, baselines/combined):
-    composable: ClassVar[bool] = True  # its choice works in another method's layer
-    ranks_by_scores: ClassVar[bool] = True  # `ranking` of its head scores alone decides which candidates stay
-    static_options: ClassVar[dict[str, Any]] = {}  # hyper-parameters under which it prunes once, after the prompt
-
-    @property
-    def fixed_local(self) -> bool:
-        """Whether its local window is a number of tokens; else it is a share of the budget."""
-        return True
-
-    @property
-    def repeats_kv(self) -> bool:
-        """Whether K and V are stored once per query head, so that every query head keeps tokens of its own."""
-        return False
-
-    @property
-    def prunes_turns(self) -> bool:
-        """Whether the end of a later turn prunes again; else its tokens are added to what is held."""
-        return True
-
-    def window(self, total: int) -> int:
-        """Tokens of the local window where `total` tokens beside the sinks are kept. Asked where `fixed_local` is false."""
-        raise NotImplementedError
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether decode steps evict, too."""
-        return False
-
-    @property
-    def needs_probs(self) -> bool:
-        """Whether the scorer uses each decode step's attention probabilities."""
-        return False
-
-    @property
-    def ranks_by_steps(self) -> bool:
-        """Whether ranking again in the middle of an answer takes the attention probabilities of its steps."""
-        return False
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether it ranks what it holds again during the answer, whenever that is more than the budget."""
-        return self.replans and self.aligned_rule in ("refreshed", "pooled")
-
-    def allowed(self, c: int) -> int:
-        """Tokens that a layer may hold after `c` tokens, where `refreshes`; the mean of layers that differ."""
-        return self.budget.tokens if self.budget.tokens is not None else self.plan(c, 0, 1).total
-
-    def kept(self, filled: int, plan: Plan) -> int:
-        """How many of `filled` entries `choose_entries` keeps."""
-        return min(filled, plan.total)
-
-    def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
-        """What accumulates importance in one layer."""
-        return Scorer()
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> EvictionLayer:
         return EvictionLayer(layer_idx, shape, self)
-
-    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        """Tokens kept of a prompt (or prompt + turns) of `s` tokens."""
-        raise NotImplementedError
-
-    def at(self, tokens: int) -> Self:
-        """This method with a budget of `tokens`, however few: for plans alone."""
-        other = copy.copy(self)
-        other.budget = Allowance(tokens=tokens)
-        return other
-
-    def level(self, tokens: int, s: int, layer_idx: int, n_layers: int) -> Plan:
-        """A plan of `tokens` tokens in this very layer, whatever the others keep."""
-        return self.at(tokens).plan(s, layer_idx, n_layers)
-
-    def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
-        """Prompt tokens over tokens kept (mean of the layers that drop some), as papers count eviction."""
-        layers = range(self.dense_layers or 0, shape.n_layers)
-        kept = [self.plan(tokens, i, shape.n_layers).total for i in layers]
-        return tokens * len(kept) / sum(kept) if kept and sum(kept) else None
 
     def capacity(self, plan: Plan) -> int:
         """Tokens a dynamic method holds between steps: a token budget in full, or its share of the prompt."""
@@ -114,43 +45,161 @@ class EvictionMethod(Method):
         """The entry to drop in each row and head of a full layer, or its slot (n, h_kv)."""
         raise NotImplementedError
 
-    def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
-        """One row's scores (heads, entries), smoothed for ranking. The local window begins at entry `hi`. Default: no change."""
-        return scores
 
-    def ranking(self, scores: torch.Tensor, h_kv: int, hi: int) -> torch.Tensor:
-        """One row's scores per query head (h, entries) -> (h_kv, entries): the mean of each group, then `smooth`."""
-        return self.smooth(scores.unflatten(0, (h_kv, -1)).mean(1), hi)
+class Repeated:
+    """An attention module whose K and V come once per query head: transformers' kernels repeat them no more."""
 
-    def choose_entries(self, prompt: Prompt) -> tuple[torch.Tensor, list[int]]:
-        """Which entries stay: slots (n, h_kv, m) ascending, and how many of them per row (the rest of a row is padding).
+    num_key_value_groups = 1
 
-        Default: sinks and local window by position, then the `k` best of `ranking`; ties go to the earlier token. A row that
-        fits its plan keeps everything.
-        """
-        scores, positions, lengths, plans = prompt.scores, prompt.positions, prompt.lengths, prompt.plans
-        h_kv = positions.shape[1]
-        rows = []
-        for row, (filled, plan) in enumerate(zip(lengths, plans, strict=True)):
-            slot = torch.arange(filled, device=positions.device).expand(h_kv, -1)
-            if filled <= plan.total:
-                rows.append(slot)
-                continue
-            hi = filled - plan.local  # candidates are the entries between sinks and window
-            kept = [slot[:, : plan.sinks], slot[:, hi:]]
-            if plan.k > 0 and scores is not None:
-                weight = self.ranking(scores[row, :, :filled], h_kv, hi)[:, plan.sinks : hi]
-                kept.insert(1, top_tokens(weight[None], [plan.k])[0] + plan.sinks)
-            rows.append(torch.cat(kept, dim=-1))
-        return join_rows(rows)
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
-def join_rows(rows: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """What `choose_entries` returns, from each row's slots (h_kv, m), ascending."""
-    counts = [r.shape[-1] for r in rows]
-    if len(rows) == 1:
-        return rows[0][None], counts
-    slots = rows[0].new_zeros((len(rows), rows[0].shape[0], max(counts)))
-    for row, r in enumerate(rows):
-        slots[row, :, : r.shape[-1]] = r
-    return slots, counts
+class EvictionLayer(Evictor, StagedLayer):
+    """Keeps `plan.total` tokens per KV head after the prompt; a dynamic method then drops one per generated token.
+
+    Where the method repeats K and V, what is kept has h heads: the prompt is staged as it comes, and repeated when it is settled.
+    """
+
+    method: EvictionMethod
+
+    def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
+        self.method = method
+        StagedLayer.__init__(self, layer_idx, replace(shape, h_kv=shape.h) if method.repeats_kv else shape)
+        self.model_shape = shape
+
+    def clear(self) -> None:
+        super().clear()
+        self.store = ResidentStore()
+        self.forget()
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        if self.method.repeats_kv and self.positions is not None:  # a later turn: what is held has h heads
+            k, v, ctx = per_head(k, self.shape.h), per_head(v, self.shape.h), copy.copy(ctx)
+            ctx.module = Repeated(ctx.module)  # type: ignore[assignment]
+        return super().prefill(q, k, v, mask, ctx)
+
+    def sums_from(self, lengths: list[int]) -> int | None:
+        return 0 if self.scorer.needs_sums else None
+
+    def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
+        self.scorer.observe(q, keys, stored, ctx)
+
+    def unpack(self) -> ResidentStore:
+        self.kept = list(self.store.lengths)
+        if self.method.is_dynamic and self.positions is not None:  # drops have shuffled the entries
+            self.sort(self.store)
+        return self.store
+
+    def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
+        if self.method.repeats_kv:
+            k, v = per_head(k, self.shape.h), per_head(v, self.shape.h)
+        slots, counts = self.choose(k, lengths, ctx)
+        self.take_over(k, v, lengths, slots, counts)
+
+    def take_over(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        """Store of all staged entries k, v (n, h_kv, max(lengths), d) those at `slots` (n, h_kv, m), row r's first counts[r]."""
+        self.store = kept_of(k, v, slots, counts)
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        self.add(k, v, ctx)
+        q, keys, values = self.rotated(q, ctx)
+        lengths = self.store.lengths
+        if self.method.needs_probs:
+            out = attend_adding(q, keys, values, lengths, ctx.scaling, self.scorer.received(lengths))
+        else:
+            out = attend_rows(q, keys, values, lengths, ctx.scaling)
+        ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)
+        self.evict_surplus()
+        self.refresh(q, ctx)
+        return out
+
+    def refresh(self, q: torch.Tensor, ctx: LayerContext) -> None:
+        """After a step with queries q (n, h, 1, d): rank again, where the method does and the rows hold too much."""
+        if not self.method.refreshes:
+            return
+        self.scorer.observe_query(q)
+        over = self.is_over()
+        if any(over):
+            entries = self.unpack()
+            keys, values = entries.view()
+            slots, counts = self.choose_again(keys, entries.lengths, over, ctx)
+            self.take_again(keys, values, entries.lengths, slots, counts)
+
+    def take_again(
+        self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], slots: torch.Tensor, counts: list[int]
+    ) -> None:
+        """In the middle of an answer, store of all entries those at `slots`; arguments as of `take_over`."""
+        self.take_over(k, v, lengths, slots, counts)
+
+    # -- steps that are recorded --------------------------------------------------------------------------------------
+
+    def step_parts(self) -> StepParts | None:
+        """An evictor that drops nothing after the prompt attends to all it holds; a subclass may do more."""
+        method = self.method
+        if type(self) is not EvictionLayer or method.is_dynamic or method.needs_probs or method.repeats_kv:
+            return None
+        if method.refreshes:  # some steps drop tokens
+            return None
+        return StepParts(self.store)
+
+    def prepare_capture(self, tokens: int) -> Substitute:
+        """tokens: per row as seen by the model, of which the store holds fewer."""
+        if self.substitute is None and self.step_parts() is not None:
+            self.substitute = substitute_for(self.store.view()[0], self.step_parts)
+        dropped = min((seen - held for seen, held in zip(self.seen, self.store.lengths, strict=True)), default=0)
+        return super().prepare_capture(tokens - dropped)
+
+    def note_step(self, ledger: Ledger) -> None:
+        super().note_step(ledger)
+        self.seen = [s + 1 for s in self.seen]
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
+        """Store the new token, k and v (n, h_kv, 1, d), with its position."""
+        if self.method.repeats_kv:
+            k, v = per_head(k, self.shape.h), per_head(v, self.shape.h)
+        self.place(self.store.lengths, k)
+        self.store.append(k, v)
+
+    def evict_surplus(self) -> None:
+        """A dynamic method drops one entry per head in every row that holds more than its capacity."""
+        over = [
+            self.method.is_dynamic and length > self.method.capacity(plan)
+            for length, plan in zip(self.store.lengths, self.plans, strict=True)
+        ]
+        if any(over):
+            assert self.positions is not None
+            buffers = [self.positions, *self.scorer.buffers, *self.store.buffers]
+            drop(buffers, self.method.victim(self), self.store.lengths, over)
+            self.scorer.note_drop(self.store.lengths, over)
+            self.store.note_drop(over)
+
+    def rotated(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, K, V as attention sees them; a method that keeps keys un-rotated overrides this."""
+        return q, *self.store.view()
+
+    def held_positions(self) -> torch.Tensor | None:
+        return self.where(self.store.lengths)
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        super().map_rows(index)
+        if self.store is not self.staged:
+            self.store.map_rows(index)
+        self.follow_rows(index)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return joined(super().tensors(), self.store.tensors(), self.own_tensors())
+
+
+def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:
+    """A store with entries `slots` (n, h_kv, m), row r's first counts[r], of k, v (n, h_kv, t, d)."""
+    store = ResidentStore()
+    store.load(take_tokens(dense(k), slots), take_tokens(dense(v), slots), counts)
+    return store

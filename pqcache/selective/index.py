@@ -7,21 +7,35 @@
 
 Shapes: n rows of the batch, h query heads, h_kv KV heads, d head dimension. A position counts a row's own tokens: its first
 real token is 0, padding has none.
+
+Most indexes need no more. The methods below `optional` do nothing by default:
+
+an index that ...                           overrides                                        as in
+works one layer ahead (choose, send)        on_previous_input, on_layer_input, end_step      baselines/infinigen.py, pq/far.py
+does not cover the newest tokens yet        local, max_local                                 baselines/clusterkv/
+ranks a shortlist without all scores        score_at, best_at                                baselines/combined/two_stage.py
+is built beside the model                   wait                                             pq/index.py
+needs more keys than a short prompt has     build_late                                       pq/index.py
+has product-quantized keys on the device    pq_codes                                         pq/index.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from pqcache import kernels
 from pqcache.selective.attention import row_mask
-from pqcache.selective.group import group_reduce, top_tokens
-from pqcache.selective.index_options import IndexOptions
+from pqcache.selective.budget import Plan
+from pqcache.selective.group import group_reduce, per_head, top_tokens
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.row_state import RowState
+from pqcache.selective.shape import ModelShape
+from pqcache.selective.substitute import PQCodes
+from pqcache.store.base import RetrievalStore
 from pqcache.store.transfer import table
 
 SCOPES = ("candidates", "all")
@@ -35,11 +49,6 @@ class Candidates:
     ends: list[int]
     k: list[int]
     lengths: list[int]  # tokens stored, the current one included
-
-    @property
-    def everything(self) -> bool:
-        """Whether every row selects all of its candidates."""
-        return all(k == end - self.sinks for k, end in zip(self.k, self.ends, strict=True))
 
     def valid(self, device: torch.device) -> torch.Tensor | None:
         """(n, 1, max(ends) - sinks) bool; None if all rows have the same candidates."""
@@ -85,12 +94,26 @@ class Selected:
     local: list[int]  # tokens of the local window per row, the current one not counted
 
 
-class Index(RowState, IndexOptions):
-    """Ranks the candidates of one layer. A method writes build, append, score; optional pieces are in index_options.py.
+class IndexedLayer(Protocol):
+    """What an index uses of the RetrievalLayer that it serves."""
 
-    `self.layer`, set before anything is called, is the RetrievalLayer it serves: layer.store has K and V, layer.shape the
-    geometry. State with an entry per row of the batch is named in `per_row`, see RowState.
+    layer_idx: int
+    shape: ModelShape
+    method: Any  # a RetrievalMethod
+    store: RetrievalStore  # K and V
+    dense: list[bool]  # rows that attend everything
+    plans: list[Plan]  # per row
+
+    def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]: ...
+
+
+class Index(RowState):
+    """Ranks the candidates of one layer. A method writes build, append, score.
+
+    `self.layer` is set before anything is called. State with an entry per row of the batch is named in `per_row`, see RowState.
     """
+
+    layer: IndexedLayer
 
     reduce: str = "sum_softmax"  # how the scores of a group's query heads become one ranking, see selective.group
     scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
@@ -170,3 +193,67 @@ class Index(RowState, IndexOptions):
         return Selection(
             torch.where(indices < 0, indices, indices + cand.sinks) if padded else indices + cand.sinks, padded
         )
+
+    # == optional =====================================================================================================
+
+    # -- one layer ahead --------------------------------------------------------------------------------------------
+
+    def on_previous_input(self, ctx: LayerContext) -> None:
+        """The layer before is about to run, and this is its context: speculate, prefetch."""
+
+    def on_layer_input(self, ctx: LayerContext) -> None:
+        """This layer is about to run. The first layer, which has none before it, starts here."""
+
+    def end_step(self) -> None:
+        """This decode step has read what it needed: release what only this step used."""
+
+    # -- a window of its own ----------------------------------------------------------------------------------------
+
+    def local(self, plan: Plan, past: int) -> int:
+        """Tokens of the local window after `past` tokens. An index that lags behind adds those it does not cover yet."""
+        return plan.local
+
+    def max_local(self, plan: Plan) -> int:
+        """Upper bound of what `local` returns: stores keep so many of the newest tokens on the device."""
+        return plan.local
+
+    # -- ranking a shortlist ----------------------------------------------------------------------------------------
+
+    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        """Scaled logits of q (n, h, 1, d) for positions indices (n, H, m) after the sinks: (n, h, m) fp32.
+
+        H is 1, h_kv or h. An index of -1 is padding, whose logit may be anything finite. Default: scores all, then gathers.
+        """
+        lo = self.layer.method.n_sink
+        logits = self.score(q, lo, self.layer.store.length, ctx)
+        return logits.gather(2, (per_head(indices, q.shape[1]) - lo).clamp_min(0))
+
+    def best_at(
+        self, q: torch.Tensor, shortlist: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext
+    ) -> torch.Tensor | None:
+        """The cand.k[r] best of a shortlist (n, 1 or h_kv, m), ascending, -1 at its end: positions (n, h_kv, k), likewise.
+
+        By a kernel that ranks as `score_at`, group-summed softmax and top-k do. Default, and where no kernel serves: None.
+        """
+        return None
+
+    # -- work beside the model --------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait for what `build` started beside the model, and take over its result."""
+
+    # -- built during the answer ------------------------------------------------------------------------------------
+
+    def build_late(self, lengths: list[int], rows: list[int], ctx: LayerContext) -> list[bool]:
+        """Index these rows, which had no index when the prompt ended, from what the store holds: row r's lengths[r] tokens.
+
+        Called where a step's plan leaves out tokens of a row that `build` said has no index. Returns which of `rows` have one
+        now. Default: none.
+        """
+        return [False] * len(rows)
+
+    # -- a decode step by kernels -----------------------------------------------------------------------------------
+
+    def pq_codes(self) -> PQCodes | None:
+        """Centroids and codes, so that kernels can do the step. None unless `select` is top-k of their group-summed softmax."""
+        return None

@@ -9,19 +9,42 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from pqcache.selective.shape import NotApplicable
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.substitute import StepParts, Substitute, substitute_for
+from pqcache.store.lanes import Lanes
 
-if TYPE_CHECKING:
-    from pqcache.selective.cache import SelectiveCache
-    from pqcache.selective.ledger import Ledger
-    from pqcache.selective.shape import ModelShape
+
+class Request(Cache):
+    """What layers use of the cache that they are part of; see SelectiveCache, which fills it."""
+
+    method: Any  # the Method
+    shape: ModelShape
+    ledger: Ledger
+    lanes: Lanes  # what runs copies and index builds beside the model
+    attn: str
+    kernels: str  # torch | auto
+    kernel: Callable  # dense attention of a prompt, as transformers' attention functions
+    expected: int  # tokens of the longest row when the request ends; 0 = unknown
+    prompt_lengths: list[int] | None  # real tokens per row
+    token_ids: torch.Tensor | None  # (n, columns)
+    recording: bool  # the pass is being recorded, not run: nothing advances (see captured.py)
+    bound: int | None  # the layer whose attention module is running
+    # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
+    # index.Selected, or None where the layer attends to everything it holds. For diagnostics and tests.
+    observers: list[Callable[[SelectiveLayer, torch.Tensor, Any], None]]
+    watchers: list[Watcher]  # see every attention, prompt blocks included
+
+    def note_resident(self) -> None:
+        """Report the bytes held now to the ledger, which records the peak."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,7 @@ class LayerContext:
 
     layer_idx: int
     module: nn.Module
-    cache: SelectiveCache
+    cache: Request
     hidden: torch.Tensor  # (n, t, D), after the layer's input norm
     cos: torch.Tensor  # (1 or n, t, rotary)
     sin: torch.Tensor
@@ -116,7 +139,7 @@ class SelectiveLayer(CacheLayerMixin):
         self.model_shape = shape  # of what the model hands over
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
         # set by the cache; weak, so that a dropped cache is freed at once
-        self.owner: weakref.ref[SelectiveCache] | None = None
+        self.owner: weakref.ref[Request] | None = None
         self.selected: Any = None  # what the current decode step chose, for observers: index.Selected, or None
 
     # -- what a family writes ---------------------------------------------------------------------------------------
@@ -262,7 +285,9 @@ class SelectiveLayer(CacheLayerMixin):
         cache = None if self.owner is None else self.owner()
         assert cache is not None
         if cache.bound != self.layer_idx:
-            cache.check_bound(self.layer_idx)
+            raise RuntimeError(
+                "a SelectiveCache works inside `with attach(model):` only; outside, attention would see one block"
+            )
         self.is_initialized = True
         self.columns += 0 if cache.recording else key_states.shape[-2]
         return key_states, value_states

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pqcache.naming import closest
 from pqcache.selective.budget import RULES, Allowance, Budget, Plan
 from pqcache.selective.dense import DenseLayer
-from pqcache.selective.shape import NotApplicable
+from pqcache.selective.layer import SelectiveLayer
+from pqcache.selective.shape import ModelShape, NotApplicable
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from pqcache.selective.layer import SelectiveLayer
-    from pqcache.selective.shape import ModelShape
-
 PROTOCOLS = ("aligned", "paper", "release")
-
-
 SOURCES = ("prompt", "context")  # what a ratio is a share of
 WITHOUT_BUDGET = ("ignored", "own")  # rules of methods that a budget does not decide
 TOKEN_RULES = tuple(rule for rule in RULES if rule not in ("prompt", "context", *WITHOUT_BUDGET))
@@ -119,9 +116,9 @@ class Method:
             return own
         return "context" if self.budget_of == "context" and not self.budget.is_everything else "prompt"
 
-    @property
+    @cached_property
     def replans(self) -> bool:
-        """Whether every decode step has a plan of its own."""
+        """Whether every decode step has a plan of its own. Asked several times per step and layer."""
         return self.effective_rule in (*TOKEN_RULES, "context")
 
     def budget_at(self, s: int) -> Budget:

@@ -59,19 +59,6 @@ def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[P
     return Part(*kernels.packed.attend_codes(q, runs, scaling)), read
 
 
-def attend_chosen_codes(q: torch.Tensor, store: PackedStore, positions: torch.Tensor, scaling: float) -> Part | None:
-    """Attention of one token per row, q (n, h, 1, d), over tokens at positions (n, h_kv, m), no padding, by a kernel.
-
-    None: no kernel serves, or these codes cannot be gathered.
-    """
-    if not kernels.native(q, positions):
-        return None
-    runs = store.chosen_runs(positions)
-    if not runs or not all(kernels.packed.serves(q, run) for run in runs):
-        return None
-    return Part(*kernels.packed.attend_codes(q, runs, scaling))
-
-
 class QuantizationLayer(StagedLayer):
     """Packed body + exact tail; see PackedStore for when a tail token is packed."""
 

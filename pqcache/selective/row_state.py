@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -17,14 +18,19 @@ class RowState:
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was (beam search, repeat, select)."""
-        for name in self.per_row:
-            setattr(self, name, _mapped(getattr(self, name), index))
+        map_state(self, self.per_row, index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Tier ("device" or "host") -> tensors kept between steps; their storages are counted as the cache's bytes."""
         state = [getattr(self, name) for name in self.per_row]
         tensors = [x.data if isinstance(x, Buffer) else x for x in state]
         return {"device": [x for x in tensors if isinstance(x, torch.Tensor)]}
+
+
+def map_state(owner: Any, names: Iterable[str], index: torch.Tensor) -> None:
+    """Reorder these attributes of `owner`, each as `RowState.per_row` says."""
+    for name in names:
+        setattr(owner, name, _mapped(getattr(owner, name), index))
 
 
 def _mapped(state: Any, index: torch.Tensor) -> Any:

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from pqcache.store.buffer import Buffer
 
 
+def joined(*parts: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+    """Tier -> the tensors that all parts have there."""
+    tiers: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        for tier, tensors in part.items():
+            tiers.setdefault(tier, []).extend(tensors)
+    return tiers
+
+
 class Store:
     """K and V of one layer. Every store has these; a method's layer may ask its own store for more."""
 

@@ -110,7 +110,9 @@ class Buffer:
     def write(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Row r takes the last counts[r] entries of x (n, heads, t, *rest) at positions starts[r], starts[r]+1, ..."""
         end = max(a + b for a, b in zip(starts, counts, strict=True))
-        self.reserve(end)
+        if end > self.data.shape[2]:
+            self.reserve(end)
+        self.filled = max(self.filled, end)
         t = x.shape[2]
         x = x.detach()  # a cache never keeps a graph alive
         if len(set(starts)) == 1 and set(counts) == {t}:

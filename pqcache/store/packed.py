@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pqcache import kernels
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.chosen import chosen_run
@@ -251,6 +252,22 @@ class PackedStore(RetrievalStore):
         if exact and runs and start == max(both) and self.even():
             return self._with_exact(runs, start, [x[0] if x and len(x) == 1 else None for x in (k, v)])
         return runs, [min(end, start) for end in both]
+
+    def attend_in_place(
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
+    ) -> torch.Tensor | None:
+        """See RetrievalStore; chosen tokens as codes, by a kernel, where the codec's can be gathered."""
+        n, length, h_kv = q.shape[0], self.length, self.k.heads
+        if not kernels.native(q, indices) or indices.shape[1] not in (1, h_kv) or bool((indices < 0).any()):
+            return None
+        first, last = torch.arange(sinks, device=q.device), torch.arange(length - local, length, device=q.device)
+        every = [first.expand(n, h_kv, -1), indices.expand(-1, h_kv, -1), last.expand(n, h_kv, -1)]
+        runs = self.chosen_runs(torch.cat(every, 2))
+        if not runs or not all(kernels.packed.serves(q, run) for run in runs):
+            return None
+        out, lse = kernels.packed.attend_codes(q, runs, scaling)
+        self.observe_step(q, lse, scaling)
+        return out.transpose(1, 2).to(q.dtype)
 
     def chosen_runs(self, positions: torch.Tensor) -> list[Run] | None:
         """Tokens at positions (n, h_kv, m), no padding, as kernels read them: packed ones gathered as codes, then exact ones.

@@ -90,7 +90,7 @@ class ResidentStore(RetrievalStore):
             return None
         if not kernels.attend.serves(q.shape[1], k.shape[1], indices.shape[1]):
             return None
-        return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.length, scaling)
+        return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling)
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1, no copy: (n, h_kv, hi - lo, d)."""

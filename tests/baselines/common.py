@@ -15,7 +15,7 @@ from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 from tests.invariants.drive import Session, tokens

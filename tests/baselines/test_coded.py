@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.combined import coded
 from baselines.combined.coded import Coded
 from baselines.int8 import Int8
 from baselines.snapkv import SnapKV
@@ -20,7 +19,7 @@ from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.selective.ledger import unique_bytes
-from pqcache.selective.quantization import attend_chosen_codes
+from pqcache.store.packed import PackedStore
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
 from tests.invariants.drive import Session, logits, tokens
@@ -60,19 +59,21 @@ def test_chosen_codes_are_attended_by_a_kernel_as_decoded_ones(
     model = deepcopy(llama).float()
     method = Coded(**QUARTER, policy="sparq", codec=codec, codec_options=options)
     parts: list[bool] = []
+    stock = PackedStore.attend_in_place
 
     def counted(*args: Any) -> Any:
-        part = attend_chosen_codes(*args)
+        part = stock(*args)
         parts.append(part is not None)
         return part
 
-    monkeypatch.setattr(coded, "attend_chosen_codes", counted)
+    monkeypatch.setattr(PackedStore, "attend_in_place", counted)
     steps = [[token] for token in tokens(4, 2)]
     with torch.no_grad():
         got = logits(model, method, [tokens(150, 1)], steps)
         with kernels.plain_torch():
             want = logits(model, method, [tokens(150, 1)], steps)
-    assert parts == [served] * 4 * len(model.model.layers)
+    steps_of_layers = 4 * len(model.model.layers)
+    assert parts == [served] * steps_of_layers + [False] * steps_of_layers
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -15,7 +15,7 @@ from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
 from pqcache.diagnostics import Measures
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
-from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.eviction import EvictionLayer
 from pqcache.selective.layer import LayerContext, Step, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.shape import ModelShape, NotApplicable

@@ -20,8 +20,7 @@ from baselines.snapkv import SnapKV
 from baselines.streaming import StreamingLLM
 from pqcache.selective import Budget, NotApplicable
 from pqcache.selective.attention import partial
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape

@@ -120,12 +120,12 @@ class Copies(TorchDispatchMode):
 def test_an_index_is_built_without_fp32_copies_of_the_keys(monkeypatch):
     keys = points(2, 400, 16, 6).view(1, 2, 400, 16).half()
     centroids = torch.zeros(1, 2, 2, 4, 8, dtype=torch.float16, device=DEVICE)
-    options = {"rounds": lambda count: 2, "tol": 1e-4, "seed": 0, "code_dtype": torch.uint8}
+    how = fit.Clustering(m=2, b=2, rounds=lambda count: 2, seed=0)
     with interpreted(), Copies() as copies:
-        fitted = fit.fit(keys, centroids, [400], [0], **options)
+        fitted = fit.fit(keys, centroids, [400], [0], how)
     assert max(copies.sizes) < keys.numel(), max(copies.sizes)
     for module in (fit, codebook):
         monkeypatch.setattr(module, "in_place", lambda *_: False)
     with interpreted():
-        copied = fit.fit(keys, centroids, [400], [0], **options)
+        copied = fit.fit(keys, centroids, [400], [0], how)
     assert torch.equal(fitted.centroids, copied.centroids) and torch.equal(fitted.codes, copied.codes)

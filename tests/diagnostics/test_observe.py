@@ -25,7 +25,7 @@ from baselines.streaming import StreamingLLM
 from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, SelectiveCache, attach, generate
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer
 from tests.invariants.conftest import build
 from tests.invariants.drive import Session, tokens
 
@@ -213,7 +213,7 @@ def test_a_choice_among_what_is_still_held_is_placed_in_the_row(llama: PreTraine
             layer = super().make_layer(layer_idx, shape)
 
             def positions() -> torch.Tensor | None:
-                return None if layer.store is None else torch.arange(layer.store.length).expand(1, 2, -1)
+                return None if not layer.store.lengths else torch.arange(layer.store.length).expand(1, 2, -1)
 
             layer.held_positions = positions  # type: ignore[method-assign]
             return layer

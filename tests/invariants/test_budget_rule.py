@@ -20,7 +20,7 @@ from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, att
 from pqcache.selective.budget import RULES, floor_share, refreshed_to
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.dense import DenseLayer
-from pqcache.selective.eviction_layer import share_out
+from pqcache.selective.evictor import share_out
 from tests.invariants.cases import CASES, Case
 from tests.invariants.drive import Session, logits, tokens
 
@@ -183,10 +183,7 @@ def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel
     index = cache.layers[0].index
     assert index.fitted == [B + 2 - 8]  # every key after the sinks, the current token's too
     keys = cache.layers[0].store.view()[0][:, :, 8:]
-    fresh = fit(
-        keys[:, :, : B + 2 - 8], torch.zeros_like(index.centroids), [B + 2 - 8], [0], rounds=method.rounds, tol=method.tol,
-        seed=method.kmeans_seed, code_dtype=torch.uint8,
-    )  # fmt: skip
+    fresh = fit(keys[:, :, : B + 2 - 8], torch.zeros_like(index.centroids), [B + 2 - 8], [0], index.how)
     assert torch.equal(index.centroids, fresh.centroids)
     assert torch.equal(index.codes.view(keys.shape[2]).long(), codebook.encode(keys, index.centroids).flatten(1, 2))
 

@@ -14,9 +14,9 @@ from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, partition_plan
-from pqcache.selective.eviction_layer import EvictionLayer
+from pqcache.selective.eviction import EvictionLayer
 from pqcache.selective.index import Selected
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer
 from tests.invariants.drive import Session, tokens
 
 PROMPT, STEPS, SINKS = 120, 40, 8

@@ -15,7 +15,7 @@ from baselines.combined.two_stage import TwoStage
 from pqcache.pq import PQCache
 from pqcache.pq.far import FarCodes
 from pqcache.selective import Budget, Method, SelectiveCache, attach
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import TO_DEVICE, Lanes, Work
 from tests.invariants.conftest import _one_thread, llama

@@ -13,7 +13,7 @@ from pqcache.pq import PQCache, codebook
 from pqcache.pq.fit import fit
 from pqcache.pq.index import PQIndex
 from pqcache.selective import Budget, SelectiveCache, attach
-from pqcache.selective.retrieval_layer import RetrievalLayer
+from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.lanes import Lanes
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, tokens
@@ -51,14 +51,11 @@ def test_a_refit_is_a_fit_of_all_keys(llama: PreTrainedModel, store: str) -> Non
     """Two tokens after the second refit: centroids of the keys there were then, later keys by their nearest centroid."""
     cache = after(llama, pqcache(store=store, cache_block=4, cache_tokens=16), 2 * EVERY + 2)
     layer, index = parts(cache)
-    assert layer.store is not None and index.centroids is not None and index.codes is not None
+    assert index.centroids is not None and index.codes is not None
     count = PROMPT - SINKS + 2 * EVERY
     assert index.fitted == [count] and cache.ledger.reported()["refits"] == 2
     keys = layer.store.view()[0][:, :, SINKS:]
-    fresh = fit(
-        keys[:, :, :count], torch.zeros_like(index.centroids), [count], [0],
-        rounds=index.method.rounds, tol=index.method.tol, seed=index.method.kmeans_seed, code_dtype=torch.uint8,
-    )  # fmt: skip
+    fresh = fit(keys[:, :, :count], torch.zeros_like(index.centroids), [count], [0], index.how)
     assert torch.equal(index.centroids, fresh.centroids)
     held = index.codes.data[:, :, : keys.shape[2]].view(1, keys.shape[1], 2, -1)
     assert torch.equal(held.long(), codebook.encode(keys, index.centroids))

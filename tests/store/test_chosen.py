@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pqcache.selective.attention import partial
-from pqcache.selective.quantization import attend_chosen_codes
 from pqcache.store.chosen import compacted
 from tests.baselines.coded_stores import METHODS, store_of
 from tests.baselines.fed import drawn
@@ -27,22 +26,26 @@ def chosen(length: int, m: int, n: int, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("steps", "n", "d"), [(5, 1, 64), (0, 2, 16)])
-def test_equals_attention_over_decoded_tokens(name: str, steps: int, n: int, d: int) -> None:
+def test_equals_attention_over_decoded_tokens(
+    monkeypatch: pytest.MonkeyPatch, name: str, steps: int, n: int, d: int
+) -> None:
     store = store_of(METHODS[name], [140] * n, steps, seed=3, d=d)
     positions, q = chosen(140 + steps, 50, n, 2), drawn(7, n, 6, 1, d)
-    got = attend_chosen_codes(q, store, positions, d**-0.5)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(store, "observe_step", lambda q, lse, scaling: seen.append(lse))
+    got = store.attend_in_place(q, 0, positions, 0, d**-0.5)
     if name in PLACED:
-        assert got is None
+        assert got is None and not seen
         return
     assert got is not None
     want = partial(q, store.k.take(positions), store.v.take(positions), d**-0.5)
-    torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.transpose(1, 2), want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen[0], want.lse, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_differ_are_not_served() -> None:
     store = store_of(METHODS["zipcache"], [140, 120], 0, seed=4)
-    assert attend_chosen_codes(drawn(7, 2, 4, 1, 16), store, chosen(120, 20, 2, 2), 0.25) is None
+    assert store.attend_in_place(drawn(7, 2, 4, 1, 16), 0, chosen(120, 20, 2, 2), 0, 0.25) is None
 
 
 def test_compacted_keeps_the_order_of_every_head() -> None:
