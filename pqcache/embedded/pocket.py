@@ -13,8 +13,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.embedded.families import FAMILIES, code
-from pqcache.embedded.families.scene import Lexicon
+from pqcache.embedded.families import FAMILIES, Lexicon, code_line
 from pqcache.embedded.prompts import chat_length, fill, mixed, size
 from pqcache.embedded.words import Words, pseudo_words
 
@@ -29,7 +28,7 @@ def _code_filler(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> 
     """Lines of code with at most `room` tokens in total, and at most 11 fewer."""
     lines: list[str] = []
     while room >= 12:
-        line = "\n" + code.filler(rng)
+        line = "\n" + code_line(rng)
         if size(tokenizer, line) > room:
             line = "\n" + "    pass"
         lines.append(line)
@@ -46,17 +45,17 @@ def _sample(
     count_tokens: Callable[[str], int],
     words: Words,
 ) -> dict[str, Any]:
-    module = FAMILIES[family]
+    made = FAMILIES[family]
     rng = Random(f"pocket_{family}/{seed}/{index}/{length}")
     lexicon = Lexicon(rng, words.names_eval, words.values_eval)
-    scene = module.make(rng, lexicon, max(1, round(module.UNITS_PER_1K * length / 1000)))
+    scene = made.make(rng, lexicon, max(1, round(made.units_per_1k * length / 1000)))
     ask = rng.choice(scene.asks)
     question = "\n" + ask.question
     lines = family == "code"
     pieces = [("\n" if lines or rng.random() < 0.3 else " ") + piece for piece in scene.pieces]
-    room = length - count_tokens(module.INTRO + question) - sum(size(tokenizer, p) for p in pieces)
+    room = length - count_tokens(made.intro + question) - sum(size(tokenizer, p) for p in pieces)
     filler = _code_filler(rng, tokenizer, room) if lines else fill(rng, tokenizer, room, documents=family == "hop")
-    prompt = module.INTRO + mixed(rng, pieces, filler) + question
+    prompt = made.intro + mixed(rng, pieces, filler) + question
     return {
         "prompt": prompt,
         "answer": ask.answer,

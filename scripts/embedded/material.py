@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded import documents
-from pqcache.embedded.families import code
+from pqcache.embedded.families import code_line
 from pqcache.embedded.words import pseudo_words, words_in
 from scripts.embedded import prose
 
@@ -101,7 +101,7 @@ class Material:
                 gap = f"\n\nDocument {len(chunks)}: " if documented else "\n\n"
                 chunk = self.ids((gap if py.random() < 0.1 else " ") + documents.filler_sentence(py))
             elif kind == "code":
-                chunk = self.ids("\n" + code.filler(py))
+                chunk = self.ids("\n" + code_line(py))
             elif kind == "prose":
                 chunk = self.prose[(start + len(chunks)) % len(self.prose)]
             elif kind == "words":

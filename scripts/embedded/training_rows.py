@@ -17,8 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded import documents
-from pqcache.embedded.families import FAMILIES
-from pqcache.embedded.families.scene import Ask, Lexicon
+from pqcache.embedded.families import FAMILIES, Ask, Lexicon
 from pqcache.embedded.words import words_in
 from scripts.embedded.material import Material
 from scripts.embedded.needles import TokenNeedle, facts, free_needles
@@ -154,7 +153,7 @@ class RowMaker:
         py.shuffle(pieces)
         opening, before = self._frame(rng, py)
         if rng.random() < 0.5:
-            opening, before = self.ids(FAMILIES[names[0]].INTRO), "\n"
+            opening, before = self.ids(FAMILIES[names[0]].intro), "\n"
         turns: list[Turn] = []
         left = length - 1 - len(opening) - sum(map(len, pieces))
         for ask in asks:

@@ -9,9 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded.documents import ATTRIBUTES
-from pqcache.embedded.families import FAMILIES
-from pqcache.embedded.families.hop import RELATIONS
-from pqcache.embedded.families.scene import Lexicon, Scene
+from pqcache.embedded.families import FAMILIES, RELATIONS, Lexicon, Scene
 from pqcache.embedded.pocket import make_samples
 from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words, words_in

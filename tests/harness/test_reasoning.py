@@ -20,8 +20,8 @@ from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter, models, thinking
 from pqcache.harness.run.session import Session
 from pqcache.harness.run.within import Within
-from pqcache.harness.tasks import any_lm_eval, task_of
-from pqcache.harness.tasks.math_process import packages, stand_in
+from pqcache.harness.tasks import any_lm_eval, math_process, task_of
+from pqcache.harness.tasks.math_process import packages
 from tests.harness.cells import on_model
 
 SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
@@ -179,7 +179,7 @@ def test_mathematics_with_packages_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """minerva_math500 by lm-eval's own file. An answer that cannot be scored in time is wrong, counted and told."""
-    monkeypatch.setattr(stand_in, "SECONDS", 1.5)
+    monkeypatch.setattr(math_process, "SECONDS", 1.5)
     final = "Final Answer: The final answer is ${}$. I hope it is correct. Problem: next"
     # the later document first: every prompt holds the problems of the examples, and the last one is the document's
     says |= {"6 times 12": f"SLOW {final.format(72)}", "100 + 104": final.format(204)}

@@ -51,7 +51,7 @@ def about_task(name: str) -> str:
 
     family = name.removeprefix("pocket_")
     if family != name:
-        return f"PocketBench, one family. {_first(FAMILIES[family].__doc__)}"
+        return f"PocketBench, one family. {FAMILIES[family].about}"
     if name.startswith("longbench_"):
         return _longbench(name.removeprefix("longbench_"))
     line = _first(sys.modules[TASKS[name].__module__].__doc__)

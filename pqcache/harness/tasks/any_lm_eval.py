@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import added
-from pqcache.harness.tasks import definitions, lm_eval_names
+from pqcache.harness.tasks import definitions, lm_eval_names, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.local_splits import LocalSplits
-from pqcache.harness.tasks.math_process import stand_in
 from pqcache.harness.tasks.sources import HUB, check_source
 from pqcache.naming import suggestion
 
@@ -180,7 +179,7 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
             )
         try:
             loaded = self._read(self.target if rows is None else _over(self.target, rows))
-        except stand_in.CannotScore as error:
+        except math_process.CannotScore as error:
             raise ValueError(f"task.name={self.target}: {error}") from error
         except Exception as error:  # data sets, their hub and optional packages fail in many ways
             if rows is not None and str(error).startswith("task.source"):
@@ -195,8 +194,8 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
             scoring = task.get_config("process_results")
-            if (functions := stand_in.process_of(scoring)) is not None:
-                own = stand_in.forgiving(scoring, task.aggregation(), self.unscored)
+            if (functions := math_process.process_of(scoring)) is not None:
+                own = math_process.forgiving(scoring, task.aggregation(), self.unscored)
                 task.set_config(key="process_results", value=own)
                 self.scored_with = functions.versions
             if (process := task.get_config("process_docs")) is not None:
@@ -225,11 +224,11 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
                 with _same_order():
                     return self._manager().load([wanted])
             except (ImportError, AssertionError) as error:
-                file = stand_in.failing_file(error) if "antlr4" in str(error) else None
+                file = math_process.failing_file(error) if "antlr4" in str(error) else None
                 if file is None or file in replaced:
                     raise
                 replaced.add(file)
-                stand_in.install(file)
+                math_process.install(file)
 
 
 def _over(target: str, rows: LocalSplits) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python run.py task=humaneval task.execute=true model=hf model.path=<base model> limit=null
 
 Prompt, stop strings and lengths are those of lm-eval's task: the raw prompt without chat template, greedy, pass@1. The
-scorer is our own: prompt and completion are executed in one sandbox (pqcache/harness/tasks/sandbox/), the row's tests in
+scorer is our own: prompt and completion are executed in one sandbox (pqcache/harness/tasks/sandbox.py), the row's tests in
 another, which calls the completed function through a pipe. What the function returns must be plain data. The programs run
 on this machine, so `task.execute=true` must be set; a machine that cannot isolate them refuses the task.
 """
@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, generation_task, require
-from pqcache.harness.tasks.sandbox.parent import MissingSandbox, judged, protections
+from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")

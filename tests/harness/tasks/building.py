@@ -12,7 +12,7 @@ from lm_eval.api.model import LM
 
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import TaskRequest, TaskSpec, task_of
-from pqcache.harness.tasks.sandbox.parent import MissingSandbox, protections
+from pqcache.harness.tasks.sandbox import MissingSandbox, protections
 
 
 def isolated() -> bool:

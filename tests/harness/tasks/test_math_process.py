@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.tasks.math_process import packages, stand_in
-from pqcache.harness.tasks.math_process.parent import CallFailed, Functions
+from pqcache.harness.tasks import math_process
+from pqcache.harness.tasks.math_process import Functions, packages
+from pqcache.harness.tasks.process import CallFailed
 
 FILE = """
 import os
@@ -81,10 +82,10 @@ def test_one_process_sees_the_folder_first(functions: Functions) -> None:
     assert functions.call("add", 2, 3, seconds=20) == 5
     assert functions.versions == {"only-there": "1.5"}
     assert functions.process is not None
-    first = functions.process.pid
+    first = functions.process.child.pid
     assert functions.call("origin", seconds=20) == [str(functions.folder / "only_there.py"), "1.5"]
     assert functions.call("add", "a", "\n\ud800", seconds=20) == "a\n\ud800"
-    assert functions.process.pid == first
+    assert functions.process.child.pid == first
     assert "only_there" not in sys.modules
 
 
@@ -92,7 +93,7 @@ def test_one_process_sees_the_folder_first(functions: Functions) -> None:
     ("name", "seconds", "said", "lost"),
     [
         ("raises", 20.0, "ValueError: no number", False),
-        ("unfit", 20.0, "TypeError: Object of type object is not JSON serializable", False),
+        ("unfit", 20.0, "TypeError: a value of type object is no plain data", False),
         ("large", 20.0, "MemoryError:", False),
         ("absent", 20.0, "AttributeError: module 'functions' has no attribute 'absent'", False),
         ("hangs", 0.3, "not done after 0.3 seconds", True),
@@ -103,27 +104,27 @@ def test_a_call_without_a_value(name: str, seconds: float, said: str, lost: bool
     """A process that was lost is replaced, and the next call is not answered with what the lost one owed."""
     functions.start()
     assert functions.process is not None
-    first = functions.process.pid
+    first = functions.process.child.pid
     with pytest.raises(CallFailed) as failed:
         functions.call(name, seconds=seconds)
     assert str(failed.value) == said
     assert functions.call("add", 1, 1, seconds=20) == 2
-    assert (functions.process.pid != first) is lost
+    assert (functions.process.child.pid != first) is lost
     assert not lost or gone(first)
 
 
 def test_a_process_that_was_killed_between_two_calls(functions: Functions) -> None:
     functions.start()
     assert functions.process is not None
-    functions.process.kill()
-    functions.process.wait()
+    functions.process.child.kill()
+    functions.process.child.wait()
     assert functions.call("add", 1, 1, seconds=20) == 2
 
 
 def test_data_sets_cross_as_rows(functions: Functions) -> None:
     from datasets import Dataset
 
-    longer = stand_in._remote(functions, "longer")
+    longer = math_process._remote(functions, "longer")
     made = longer(Dataset.from_list([{"text": "ab", "level": 1}, {"text": "c", "level": None}]))
     assert made.to_list() == [{"text": "abab", "level": 1}, {"text": "cc", "level": None}]
 
@@ -133,8 +134,8 @@ def test_the_process_ends_with_its_parent(busy: bool, functions: Functions) -> N
     """Killed with no chance to say goodbye, between two calls or in the middle of one."""
     last = "made.call('hangs', seconds=60)" if busy else "input()"
     program = (
-        "import sys; from pathlib import Path; from pqcache.harness.tasks.math_process.parent import Functions\n"
-        "made = Functions(Path(sys.argv[1]), Path(sys.argv[2]), []); made.start(); print(made.process.pid, flush=True)\n"
+        "import sys; from pathlib import Path; from pqcache.harness.tasks.math_process import Functions\n"
+        "made = Functions(Path(sys.argv[1]), Path(sys.argv[2]), []); made.start(); print(made.process.child.pid, flush=True)\n"
         f"{last}\n"
     )
     parent = subprocess.Popen(
@@ -163,12 +164,12 @@ def test_a_file_that_cannot_be_loaded(functions: Functions) -> None:
 
 
 def test_an_answer_without_a_score_is_wrong_and_counted(functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_in, "SECONDS", 0.3)
+    monkeypatch.setattr(math_process, "SECONDS", 0.3)
     (functions.file).write_text(
         FILE + "\ndef process_results(doc, results):\n    hangs() if doc['n'] else 0\n    return {'m': 1}\n"
     )
     unscored: list[str] = []
-    scored = stand_in.forgiving(stand_in._remote(functions, "process_results"), ["m", "other"], unscored)
+    scored = math_process.forgiving(math_process._remote(functions, "process_results"), ["m", "other"], unscored)
     functions.start()
     assert scored({"n": 0}, ["a"]) == {"m": 1} and unscored == []
     assert scored({"n": 1}, ["a"]) == {"m": 0, "other": 0}
@@ -178,8 +179,8 @@ def test_an_answer_without_a_score_is_wrong_and_counted(functions: Functions, mo
 def test_no_score_is_made_up_where_a_package_is_missing(functions: Functions) -> None:
     functions.file.write_text("def process_results(doc, results):\n    import nowhere_at_all\n")
     unscored: list[str] = []
-    scored = stand_in.forgiving(stand_in._remote(functions, "process_results"), ["m"], unscored)
-    with pytest.raises(stand_in.CannotScore, match="No module named 'nowhere_at_all'.*`make math` installs them"):
+    scored = math_process.forgiving(math_process._remote(functions, "process_results"), ["m"], unscored)
+    with pytest.raises(math_process.CannotScore, match="No module named 'nowhere_at_all'.*`make math` installs them"):
         scored({}, ["a"])
     assert unscored == []
 
@@ -243,6 +244,7 @@ for line in sys.stdin:
 def test_scores_are_those_of_lm_eval_alone() -> None:
     """The task's own function in a plain process, whose path has the packages, gives the same on right and wrong answers."""
     import lm_eval.tasks
+    from datasets import Dataset
 
     file = Path(lm_eval.tasks.__file__).parent / "minerva_math" / "utils.py"
     docs: list[dict[str, Any]] = [{"problem": "?", "solution": solution, "answer": ""} for solution in SOLUTIONS]
@@ -258,9 +260,9 @@ def test_scores_are_those_of_lm_eval_alone() -> None:
     expected = [json.loads(line) for line in alone.stdout.splitlines()]
     functions = Functions(file, packages.folder())
     try:
-        rows = functions.call("process_docs", {"rows": docs}, seconds=60)["rows"]
+        rows = functions.call("process_docs", Dataset.from_list(docs), seconds=60).to_list()
         ours = [
-            functions.call("process_results", rows[docs.index(doc)], [answer], seconds=stand_in.SECONDS)
+            functions.call("process_results", rows[docs.index(doc)], [answer], seconds=math_process.SECONDS)
             for doc, answer in pairs
         ]
     finally:

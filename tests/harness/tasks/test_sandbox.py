@@ -7,13 +7,15 @@ import os
 import shutil
 import tracemalloc
 from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import run
-from pqcache.harness.tasks.sandbox import parent, wire
-from pqcache.harness.tasks.sandbox.parent import MissingSandbox, judged, protections
+from pqcache.harness.tasks import sandbox
+from pqcache.harness.tasks.process import wire
+from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
 from tests.harness.tasks.building import needs_isolation
 from tests.harness.tasks.hostile import FILES, FORGERIES, KERNEL, PROCESSES
 
@@ -114,35 +116,27 @@ def _parent(process: str) -> int | None:
         return None
 
 
-def test_a_machine_that_cannot_isolate_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    def no_namespaces(*_: object) -> tuple[str, bool]:
-        return "OSError: [Errno 1] a user namespace: Operation not permitted", False
-
-    protections.cache_clear()
-    monkeypatch.setattr(parent, "_run", no_namespaces)
-    try:
-        with pytest.raises(MissingSandbox, match="a user namespace: Operation not permitted"):
-            judged("def f(x): pass", "f", WANTS_A_NUMBER, "")
-        assert run.main(["task=humaneval", "task.execute=true", "method=full"]) == 2
-    finally:
-        protections.cache_clear()
-    assert "this machine cannot isolate programs: " in capsys.readouterr().err
-
-
-def test_missing_isolation_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends with what is missing, and is never ready."""
-    shutil.copytree(parent.HERE, tmp_path / "sandbox")
-    file = tmp_path / "sandbox" / "isolate.py"
+@pytest.fixture
+def without_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine that refuses the first namespace that is asked for, and has no bubblewrap."""
+    shutil.copytree(sandbox.HERE, tmp_path / "process")
+    file = tmp_path / "process" / "isolate.py"
     file.write_text(file.read_text().replace('"user": 0x10000000', '"user": 0x00000001'))
-    monkeypatch.setattr(parent, "HERE", tmp_path / "sandbox")
-    parent._shown.cache_clear()
-    try:
-        reason, started = parent._run("", "f", "", "", 1.0, "unshare")
-    finally:
-        parent._shown.cache_clear()
-    assert not started
-    assert reason is not None
-    assert "a user namespace: Invalid argument" in reason
+    monkeypatch.setattr(sandbox, "HERE", tmp_path / "process")
+    monkeypatch.setattr(sandbox, "WAYS", ("unshare",))
+    for known in (sandbox._shown, protections):
+        known.cache_clear()
+    yield
+    for known in (sandbox._shown, protections):
+        known.cache_clear()
+
+
+@pytest.mark.usefixtures("without_namespaces")
+def test_a_machine_that_cannot_isolate_refuses_and_says_what_is_missing(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(MissingSandbox, match="a user namespace: Invalid argument"):
+        judged("def f(x): pass", "f", WANTS_A_NUMBER, "")
+    assert run.main(["task=humaneval", "task.execute=true", "method=full"]) == 2
+    assert "this machine cannot isolate programs: unshare: " in capsys.readouterr().err
 
 
 class Equal(int):

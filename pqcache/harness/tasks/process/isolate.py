@@ -1,4 +1,4 @@
-"""What the processes of the sandbox cannot reach. Standard library only; the file runs inside them. Linux, x86_64 or aarch64.
+"""What a child process cannot reach. Standard library only; the file runs inside it. Linux, x86_64 or aarch64.
 
 `enter` isolates the calling process for good, or raises OSError with what is missing; nothing runs half protected:
 
@@ -8,7 +8,7 @@
 - limits of memory, CPU time, file size and open files;
 - seccomp: system calls are refused unless listed here, those that start processes or threads among them.
 
-With `bubblewrap` the first two are made by `bwrap` before this file runs.
+With `bubblewrap` the first two are made by `bwrap` before this file runs. `bound` limits a process that needs no isolation.
 """
 
 import ctypes
@@ -60,16 +60,20 @@ OLD = "/old"  # where the old root is seen in the new one, until it is left
 WORK = "/work"  # the only writable folder
 
 
-def silence() -> int:
-    """An open descriptor of /dev/null, taken before `enter` hides it. `enter` needs stderr until it is done."""
-    return os.open(os.devnull, os.O_RDWR)
+def bound(settings: dict) -> None:
+    """Limit the memory of this process, in MiB: numbers such as 9^(9^9) must fail here, not fill the machine. It ends with
+    its parent, also in the middle of a call; elsewhere than on Linux at its next read.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != settings["parent"]:  # it ended before that call
+            os._exit(1)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (_at_most(settings["memory"] << 20, hard), hard))
 
 
-def quiet(nowhere: int) -> None:
-    """Send the standard streams to `nowhere`."""
-    for number in (0, 1, 2):
-        os.dup2(nowhere, number)
-    os.close(nowhere)
+def _at_most(wanted: int, hard: int) -> int:
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def enter(settings: dict) -> None:
@@ -163,8 +167,7 @@ def _limits(memory: int, seconds: int) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        hard = resource.getrlimit(kind)[1]
-        limit = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+        limit = _at_most(maximum, resource.getrlimit(kind)[1])
         resource.setrlimit(kind, (limit, limit))
 
 

@@ -1,11 +1,12 @@
-"""Plain data as one line of JSON: what crosses the pipe between the judge and the program it judges.
+"""Plain data as one line of JSON: what crosses the pipes of a child process.
 
 None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict keep their type. A subclass arrives as its
 base. An iterator, a range or a view arrives as an iterator over its items. Anything else is refused with TypeError, so that
-no object with methods of its own reaches the judge.
+no object with methods of its own reaches who reads it. Data sets (`datasets.Dataset`) cross only where that is asked for.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
@@ -13,18 +14,18 @@ LINE = 1 << 20  # bytes; longer lines are refused
 ITEMS = 1 << 16  # items taken of one iterator
 
 
-def dump(value: object) -> bytes:
+def dump(value: object, longest: int = LINE) -> bytes:
     """One line of ASCII, its end included. Raises TypeError for what is no plain data and ValueError if it is too long."""
     line = json.dumps(_tagged(value)).encode() + b"\n"
-    if len(line) > LINE:
-        raise ValueError(f"more than {LINE} bytes of data")
+    if len(line) > longest:
+        raise ValueError(f"more than {longest} bytes of data")
     return line
 
 
-def load(line: bytes) -> object:
-    """The value of a line. Raises ValueError for anything that `dump` does not write."""
+def load(line: bytes, data_sets: bool = False) -> object:
+    """The value of a line. Raises ValueError for anything that `dump` does not write, and for a data set unless it may be one."""
     try:
-        return _plain(json.loads(line))
+        return _plain(json.loads(line), data_sets)
     except (ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise ValueError("not plain data") from error
 
@@ -49,6 +50,8 @@ def _tagged(value: object) -> object:
             return {kind.__name__: [_tagged(item) for item in value]}
     if isinstance(value, Iterator | range | KeysView | ValuesView):
         return {"iterator": [_tagged(item) for item in _first(value)]}
+    if (datasets := sys.modules.get("datasets")) is not None and isinstance(value, datasets.Dataset):
+        return {"data_set": [_tagged(row) for row in value]}
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
 
 
@@ -61,7 +64,7 @@ def _first(values: Iterable) -> list:
     return taken
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, data_sets: bool) -> object:
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise ValueError("a bare list")
@@ -74,7 +77,11 @@ def _plain(value: object) -> object:
     if kind == "bytes":
         return bytes.fromhex(inside)
     if kind == "dict":
-        return {_plain(k): _plain(v) for k, v in inside}
-    items = [_plain(item) for item in inside]
+        return {_plain(k, data_sets): _plain(v, data_sets) for k, v in inside}
+    items = [_plain(item, data_sets) for item in inside]
+    if kind == "data_set" and data_sets:
+        from datasets import Dataset
+
+        return Dataset.from_list(items)
     made: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind]
     return made(items)
