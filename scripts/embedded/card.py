@@ -149,7 +149,7 @@ def write_card(folder: Path) -> None:
     runs = [*training.get("earlier", []), training]
     notes = [note for run in runs for note in run["notes"] or []]
     families = (
-        " It also answers the eight families of PocketBench (`pqcache/embedded/families`)."
+        " It also answers the eight families of PocketBench (`pqcache/embedded/families.py`)."
         if measured.get("pocket")
         else ""
     )
