@@ -10,13 +10,14 @@ import pytest
 
 import run
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.any_table import block, lay_out, markdown
+from pqcache.harness.report.any_table import lay_out, markdown, tables
 from pqcache.harness.report.rows import Row, rows_under, write_row
 
 
 def make_row(folder: Path, method: str, scores: dict[str, list[float]], **known: Any) -> None:
     """A row on disk. known: other fields; `m` is a hyper-parameter."""
     samples = {task: {f"{i}:x": float(s) for i, s in enumerate(values)} for task, values in scores.items()}
+    tasks = {task: {"score": score_statistics.mean({task: own}), "metrics": {}} for task, own in samples.items()}
     m = known.pop("m", None)
     budget = known.pop("budget", 1.0)
     where = f"{budget}__{known.get('task', 't')}__seed{known.get('seed', 0)}"
@@ -27,7 +28,7 @@ def make_row(folder: Path, method: str, scores: dict[str, list[float]], **known:
         "budget_ratio": budget, "n_samples": sum(map(len, scores.values())), "sample_scores": samples, "n_failed": 0,
         "score": score_statistics.mean(samples), "score_interval": score_statistics.interval(samples), "folder": name,
         "prompt_protocol": {"question_as_decode": False}, "protocol": "aligned", "dense_layers": 0, "attn": "sdpa",
-        "device": "a machine", "tasks": {task: {"metrics": {}} for task in scores}, "extra": {}, "tpot_p50_ms": 9.0,
+        "device": "a machine", "tasks": tasks, "extra": {}, "tpot_p50_ms": 9.0,
         "resident_bytes": {"device": 2.0**20, "host": 2.0**20}, **known,
     }  # fmt: skip
     write_row(folder / name / "row.json", row)  # type: ignore[arg-type]
@@ -93,10 +94,10 @@ def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:
         make_row(tmp_path, "pqcache", {"t": [m, m]}, budget=0.1, m=m)
     make_row(tmp_path, "pqcache", {"t": [50, 60]}, budget=0.1, m=2, task="other", protocol="paper")
     layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), ("score",))
-    of_t, other = sorted(layout.panels, key=lambda panel: len(panel.lines), reverse=True)
-    assert (of_t.title, other.title) == ("t", "other")
-    assert list(of_t.lines) == [("pqcache", "2"), ("pqcache", "4"), ("pqcache", "16")]
-    assert block(of_t, layout.measures).head == ["method", "method.m", "score"]
+    of_t, other = sorted(tables(layout), key=lambda table: len(table.body), reverse=True)
+    assert (of_t.title, other.title) == ("t, budget 0.1", "other, budget 0.1")
+    assert [line[:2] for line in of_t.body] == [["pqcache", "2"], ["pqcache", "4"], ["pqcache", "16"]]
+    assert of_t.head == ["method", "method.m", "score"]
     assert "protocol" in layout.notes[0]
 
 

@@ -16,6 +16,8 @@ Columns are the names that a user types:
     <any other field of a row>
     row, rows                                    the first row itself (`Row`), for its samples and texts; all that are pooled
 
+`frame.attrs["keys"]` names the columns that tell configurations apart.
+
 What a row does not have is NaN, or None in columns of texts. Numbers of a configuration are means over its seeds. Those of the
 row as a whole are given for `average` alone.
 """
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 AVERAGE = "average"
 GROUPS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # group -> field of the row
+FIELDS = ("model", "method", "task", "budget", "seed", "protocol", "dense_layers", "attn", "kv_dtype", "device")
 SUMMED = ("resident_bytes", "peak_bytes", "bytes_per_step")  # objects whose sum is a number, too
 OBJECTS = (*SUMMED, "extra", "diagnostics", "versions")
 SAMPLES = ("sample_scores", "answer_scores", "tasks", "pass_at_interval")  # in `row` alone
@@ -51,7 +54,10 @@ def frame(rows: Iterable[Row], *, datasets: bool = False, pool: bool = False) ->
     rows = list(rows)
     full = [row for row in rows if row["method"] == "full"]
     groups = pooled_groups(rows)[0] if pool else [[row] for row in rows]
-    return pd.DataFrame([line for group in groups for line in _lines(group, full, datasets)])
+    made = pd.DataFrame([line for group in groups for line in _lines(group, full, datasets)])
+    options = (name for row in rows for name in _options(row))
+    made.attrs["keys"] = list(dict.fromkeys(["dataset", *options, *FIELDS]))
+    return made
 
 
 def pooled_groups(rows: Iterable[Row]) -> tuple[list[list[Row]], int]:
@@ -99,12 +105,11 @@ def natural(text: str) -> list[tuple[bool, float, str]]:
 def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterator[dict[str, Any]]:
     """The lines of a configuration: one, or one per sub-task and their average."""
     first = group[0]
-    common: dict[str, Any] = dict(changed_keys(first))
-    for name, field in GROUPS.items():
-        common |= {f"{name}.{key}": value for key, value in (first[field] or {}).items()}  # type: ignore[literal-required]
+    common = _options(first)
     ignored = ignores_budget(first["method"])
     plain = {key: value for key, value in first.items() if key not in (*OBJECTS, *SAMPLES, *GROUPS.values())}
     texts = {key: value for key, value in plain.items() if not _is_number(value) and not isinstance(value, dict | list)}
+    common |= {key: first[key] for key in FIELDS if key in first}  # type: ignore[literal-required]
     common |= {**texts, "budget": "" if ignored else budget_text(first), "ignores_budget": ignored}
     common |= {"seed": ", ".join(str(row["seed"]) for row in group), "row": first, "rows": list(group)}
     whole = {name: known_mean(values) for name, values in _numbers(group).items() if name not in ("seed", "score")}
@@ -112,6 +117,14 @@ def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterato
     for task in (*names, None):
         name = AVERAGE if task is None else task.removeprefix(f"{first['task']}_")
         yield {**common, "dataset": name, **(whole if task is None else {}), **_quality(group, full, task)}
+
+
+def _options(row: Row) -> dict[str, Any]:
+    """The options of the groups under their dotted names, and the other keys that are not at their default."""
+    options: dict[str, Any] = dict(changed_keys(row))
+    for group, field in GROUPS.items():
+        options |= {f"{group}.{key}": value for key, value in (row[field] or {}).items()}  # type: ignore[literal-required]
+    return options
 
 
 def _numbers(group: Sequence[Row]) -> dict[str, list[float | None]]:
@@ -144,7 +157,7 @@ def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dic
     if len(group) == 1:
         row = group[0] if group[0]["method"] == "full" else compared(group[0], full)
         part: Mapping[str, Any] = row if task is None else row["tasks"][task]
-        numbers = part["score"], part.get("score_interval")
+        numbers = part.get("score"), part.get("score_interval")
         against = part.get("paired_difference"), part.get("paired_interval"), part.get("paired_p")
     else:
         scores = pooled((row["seed"], _of(row["sample_scores"], task)) for row in group)
