@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/ that needs no hub, no network, no GPU and no cluster is run; the rest is listed here.
+"""Every command of README.md and docs/ that needs no hub, no network, no GPU and no cluster is run.
 
 One process runs them all, in the order of the pages and into one folder: `report=` and `tables=` find the rows of the commands
 before them, and what two commands share is computed once. Cells are made small by smoke=true; a reader's command is not.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,49 +24,18 @@ from pqcache.harness.report import folder_command
 from tests.harness.conftest import make_tiny_model
 from tests.project.pages import FILLED_IN, REPO, typed
 
-# -- what is not run here ------------------------------------------------------------------------------------------------
-
-# why -> whether it is so of a command's words. A listed command of which it is not so could be run.
-CANNOT: dict[str, Callable[[list[str]], bool]] = {
-    "reads data of the hub": lambda words: "task=lm_eval" in words,
-    "starts a cluster": lambda words: bool({"launch=ray", "launch=slurm"} & {*words}) or words[0] in ("ray", "sbatch"),
-    "needs a GPU": lambda words: "cuda" in words,
-    "installs from the network": lambda words: (
-        words[0] in ("pip", "conda") or words[1:2] in (["setup"], ["math"]) or words[-1].endswith(".packages")
-    ),
-}
-NOT_OFFLINE = {
-    "python run.py task=lm_eval task.name=arc_easy": "reads data of the hub",
-    "python run.py -m task=lm_eval task.name=aime24": "reads data of the hub",
-    "python run.py experiment=pqcache_table2 launch=ray launch.address=local": "starts a cluster",
-    "python run.py experiment=pqcache_table2 launch=ray launch.address=auto": "starts a cluster",
-    "python run.py experiment=pqcache_table2 launch=slurm": "starts a cluster",
-    "python scripts/profile_schedule.py --model mistral-7b-instruct-v0.2 --dtype float16 --device cuda": "needs a GPU",
-    "ray start --head": "starts a cluster",
-    "ray start --address=<head>:6379": "starts a cluster",
-    "ray job submit --": "starts a cluster",
-    "pip install": "installs from the network",
-    "pip wheel": "installs from the network",  # what builds the wheel; tests/project/test_packaging.py builds it offline
-    "conda env create": "installs from the network",
-    "make setup": "installs from the network",
-    "make math": "installs from the network",
-    "python -m pqcache.harness.tasks.math_process.packages": "installs from the network",
-}
-# Commands that other tests run -> the test, and words in it that show so.
-ELSEWHERE = {
-    "python run.py -m method=full,keynorm": ("test_adding_a_method.py", "keynorm"),
-    "python -m pytest tests/invariants -k keynorm": ("test_adding_a_method.py", "test_it_passes_the_invariants"),
-    "python -m pqcache.harness.report.check": ("../harness/test_check.py", "check.main"),
-    "python -m pqcache.harness.report.reproducing": ("../harness/test_check.py", "pqcache.harness.report.reproducing"),
-    "python scripts/try_architectures.py": ("test_architectures.py", "try_architectures"),
-    "python scripts/equal_bytes.py": ("../harness/test_equal_bytes.py", "equal_bytes"),
-    "python scripts/bench_kernels.py": ("test_bench_kernels.py", "bench_kernels"),
-    "make docs": ("test_docs.py", "write_docs.outdated"),
-    "make picture": ("test_docs.py", "write_docs.PICTURE"),
-    "make configs": ("../harness/test_configs.py", "files"),
-}
-# Targets of make that run commands of these pages, the tests or ruff and mypy; `make -n` shows what they would do.
-TARGETS = set("demo tables missing pocket heatmaps help lock lint test test-rest test-slow".split())
+# Not run here: these need a hub, a cluster, a GPU or the network, or other tests run them.
+NOT_HERE = (
+    "python run.py task=lm_eval task.name=",
+    "python run.py -m task=lm_eval task.name=aime24",
+    "python run.py experiment=pqcache_table2 launch=",
+    "python run.py -m method=full,keynorm",
+    "python -m pytest tests/invariants -k keynorm",
+    "python -m pqcache.harness.report.check",
+    "python -m pqcache.harness.report.reproducing",
+    "python -m pqcache.harness.tasks.math_process.packages",
+    "python scripts/",
+)
 # Words that make the inputs of a task shorter than smoke=true does.
 SHORT = {
     "gsm8k_cot": "",
@@ -92,14 +60,6 @@ FEW = {
     "pocket_budget": "method=full,pqcache budget=0.2",
     "pocket_kvcrush_fig5": "cell=full,snapkv_25",
 }
-BEGINNINGS = ("python run.py", "python -m ", "python scripts/", "make ", "pip ", "conda ", "ray ", "pqcache method=")
-
-
-def listed(command: str, names: dict) -> str | None:
-    """The longest entry of a list that a command begins with."""
-    return max((name for name in names if command.startswith(name)), key=len, default=None)
-
-
 # -- running ---------------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +123,7 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(REPO)
     torch.set_num_threads(1)  # the prompts are far too short for two
     for command in typed("python run.py"):
-        if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE)):
+        if not command.startswith(NOT_HERE):
             reader.type(command, lambda command=command: run.main(reader.words(command)))
     for command in typed("pqcache method="):
         reader.type(command, lambda command=command: run.main(reader.words(command)))
@@ -175,44 +135,9 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "pqcache.harness.report.drift_figure": [str(reader.out / "experiments" / "smoke"), "--methods", "pqcache"],
         "pqcache.harness.run.recall_sweep": ["--length", "150", "--steps", "2", "--out", str(tmp_path / "recall")],
     }
-    for command in [*typed("python -m "), *typed("python scripts/")]:
-        if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE)):
-            name = command.split()[2 if "-m" in command else 1].removesuffix(".py").replace("/", ".")
+    for command in typed("python -m "):
+        if not command.startswith(NOT_HERE):
+            name = command.split()[2]
             reader.type(command, lambda name=name: module(name, modules[name], monkeypatch))
     print("\n".join(f"{spent:6.1f} s  {command}" for command, spent in reader.seconds.items()))
     assert reader.failed == []
-
-
-# -- the lists -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_not_run_cannot_be() -> None:
-    every = [command for beginning in BEGINNINGS for command in typed(beginning)]
-    could = []
-    for name, why in NOT_OFFLINE.items():
-        meant = [command for command in every if command.startswith(name)]
-        assert meant, f"{name}: no page shows it"
-        could += [f"{command}: {why}?" for command in meant if not CANNOT[why](command.split())]
-    assert could == []
-    offline = [command for command in every if not (listed(command, NOT_OFFLINE) or listed(command, ELSEWHERE))]
-    assert [c for c in offline if any(holds(c.split()) for holds in CANNOT.values())] == []
-
-
-def test_other_tests_run_what_they_are_said_to() -> None:
-    every = [command for beginning in BEGINNINGS for command in typed(beginning)]
-    for name, (file, words) in ELSEWHERE.items():
-        assert any(command.startswith(name) for command in every), f"{name}: no page shows it"
-        assert words in (Path(__file__).parent / file).read_text(encoding="utf-8"), (name, file)
-
-
-def test_scripts_and_targets_are_run_or_listed() -> None:
-    """`python run.py` and `python -m` are run unless they are listed; what else a page shows must be listed or be a target."""
-    others = [command for start in BEGINNINGS[2:-1] for command in typed(start)]
-    unknown = [c for c in others if not (listed(c, NOT_OFFLINE) or listed(c, ELSEWHERE))]
-    assert [c for c in unknown if c.split()[1] not in TARGETS] == []
-
-
-def test_targets_of_make_say_what_they_would_do() -> None:
-    for target in sorted({command.split()[1] for command in typed("make ")} - {"help"}):
-        shown = subprocess.run(["make", "-n", target], cwd=REPO, capture_output=True, text=True)
-        assert shown.returncode == 0 and shown.stdout.strip(), (target, shown.stderr)
