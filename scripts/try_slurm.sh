@@ -109,6 +109,6 @@ await queue_is_empty
 tail -n 4 "$scratch/later.txt"
 
 echo "== rows"
-"$python" -m scripts.cluster.same_rows "$scratch/local" "$scratch/slurm"
-"$python" -m scripts.cluster.same_rows "$scratch/local" "$scratch/later"
+"$python" -m scripts.same_rows "$scratch/local" "$scratch/slurm"
+"$python" -m scripts.same_rows "$scratch/local" "$scratch/later"
 exit "$status"

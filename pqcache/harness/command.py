@@ -18,6 +18,7 @@ HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completio
 # What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
 NEEDS = {
     "datasets": "datasets",
+    "filelock": "filelock",
     "hydra": "hydra-core",
     "lm_eval": "lm-eval",
     "jinja2": "jinja2",

@@ -18,8 +18,8 @@ from pqcache import kernels
 from pqcache.device.switch import interpreted
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, generate, recording
+from pqcache.selective.batch import Request, generate_batch
 from pqcache.selective.captured import CapturedSteps
-from pqcache.selective.decode import Request, generate_batch
 from pqcache.selective.method import Method
 from pqcache.selective.sampling import Sampling
 from pqcache.selective.shape import NotApplicable

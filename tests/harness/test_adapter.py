@@ -16,10 +16,10 @@ from lm_eval.api.instance import Instance
 from pqcache.harness.config.values import fits
 from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM
+from pqcache.harness.run.answers import cut, stopper
 from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks, fingerprint
-from pqcache.harness.run.thinking import cut, stopper
 from pqcache.registry import method_class
 from pqcache.selective import Budget
 
@@ -111,7 +111,9 @@ def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel
     with SampleLog(tmp_path / "samples.jsonl") as log:
 
         def read(question_as_decode: bool, **settings: Any) -> tuple[str, int]:
-            prepared = adapter(bare, log, question_as_decode=question_as_decode).read(ask(prompt, until=[], **settings))
+            prepared = adapter(bare, log, question_as_decode=question_as_decode).reader.read(
+                ask(prompt, until=[], **settings)
+            )
             return prepared.mark, prepared.question
 
         general, tokens = read(True)
@@ -209,7 +211,7 @@ def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> 
         lm = HarnessLM(loaded, method, log)
         lm.generate_until([ask("The farmer walked to the river and back. " * 8, max_gen_toks=6)])
         sample = lm.used["some_task", 0]
-    lacks = SampleMarks.__annotations__.keys() - {"prompt_sha256", "prompt_end", "source", "library"}
+    lacks = SampleMarks.__annotations__.keys() - {"prompt_sha256", "prompt_end"}
     assert sample.keys() == Sample.__annotations__.keys() - lacks
     assert 0.4 * sample["prompt_tokens"] < (sample["budget_tokens"] or 0) < 0.65 * sample["prompt_tokens"]
     assert len(sample["step_s"]) == sample["new_tokens"] - 1

@@ -59,8 +59,8 @@ def test_a_batch_goes_on_where_it_stopped(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
 ) -> None:
     sizes: list[int] = []
-    answer = batches._answer
-    monkeypatch.setattr(batches, "_answer", lambda lm, group: (sizes.append(len(group)), answer(lm, group)))
+    answer = batches.answer
+    monkeypatch.setattr(batches, "answer", lambda lm, group: (sizes.append(len(group)), answer(lm, group)))
     assert command("method=full", "batch=2", "limit=1") == 0
     assert command("method=full", "batch=2", "limit=4") == 0
     assert sizes == [1, 2, 1] and not generated
@@ -128,13 +128,13 @@ def test_prompts_of_one_length_where_chunks_ask_for_it(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups: list[set[int]] = []
-    answer = batches._answer
+    answer = batches.answer
 
     def counted(lm: Any, group: Any) -> None:
         groups.append({len(prepared.ids) for prepared, _ in group})
         answer(lm, group)
 
-    monkeypatch.setattr(batches, "_answer", counted)
+    monkeypatch.setattr(batches, "answer", counted)
     words = ["method=infllm", "method.exc_block=16", "method.block=16", "method.n_init=8", "budget=0.3"]
     assert command(*words, "batch=3", "prefill_chunk=64") == 0
     assert all(len(group) == 1 for group in groups) and len(groups) > 1

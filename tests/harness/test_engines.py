@@ -18,20 +18,20 @@ import pytest
 import run
 from pqcache.harness.config.launch import RayLaunch, SlurmLaunch
 from pqcache.harness.config.options import Refused
-from pqcache.harness.run.engines import slurm_engine
-from pqcache.harness.run.engines.follow import Follower
+from pqcache.harness.run.engines import ray_engine, slurm_engine
 from pqcache.harness.run.engines.slurm_engine import shares
 from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, range_sizes
-from scripts.cluster import disturb_ray
-from scripts.cluster.same_rows import differences
+from pqcache.harness.run.worker import Follower
+from scripts.same_rows import differences
 from tests.harness.cells import ONE_THREAD, REPO
 
-UNITS = [Unit("m", ("cell",), "task", first, first + 1) for first in range(4)]
+UNITS = [Unit(("cell",), "task", first, first + 1) for first in range(4)]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), {}, "", None, {}, {})
+    folders = {"cell": str(tmp_path / "smoke" / "an older name")}
+    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), {}, None, {}, folders)
 
 
 def ended(events: list[Any]) -> dict[str, UnitResult]:
@@ -43,19 +43,19 @@ def ended(events: list[Any]) -> dict[str, UnitResult]:
 # -- what workers have finished -------------------------------------------------------------------------------------
 
 
-def test_samples_are_reported_once_and_whole_lines_only(tmp_path: Path) -> None:
+def test_samples_are_reported_once_and_whole_lines_only(tmp_path: Path, job: Job) -> None:
     cell, seen = tmp_path / "smoke" / "an older name", []
     cell.mkdir(parents=True)
     line = json.dumps({"task": "t", "doc_id": 3, "score": 50.0})
     (cell / f"samples-{UNITS[0].name}-0.jsonl").write_text(f"{line}\n")  # an earlier driver's
-    follower = Follower({"cell": str(cell)}, UNITS, seen.append)
+    follower = Follower(job, UNITS, seen.append)
     follower.poll()
     assert seen == []
     path = cell / f"samples-{UNITS[0].name}-1.jsonl"
     path.write_text(f"{line}\n{line[:10]}")
     follower.poll()
     follower.poll()
-    assert seen == [Progress(UNITS[0].name, "cell", "t", 3, 50.0)]
+    assert seen == [Progress("cell", "t", 3, 50.0)]
     path.write_text(f"{line}\n{line}\nnot a sample\n")
     follower.poll()
     assert len(seen) == 2
@@ -87,9 +87,7 @@ class Queue:
             if self.done_at_once:
                 for unit, attempt in list(zip(units, tries, strict=True))[:finishes]:
                     failures = {"cell": Failure("E: no", "trace")} if unit is UNITS[3] else {}
-                    slurm_engine._store(
-                        where[index], attempt, UnitResult(unit.name, "done", attempt, failures=failures)
-                    )
+                    slurm_engine.store(where[index], attempt, UnitResult(unit.name, failures=failures))
             else:
                 self.queued.add(task.job_id)
         return made
@@ -122,7 +120,6 @@ def test_a_lost_slurm_task_is_submitted_again_and_named_at_last(queue: Queue, jo
     slurm_engine.SlurmEngine(SlurmLaunch(workers=1, retries=2)).run(job, UNITS, events.append, alone=False)
     results = ended(events)
     assert [results[unit.name].status for unit in UNITS] == ["done", "lost", "done", "done"]
-    assert results[UNITS[1].name].attempt == 2
     assert "left the queue without a result" in results[UNITS[1].name].reason
     names = [unit.name for unit in UNITS]
     assert queue.submitted == [names, names[1:], names[1:], names[2:]]
@@ -138,7 +135,7 @@ def test_slurm_without_waiting_submits_once_and_collects_later(queue: Queue, job
     assert len(queue.submitted) == 1
     folder = Path(job.out) / slurm_engine.FOLDER / "results"
     for unit in UNITS[:2]:
-        slurm_engine._store(str(folder), 0, UnitResult(unit.name, "done"))
+        slurm_engine.store(str(folder), 0, UnitResult(unit.name))
     events = []
     slurm_engine.SlurmEngine(launch).run(job, UNITS[:3], events.append, alone=False)
     assert ended(events).keys() == {unit.name for unit in UNITS[:2]}
@@ -165,13 +162,9 @@ def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(slurm_engine.shutil, "which", lambda name: None)
     with pytest.raises(Refused, match="launch=slurm: sbatch, squeue, srun not found"):
         slurm_engine.SlurmEngine(SlurmLaunch())
-    import sys
-
-    from pqcache.harness.run.engines.ray_engine import RayEngine
-
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Refused, match="the package ray is not installed"):
-        RayEngine(RayLaunch())
+        ray_engine.RayEngine(RayLaunch())
 
 
 def test_units_get_smaller_and_no_worker_waits_long_for_the_last() -> None:
@@ -190,23 +183,25 @@ def test_units_get_smaller_and_no_worker_waits_long_for_the_last() -> None:
 def test_lists_of_units_are_as_long_as_each_other_and_none_is_empty() -> None:
     sizes = range_sizes(400, 4)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    units = [Unit("m", ("a", "b"), "t", start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    units = [Unit(("a", "b"), "t", start, start + size) for start, size in zip(starts, sizes, strict=True)]
     lists = shares(units, 4)
     assert [unit for part in lists for unit in part] == units
     documents = [sum((unit.stop or 0) - unit.first for unit in part) for part in lists]
     assert len(documents) == 4
     assert max(documents) - min(documents) <= max(sizes)
-    latency = [Unit("m", (name,), "t", timed=True, whole=True) for name in "abc"]
+    latency = [Unit((name,), "t", timed=True, whole=True) for name in "abc"]
     assert shares(latency, 8) == [[unit] for unit in latency]
     assert shares(latency, 1) == [latency]
+
+
+class Lost(Exception):
+    """What Ray raises for a worker that is gone."""
 
 
 class FakeRay:
     """Stands for the package: an actor's answers are there at once."""
 
-    class exceptions:
-        class RayError(Exception):
-            pass
+    exceptions = SimpleNamespace(RayError=Lost)
 
     def __init__(self) -> None:
         self.killed: list[Any] = []
@@ -215,92 +210,72 @@ class FakeRay:
         return references[:1], references[1:]
 
     def get(self, reference: Any) -> Any:
+        if isinstance(reference.value, Lost):
+            raise reference.value
         return reference.value
 
     def kill(self, actor: Any) -> None:
         self.killed.append(actor)
 
 
-class Answer:
-    """What a remote call returns."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 class FakeActor:
     """A worker on node "here". Its units are noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: dict[str, list[Any]]) -> None:
         self.units: list[str] = []
-        self.start = SimpleNamespace(remote=lambda: Answer(None))
-        self.node = SimpleNamespace(remote=lambda: Answer("here"))
+        self.answers = answers  # unit -> what its attempts return before one that is done
+        self.node = SimpleNamespace(remote=lambda: SimpleNamespace(value="here"))
         self.run = SimpleNamespace(remote=self._run)
 
-    def _run(self, unit: Unit, attempt: int) -> Answer:
+    def _run(self, unit: Unit) -> Any:
         self.units.append(unit.name)
-        return Answer(UnitResult(unit.name, "done", attempt))
+        waiting = self.answers.get(unit.name)
+        return type("Answer", (), {"value": waiting.pop(0) if waiting else UnitResult(unit.name)})()
 
 
-def test_one_ray_worker_of_a_host_stays_for_the_times(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
-    from pqcache.harness.run.engines.ray_engine import RayEngine
-
-    started: list[FakeActor] = []
-
-    def actor(self: Any, job: Job, host: str | None) -> FakeActor:
-        started.append(FakeActor())
-        return started[-1]
-
-    monkeypatch.setattr(RayEngine, "actor", actor)
-    engine: Any = RayEngine.__new__(RayEngine)
-    engine._ray, engine._idle, engine.workers, engine._gpus = FakeRay(), {}, 2, 0.0
-    engine.launch = RayLaunch(workers=2)
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine of two pretended workers; `started` and `answers` are its own."""
+    engine: Any = ray_engine.RayEngine.__new__(ray_engine.RayEngine)
+    engine._ray, engine._actors, engine._gpus = FakeRay(), [], 0.0
+    engine.workers, engine.launch, engine.started, engine.answers = 2, RayLaunch(workers=2, retries=2), [], {}
     monkeypatch.setattr(engine, "_nodes", lambda: {"here": {"CPU": 4}})
+
+    def actor(job: Job, host: str | None = None) -> FakeActor:
+        engine.started.append(FakeActor(engine.answers))
+        return engine.started[-1]
+
+    monkeypatch.setattr(engine, "_actor", actor)
+    return engine
+
+
+def test_one_ray_worker_of_a_host_stays_for_the_times(pool: Any, job: Job) -> None:
     events: list[Any] = []
-    engine.run(job, UNITS, events.append, alone=False)
-    timed = Unit("m", ("cell",), "task", timed=True)
-    engine.run(job, [timed], events.append, alone=True)
+    pool.run(job, UNITS, events.append, alone=False)
+    timed = Unit(("cell",), "task", timed=True)
+    pool.run(job, [timed], events.append, alone=True)
     assert [event.status for event in events if isinstance(event, UnitResult)] == ["done"] * 5
-    assert len(started) == 2
-    assert sum(timed.name in worker.units for worker in started) == 1
-    assert len(engine._ray.killed) == 1  # nothing else of the run is on the host meanwhile
-    assert timed.name not in engine._ray.killed[0].units
+    assert len(pool.started) == 2
+    assert sum(timed.name in worker.units for worker in pool.started) == 1
+    assert len(pool._ray.killed) == 1  # nothing else of the run is on the host meanwhile
+    assert timed.name not in pool._ray.killed[0].units
+
+
+def test_a_lost_ray_worker_is_replaced_and_a_refusing_one_is_not(pool: Any, job: Job) -> None:
+    events: list[Any] = []
+    pool.answers |= {UNITS[0].name: [Lost("node died"), Lost("node died")], UNITS[1].name: [Lost("gone")] * 3}
+    pool.run(job, UNITS, events.append, alone=False)
+    results = ended(events)
+    assert [results[unit.name].status for unit in UNITS] == ["done", "lost", "done", "done"]
+    assert "Lost: gone" in results[UNITS[1].name].reason
+    pool.answers.clear()
+    pool.answers |= {unit.name: [UnitResult(unit.name, "refused", reason="other versions")] * 9 for unit in UNITS}
+    events = []
+    pool.run(job, UNITS, events.append, alone=False)
+    assert {(result.status, result.reason) for result in ended(events).values()} == {("refused", "other versions")}
 
 
 # -- Ray: two real workers on this machine ----------------------------------------------------------------------------------
-
-
-def test_a_node_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nodes:
-        """Stands for Ray's cluster: two starts fail, the first one half-way."""
-
-        def __init__(self) -> None:
-            self.worker_nodes: set[str] = set()
-            self.tries = 0
-
-        def add_node(self, **options: Any) -> str:
-            self.tries += 1
-            if self.tries != 2:
-                self.worker_nodes.add(f"node {self.tries}")
-            if self.tries <= fail:
-                raise Exception("The current node timed out during startup.")
-            return f"node {self.tries}"
-
-        def remove_node(self, node: str) -> None:
-            self.worker_nodes.remove(node)
-
-    monkeypatch.setattr(disturb_ray.time, "sleep", lambda seconds: None)
-    fail = 2
-    cluster: Any = disturb_ray.Cluster.__new__(disturb_ray.Cluster)
-    cluster._cluster, cluster._node, cluster._second = Nodes(), {}, "lost"
-    cluster.restore()
-    cluster.restore()
-    assert (cluster._second, cluster._cluster.worker_nodes, cluster._cluster.tries) == ("node 3", {"node 3"}, 3)
-    fail = 99
-    cluster.lose_a_node()
-    with pytest.raises(Exception, match="timed out"):
-        cluster.restore()
-    assert (cluster._cluster.worker_nodes, cluster._cluster.tries) == (set(), 3 + disturb_ray.STARTS)
 
 
 def _samples(out: Path) -> int:

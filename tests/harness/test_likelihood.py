@@ -17,10 +17,8 @@ from pqcache.fields import option_fields
 from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as adapter_module
-from pqcache.harness.run import likelihood as scoring
 from pqcache.harness.run import models, units
-from pqcache.harness.run.adapter import HarnessLM
-from pqcache.harness.run.likelihood import LogLikelihood
+from pqcache.harness.run.adapter import HarnessLM, LogLikelihood
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.tasks import any_lm_eval
@@ -125,11 +123,11 @@ def test_found_in_the_log(base: LoadedModel, tmp_path: Path, monkeypatch: pytest
     with SampleLog(tmp_path / "samples.jsonl") as log:
         first = adapter(base, log).loglikelihood(pairs())
         assert len(log) == 3
-    monkeypatch.setattr(scoring, "likelihood", lambda *_, **__: pytest.fail("computed again"))
+    monkeypatch.setattr(adapter_module, "likelihood", lambda *_, **__: pytest.fail("computed again"))
     with SampleLog(tmp_path / "samples.jsonl") as log:
         again = adapter(base, log)
         assert again.loglikelihood(pairs()) == first
-        assert again.resumed == 3
+        assert again.computed == 0
 
 
 def test_what_cannot_be_scored(base: LoadedModel, tmp_path: Path) -> None:
@@ -158,7 +156,8 @@ def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, tm
         assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in measured.used.values())
     if size is None:
         assert value.tokens == pytest.approx(plain(model, ids, 1), abs=2e-5)
-        with SampleLog(tmp_path / "other") as log:
+        (other := tmp_path / "other").mkdir()
+        with SampleLog(other / "samples.jsonl") as log:
             (less,) = adapter(model, log, "streaming", 0.3).loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
         half = len(ids) // 2 - 1
         assert less.tokens[:half] == pytest.approx(value.tokens[:half], abs=2e-5)  # the prefill is exact
@@ -287,7 +286,7 @@ def test_multiple_choice_by_name(
     assert row["tpot_p50_ms"] is not None or row["tt2t_s"] is not None
     lines = (next((tmp_path / "out").glob("*oracle*")) / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 4  # two choices of two documents
-    monkeypatch.setattr(scoring, "likelihood", lambda *_, **__: pytest.fail("computed again"))
+    monkeypatch.setattr(adapter_module, "likelihood", lambda *_, **__: pytest.fail("computed again"))
     assert call(tiny, tmp_path, *typed) == 0
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import run
-from pqcache.harness.run import engines, worker
-from pqcache.harness.run.likelihood import LikelihoodLM
+from pqcache.harness.run import runner
 from tests.harness.cells import Command, rows, status
 
 NEEDLE = ("task=needle", "task.lengths=[256]", "task.depths=[0,50]")
@@ -56,23 +53,6 @@ def test_other_tasks_decide_at_the_first_sample(
     assert len(generated) == 2
 
 
-def test_scored_texts_count_their_prefill() -> None:
-    def asks(kind: str, *arguments: str) -> Any:
-        return SimpleNamespace(request_type=kind, args=arguments, doc={})
-
-    def tokens(request: Any, question: int = 0, max_length: int | None = None, **own: Any) -> int:
-        loaded = SimpleNamespace(max_length=max_length, encode=str.split)
-        pair = lambda context, _: ([], len(context.split()), question)  # noqa: E731
-        fake: Any = SimpleNamespace(**{"tokens": None, "_pair": pair, "loaded": loaded, **own})
-        return LikelihoodLM.prefill_tokens(fake, request)
-
-    assert tokens(asks("loglikelihood", "a b c d e f g", "h i")) == 6  # the last one is a decode step
-    assert tokens(asks("loglikelihood", "a b c d e f g", "h i"), question=3) == 4
-    assert tokens(asks("loglikelihood_rolling", "a b c d e f g h")) == 4
-    assert tokens(asks("loglikelihood_rolling", "a b c d e f g h"), max_length=3) == 2
-    assert tokens(asks("loglikelihood", "a", "b"), tokens=lambda _: ([1, 2, 3, 4], 2, 3)) == 3
-
-
 def test_a_driver_gives_its_workers_no_such_cell(
     needle: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +63,6 @@ def test_a_driver_gives_its_workers_no_such_cell(
         def close(self) -> None:
             """Nothing is open."""
 
-    monkeypatch.setattr(engines, "engine_for", lambda _: Engine())
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
+    monkeypatch.setattr(runner, "engine_for", lambda _: Engine())
     assert needle(*PAGES, "launch=ray") == 2
     assert status(tmp_path / "out")["quest"]["status"] == "not applicable"

@@ -17,9 +17,9 @@ from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import plan as planning
 from pqcache.harness.report.rows import read_row
-from pqcache.harness.run import adapter, models, thinking
+from pqcache.harness.run import adapter, answers, models
+from pqcache.harness.run.answers import Within
 from pqcache.harness.run.session import Session
-from pqcache.harness.run.within import Within
 from pqcache.harness.tasks import any_lm_eval, math_process, task_of
 from pqcache.harness.tasks.math_process import packages
 from tests.harness.cells import on_model
@@ -307,32 +307,32 @@ class Characters:
     """A tokenizer of one token per character; token 0 is `</think>`, which may be special."""
 
     def __init__(self, special: bool) -> None:
-        self.all_special_tokens = [thinking.END] if special else []
+        self.all_special_tokens = [answers.END] if special else []
 
     def convert_tokens_to_ids(self, token: str) -> int:
-        assert token == thinking.END
+        assert token == answers.END
         return 0
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         left_out = skip_special_tokens and self.all_special_tokens
-        return "".join(chr(i) if i else "" if left_out else thinking.END for i in ids)
+        return "".join(chr(i) if i else "" if left_out else answers.END for i in ids)
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_stop_strings_count_behind_the_thoughts(special: bool) -> None:
     tokenizer = Characters(special)
     ids = [*map(ord, "a STOP b"), 0, *map(ord, "answer " * 9), *map(ord, "STOP c")]
-    text = thinking.decode(tokenizer, ids, thinking=True)
+    text = answers.decode(tokenizer, ids, thinking=True)
     assert text == "a STOP b</think>" + "answer " * 9 + "STOP c"
-    stop = thinking.stopper(tokenizer, ["STOP"], thinking=True)
+    stop = answers.stopper(tokenizer, ["STOP"], thinking=True)
     assert stop is not None
     first = next(n for n in range(1, len(ids) + 1) if stop(ids[:n]))
     assert first == len(ids) - 2
-    cut = thinking.cut(thinking.decode(tokenizer, ids[:first], thinking=True), ["STOP"], thinking=True)
+    cut = answers.cut(answers.decode(tokenizer, ids[:first], thinking=True), ["STOP"], thinking=True)
     assert cut == "a STOP b</think>" + "answer " * 9
-    assert thinking.scored(cut) == "answer " * 9
-    assert thinking.scored("a</think>b</think>  c") == "c"
-    assert thinking.scored("no end") == "no end"
+    assert answers.scored(cut) == "answer " * 9
+    assert answers.scored("a</think>b</think>  c") == "c"
+    assert answers.scored("no end") == "no end"
 
 
 # -- long answers ----------------------------------------------------------------------------------------------------------

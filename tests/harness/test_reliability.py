@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from pqcache.harness.report.rows import damage, read_row
-from pqcache.harness.run import marks, models
+from pqcache.harness.run import model_files as marks
+from pqcache.harness.run import models
 from pqcache.harness.run.streams import guarded
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows
 

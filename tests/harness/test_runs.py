@@ -18,7 +18,7 @@ import yaml
 import run
 from pqcache import registry
 from pqcache.harness.report.rows import Row
-from pqcache.harness.run import models, one_cell
+from pqcache.harness.run import models, runner
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
 
 
@@ -36,7 +36,8 @@ def test_one_cell_has_its_folder_and_prints_its_row(
         "samples.jsonl",
         "row.json",
         "status.json",
-        "owner-1.json",
+        "owner.json",
+        ".lock",
     }
     kept = yaml.safe_load((folder / "config.yaml").read_text())
     assert kept["method"]["n_sink"] == 8
@@ -198,14 +199,14 @@ def test_full_is_one_cell_whatever_stays_dense(command: Command, tmp_path: Path,
 def test_a_folder_that_cannot_be_made_fails_its_cell_alone(
     command: Command, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = one_cell.open_folder
+    original = runner.open_folder
 
     def full_disk(cell: Any) -> Path:
         if cell.identity["method"]["name"] == "oracle":
             raise OSError(28, "No space left on device")
         return original(cell)
 
-    monkeypatch.setattr(one_cell, "open_folder", full_disk)
+    monkeypatch.setattr(runner, "open_folder", full_disk)
     assert command("-m", "method=oracle,full", "limit=1") == 1
     assert "No space left on device" in capsys.readouterr().err
     assert list(rows(tmp_path / "out")) == ["full 1.0"]

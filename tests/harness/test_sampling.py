@@ -15,9 +15,9 @@ from pqcache.harness.report import score_statistics
 from pqcache.harness.report.page.cells import cell_views, words_of
 from pqcache.harness.report.row_text import row_text
 from pqcache.harness.report.rows import decode_of, find_full, read_row
-from pqcache.harness.run import batches, engines, sharing, worker
-from pqcache.harness.run.engines.processes import InProcess
+from pqcache.harness.run import batches, runner, sharing
 from tests.harness.cells import Command
+from tests.harness.in_process import InProcess
 
 DRAWN = ("decode.temperature=1.5", "decode.top_p=0.9", "decode.samples=3")
 WORDS = ("method=snapkv", "budget=0.3", *DRAWN)
@@ -62,8 +62,7 @@ def test_the_same_answers_in_any_order(
     path = next((tmp_path / "resumed").glob("*/samples.jsonl"))
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if '"draw": 1' not in line))
     assert command(*WORDS, out=tmp_path / "resumed") == 0
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
-    monkeypatch.setattr(engines, "engine_for", lambda _: InProcess(2))
+    monkeypatch.setattr(runner, "engine_for", lambda _: InProcess(2))
     monkeypatch.setattr("pqcache.harness.run.units.OWN_PREFILLS", 1)
     capsys.readouterr()
     assert command(*WORDS, "launch=ray", out=tmp_path / "worker") == 0

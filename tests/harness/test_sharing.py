@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-Command = Callable[..., int]
+import run
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.run import adapter, runner, sharing, units
+from pqcache.harness.run.claims import claim
+from pqcache.selective import record
+from tests.harness.cells import Command
+from tests.harness.in_process import InProcess
+
 SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
 
 
@@ -20,6 +31,12 @@ def samples(out: Path) -> dict[str, dict[int, dict[str, Any]]]:
         lines = [json.loads(line) for line in path.open()]
         result[path.parent.name.split("__")[1]] = {line["doc_id"]: line for line in lines}
     return result
+
+
+def lines(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(out.glob("*/samples*.jsonl")):
+        for line in path.open():
+            yield path, json.loads(line)
 
 
 def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,8 +57,6 @@ def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsy
 
 
 def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqcache.harness.run import sharing
-
     recorded = []
     original = sharing.record
 
@@ -59,13 +74,11 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monk
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["doc_id"] != 5]
     path.write_text("\n".join(kept) + "\n")  # as after a crash between two cells of one prompt
     assert command(*sweep, "limit=7") == 0
-    assert len(recorded) == 3
+    assert len(recorded) == 2  # a cell that lacks a sample alone has a prefill of its own
     assert samples(tmp_path / "out")["snapkv"].keys() == set(range(7))
 
 
 def test_a_cell_that_another_process_runs_is_left_alone(command: Command, tmp_path: Path) -> None:
-    from pqcache.harness.run.claims import claim
-
     sweep = ("-m", "method=full,oracle,snapkv", "budget=0.3", "limit=6")
     assert command(*sweep, "limit=1") == 0
     path = next((tmp_path / "out").glob("*snapkv*/samples.jsonl"))
@@ -74,25 +87,92 @@ def test_a_cell_that_another_process_runs_is_left_alone(command: Command, tmp_pa
     assert len(samples(tmp_path / "out")["oracle"]) == 6
 
 
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_failing_prompt_is_said_once_and_every_other_one_is_shared(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    generated: list[int],
+    engine: bool,
+) -> None:
+    """One failing prompt of five, and four cells: the recording fails, then an answer from it."""
+    monkeypatch.setattr(runner, "engine_for", lambda _: InProcess())
+    monkeypatch.setattr(units, "OWN_PREFILLS", 0)
+    words = ("-m", "method=full,oracle,snapkv,streaming", "budget=0.3", "limit=5")
+    words += ("launch=ray",) if engine else ("shared_prefill=true",)
+    original = sharing.record
+    calls = itertools.count()
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(sharing, "record", failing)
+    assert command(*words) == 0
+    said = capsys.readouterr().err
+    line = "shared prefills: needle_pocket sample 1 cannot be recorded (OutOfMemoryError: CUDA out of memory.)"
+    assert said.count("shared prefills") == said.count(line) == 1
+    timed = {(path, line["doc_id"]) for path, line in lines(tmp_path / "out") if line["prefill_s"] is not None}
+    assert len(list(lines(tmp_path / "out"))) == len(generated) == 20
+    assert {doc for _, doc in timed} == (set() if engine else {1})  # a worker's times beside others do not count
+
+
+def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(units, "OWN_PREFILLS", 0)
+    original = adapter.generate
+    seen: dict[str, int] = {}
+
+    def failing(model: Any, method: Any, *arguments: Any, **options: Any) -> Any:
+        seen[method.name] = seen.get(method.name, 0) + 1
+        if method.name == "snapkv" and seen["snapkv"] == 2:
+            raise RuntimeError("no")
+        return original(model, method, *arguments, **options)
+
+    monkeypatch.setattr(adapter, "generate", failing)
+    assert command("-m", "method=full,snapkv,streaming", "budget=0.3", "limit=4", "shared_prefill=true") == 0
+    said = capsys.readouterr().err
+    assert said.count("shared prefills") == said.count("sample 1 fails in snapkv") == 1
+    own = {
+        (path.parent.name.split("__")[1], line["doc_id"]) for path, line in lines(tmp_path / "out") if line["prefill_s"]
+    }
+    assert own == {("snapkv", 1)}
+
+
+def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:
+    """The run has no other: `units.local_units` and `units.ranges` ask it."""
+
+    def shares(*words: str) -> bool:
+        typed = ["model=hf", f"model.path={tiny}", "task.length=256", f"out={tmp_path}", *words]
+        (group,) = units.groups(make_plan(compose_all(typed, run.CONFIGS)).cells)
+        asked = sharing.may_share(group)
+        assert (units.local_units(group, 1)[0].shared == "only") == asked
+        assert any(unit.shared == "yes" for unit in units.ranges(group, documents=9, tasks=1, workers=2)) == asked
+        return asked
+
+    assert not shares("method=full")
+    assert shares("-m", "method=full,oracle")
+    assert not shares("-m", "method=full,oracle", "shared_prefill=false")
+    assert shares("method=snapkv", "decode.temperature=1", "decode.samples=2")
+
+
 def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from pqcache.harness.run import sharing
-    from pqcache.selective import record
-
     model = AutoModelForCausalLM.from_pretrained(tiny)
     recorded = record(model, torch.arange(40)[None])
-    assert sharing.recording_bytes(model, 40) == sum(t.nbytes for call in recorded.calls for t in call.tensors())
+    held = sum(t.nbytes for call in recorded.calls for t in call.tensors())
+    assert sharing.recording_bytes(model.config, 40, "float32") == held
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+
+    def place(shared: Any, device: torch.device | None = cpu, **options: Any) -> str:
+        return sharing.place_of(model.config, 40, "float32", device, shared, **options)
+
     monkeypatch.setattr(sharing, "free_bytes", lambda _: 2**30)
-    assert sharing.place_of(model, 40, "auto") == "device"
-    assert sharing.place_of(model, 40, False) == "off"
+    assert place("auto") == place("auto", None) == "device"
+    assert place("auto", reserved=2**30) == place(False) == "off"
     monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)
-    assert sharing.place_of(model, 40, "auto") == "off"
-    assert sharing.place_of(model, 40, True) == "device"
-
-    class OnGpu:  # what place_of reads of a model whose device has little memory
-        config, dtype, device = model.config, model.dtype, torch.device("cuda")
-
+    assert place("auto") == "off" and place(True) == "device"
     monkeypatch.setattr(sharing, "free_bytes", lambda device: 1000 if device.type == "cuda" else 2**30)
-    assert sharing.place_of(OnGpu(), 40, "auto") == "host"  # type: ignore[arg-type]
+    assert place("auto", gpu) == "host"

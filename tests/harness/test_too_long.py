@@ -11,10 +11,10 @@ import pytest
 
 import run
 from pqcache.harness.report.rows import read_row
-from pqcache.harness.run import engines, units, worker
-from pqcache.harness.run.engines.processes import InProcess
+from pqcache.harness.run import runner, units
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import any_lm_eval
+from tests.harness.in_process import InProcess
 
 TEXT = """\
 task: my_answers
@@ -118,8 +118,7 @@ def test_a_task_of_which_nothing_is_left_fails_and_says_so(
 
 @pytest.mark.rest
 def test_units(tiny: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
-    monkeypatch.setattr(engines, "engine_for", lambda _: InProcess(2))
+    monkeypatch.setattr(runner, "engine_for", lambda _: InProcess(2))
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     sweep = ["-m", "method=full,snapkv", "budget=0.5", "task.name=my_answers", "launch=ray"]
     assert call(tiny, folder, tmp_path / "out", *sweep) == 0
@@ -139,8 +138,7 @@ def test_a_prompt_is_tokenized_once_for_all_cells(
         return encode(self, text)
 
     monkeypatch.setattr(LoadedModel, "encode", counted)
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
-    monkeypatch.setattr(engines, "engine_for", lambda _: InProcess(1))
+    monkeypatch.setattr(runner, "engine_for", lambda _: InProcess(1))
     sweep = ["-m", "method=full,snapkv,streaming", "budget=0.5", "task.name=my_answers"]
     assert call(tiny, folder, tmp_path / "here", *sweep) == 0
     assert sorted(count for count in read.values() if count) == [1] * 5

@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import run
-from pqcache.harness.run import adapter, engines, job, worker
+from pqcache.harness.config import environment
+from pqcache.harness.run import adapter, runner
 from pqcache.harness.run.claims import claim
-from pqcache.harness.run.engines.processes import InProcess, Processes
-from pqcache.harness.run.units import Job, Unit, UnitResult
-from scripts.cluster.same_rows import differences
+from pqcache.harness.run.units import Job, Unit, UnitResult, digest_of
+from scripts.same_rows import differences
 from tests.harness.cells import Command, rows, status
+from tests.harness.in_process import InProcess
 
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`on(engine)`: launch=ray goes to this engine."""
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
 
     def put(engine: Any) -> Any:
-        monkeypatch.setattr(engines, "engine_for", lambda _: engine)
+        monkeypatch.setattr(runner, "engine_for", lambda _: engine)
         return engine
 
     return put
@@ -69,7 +69,7 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     ]
     assert engine.units[0].cells[0].split("__")[1] == "full"
     # one shared prefill and InfLLM's own for each of three prompts, then five of each cell
-    assert sum(r.prefills for r in engine.results) == 3 * 2 + 5 * 6
+    assert sum(r.shared + r.own for r in engine.results) == 3 * 2 + 5 * 6
     on(Recording(most=2))
     assert command(*SWEEP, "launch=ray", out=tmp_path / "resumed") == 0  # pending
     assert not rows(tmp_path / "resumed")
@@ -84,14 +84,6 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     lines = [json.loads(line) for path in files for line in path.open()]
     assert len(lines) == 6 * 8  # no sample twice
     assert not list((tmp_path / "sharded").glob("*/samples.jsonl"))
-
-
-@pytest.mark.rest
-def test_rows_without_times_say_so(command: Command, tmp_path: Path, on: Any) -> None:
-    on(Recording(most=3))
-    assert command("-m", "method=full,oracle", "limit=8", "launch=ray") == 0
-    for path in (tmp_path / "out").glob("*/samples-*.jsonl"):
-        assert all(json.loads(line)["tt2t_s"] is None for line in path.open())
 
 
 @pytest.mark.rest
@@ -138,55 +130,22 @@ def test_a_worker_with_other_code_versions_or_folders_refuses(
     class Keeping(InProcess):
         def run(self, job: Job, units: Sequence[Unit], report: Any, *, alone: bool) -> None:
             jobs.append(job)
-            monkeypatch.setattr(worker, "source_digest", lambda: "other")
-            super().run(job, units, report, alone=alone)
+            with monkeypatch.context() as patch:
+                patch.setattr(environment, "git_commit", lambda: "other")
+                super().run(job, units, report, alone=alone)
 
+    monkeypatch.setattr(environment, "git_commit", lambda: "c-dirty.0123456789")
     on(Keeping())
     assert command("method=full", "limit=1", "launch=ray") == 1
-    assert "the source files of pqcache and baselines differ" in capsys.readouterr().err
-    monkeypatch.undo()
+    assert "commit other, but the driver has c-dirty.0123456789" in capsys.readouterr().err
     (one,) = jobs
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "d")
-    assert any("commit d, but the driver has" in line for line in worker.differences(one))
-    monkeypatch.setattr(worker.environment, "versions", lambda: {**one.versions, "torch": "1"})
-    assert any("torch 1, but the driver has" in line for line in worker.differences(one))
+    assert one.differences() == []
+    monkeypatch.setattr(environment, "versions", lambda: {**one.versions, "torch": "1"})
     Path(one.token[0]).unlink()
-    assert any("does not see the driver's folder" in line for line in worker.differences(one))
+    lines = "\n".join(one.differences())
+    assert "torch 1, but the driver has" in lines and "does not see the driver's folder" in lines
     model = next(path for path in one.paths if path.endswith("tiny"))
-    assert job.digest_of(model) == one.paths[model]
-    assert job.digest_of(f"{model}/nowhere") == ""
-
-
-@pytest.mark.rest
-def test_a_lost_worker_is_retried_and_loses_no_sample(
-    command: Command, tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two spawned workers; one is killed when its first sample arrives."""
-
-    class Killing(Processes):
-        killed = False
-
-        def _receive(self, pool: Any, todo: Any, attempts: Any, report: Any) -> None:
-            def watching(event: Any) -> None:
-                report(event)
-                busy = [one for one in pool if one.unit is not None]
-                if not self.killed and not isinstance(event, UnitResult) and busy:
-                    self.killed = True
-                    busy[0].process.kill()
-
-            super()._receive(pool, todo, attempts, watching)
-
-    engine = on(Killing(2))
-    sweep = ("-m", "method=full,snapkv", "budget=0.25", "limit=8")
-    with monkeypatch.context() as patch:  # spawned workers have the real commit, and a real source
-        patch.setattr(worker.environment, "git_commit", lambda: None)
-        assert command(*sweep, "launch=ray", out=tmp_path / "killed") == 0
-    assert engine.killed
-    found = rows(tmp_path / "killed")
-    assert {name: row["n_samples"] for name, row in found.items()} == {"full 1.0": 8, "snapkv 0.25": 8}
-    lines = [json.loads(line) for p in (tmp_path / "killed").glob("*/samples*.jsonl") for line in p.open()]
-    keys = [(line["task"], line["doc_id"], line["budget_tokens"]) for line in lines]
-    assert len(keys) == len(set(keys)) == 16
+    assert digest_of(model) == one.paths[model] and digest_of(f"{model}/nowhere") == ""
 
 
 @pytest.mark.rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
@@ -32,7 +33,7 @@ class Facts(TypedDict):
     """Where a sample was measured."""
 
     device: str  # caption of the machine
-    git_commit: str | None  # `-dirty`: tracked files had changes
+    git_commit: str | None  # with -dirty.<hash of the changes> where tracked files had some
     versions: dict[str, str | None]
 
 
@@ -45,7 +46,10 @@ def facts(device: str, kept: str = "") -> Facts:
 
 
 def git_commit() -> str | None:
-    """The commit of this source tree, `-dirty` if tracked files were changed; None outside a repository."""
+    """The commit of this source tree; None outside a repository.
+
+    It ends with -dirty.<8 hex digits of `git diff HEAD`> if tracked files were changed.
+    """
     root = places.ROOT
     if places.INSTALLED or not (root / ".git").exists():  # installed inside another project's repository
         return None
@@ -60,7 +64,8 @@ def git_commit() -> str | None:
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+    changes = git("diff", "HEAD")
+    return f"{commit}-dirty.{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else commit
 
 
 def keep_files_under(out: Path, cache_dir: Path) -> None:

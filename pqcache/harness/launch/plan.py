@@ -123,8 +123,6 @@ def text_side(cell: Cell) -> LoadedModel:
 
 def _documents(cell: Cell, session: Session) -> Documents:
     """How many documents there are, and how long the longest is. One prompt is tokenized: that with the most characters."""
-    from pqcache.harness.run.one_cell import requests_of
-
     task, limit = task_of_cell(cell), cell.run.limit
     told = task.longest(limit=limit, model_name=cell.identity["model"]["name"])
     if task.name == "latency":
@@ -132,7 +130,7 @@ def _documents(cell: Cell, session: Session) -> Documents:
     room = cell.identity["model"].get("max_length") or 0
     try:
         loaded = session.text_side(cell, text_side)
-        requests = requests_of(session.task(cell, loaded)[1], limit, cell.identity["seed"])
+        requests = session.requests(cell, loaded)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         return Documents(

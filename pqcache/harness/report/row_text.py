@@ -146,7 +146,7 @@ def _throughput(row: Row) -> str:
 def _commit(row: Row) -> str:
     """The first letters of each commit that made the samples, and whether it had changes that are not committed."""
     commits = (row["git_commit"] or MISSING).split(" / ")
-    return " / ".join(commit[:12] + ("-dirty" if commit.endswith("-dirty") else "") for commit in commits)
+    return " / ".join(commit[:12] + ("-dirty" if "-dirty" in commit else "") for commit in commits)
 
 
 def metrics_text(row: Row) -> str:

@@ -150,7 +150,7 @@ class Row(TypedDict):
     versions: dict[str, str | None]
     source: str | None  # digest of the method's own code (config/source.py); null in rows of older versions
     library: str | None  # digest of all code that computes
-    git_commit: str | None  # `-dirty`: tracked files had changes
+    git_commit: str | None  # with -dirty.<hash of the changes> where tracked files had some
     device: str  # caption of the machine
     # Over the decode steps of attended_tokens: context_tokens, the mean length of the context, which full attention attends;
     # allowed_tokens, what the budget gives for the prompt, or at each step (budget_rule), of methods that spend it on tokens.

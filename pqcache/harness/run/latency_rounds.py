@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pqcache.harness.report import rows
 from pqcache.harness.run.chunks import Chunks
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
     from pqcache.harness.report.rows import Row
     from pqcache.harness.run.models import LoadedModel
+    from pqcache.harness.run.session import Session
     from pqcache.selective import GenerationResult
 
 _ceilings: dict[tuple[str, str], Ceilings] = {}  # (device, dtype) -> bandwidths, measured once per process
@@ -71,6 +73,15 @@ def make_lanes(overlap: str, device: torch.device) -> Lanes:
     """The lanes of `task.overlap`, on which work may run beside the model: none, threads, or the device's own."""
     own = {"none": Lanes, "threads": ThreadLanes}.get(overlap)
     return lanes_for(device) if own is None else own().serve(device)
+
+
+def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
+    """Run the rounds that a cell lacks, and write its row if there was one."""
+    loaded = session.model(cell)
+    row, fresh = measure(cell, loaded, log, session.facts(loaded))
+    path = cell.folder / "row.json"
+    if fresh or rows.read_row(path) is None:
+        rows.write_row(path, row)
 
 
 def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
@@ -138,7 +149,6 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
                 question_tokens=0,
                 attn=attention_kernel(cell.run.attn)[0],
                 facts=facts,
-                method=cell.method,
             )
             log.append(sample)
         samples.append(sample)

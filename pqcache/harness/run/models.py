@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config import machine
-from pqcache.harness.run import device_map, marks, model_files, thinking
+from pqcache.harness.run import answers, device_map, model_files
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class LoadedModel:
     chat: bool
     system: str | None
     max_length: int | None  # tokens of prompt + answer the model was made for
-    weights: str = ""  # identifies the weights and configuration behind the name: see marks.weights_mark
+    weights: str = ""  # identifies the weights and configuration behind the name: see model_files.weights_mark
     old_weights: str = ""  # the same as older samples have it; empty: no other
     thinking: bool | None = None  # model.thinking
 
@@ -78,7 +78,7 @@ class LoadedModel:
             return INST.replace("{prompt}", prompt)
         turns = [{"role": "system", "content": self.system}] if self.system is not None else []
         turns.append({"role": "user", "content": prompt})
-        told = thinking.template_options(self.thinking, self.tokenizer)
+        told = answers.template_options(self.thinking, self.tokenizer)
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         assert isinstance(text, str)
         return text
@@ -294,7 +294,7 @@ def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
         raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
     chat = has_template if options["chat"] is None else options["chat"]
     try:
-        thinking.check(name, options.get("thinking"), tokenizer, chat=chat)
+        answers.check(name, options.get("thinking"), tokenizer, chat=chat)
     except ValueError as error:
         raise model_files.Unusable(str(error)) from error
     return chat
@@ -326,7 +326,7 @@ def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tupl
     if not folder.is_dir():
         commit = str(getattr(config, "_commit_hash", None) or "")
         return commit, commit
-    return marks.weights_mark(folder), marks.old_mark(folder, by_content=name in WEIGHTS)
+    return model_files.weights_mark(folder), model_files.old_mark(folder, by_content=name in WEIGHTS)
 
 
 def random_dtype(options: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import latency_figures, papers, pooling, summary, tables
@@ -13,10 +12,7 @@ from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.row_text import row_text, summary_line
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import tracking
-from pqcache.harness.run.row_builder import refresh_pairs
-
-if TYPE_CHECKING:
-    from pqcache.harness.run.one_cell import Outcome
+from pqcache.harness.run.one_cell import Outcome
 
 
 def outcome_line(outcome: Outcome) -> str:
@@ -29,19 +25,12 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> None:
-    """Bring every comparison to Full under `out` up to date, print what was measured, then the failed cells."""
-    refresh_pairs(out)
+    """Print what was measured, then the failed cells."""
     rows = _rows(plan, outcomes)
     if plan.sweep:
         _print_sweep(plan, outcomes, rows, out)
     else:
         _print_cell(plan, outcomes, rows)
-    older = [outcomes[cell.name].older for cell in plan.cells if outcomes[cell.name].older]
-    if older:
-        cells = f"{len(older)} cell{'s' if len(older) > 1 else ''}"
-        print(
-            f"{sum(older)} samples of {cells} are of another version of the library; kept (fresh=true does them again)"
-        )
     for cell in plan.cells:
         if outcomes[cell.name].status == "failed":
             print(printable(f"failed: {cell.label}: {outcomes[cell.name].reason}"), file=sys.stderr)

@@ -1,12 +1,18 @@
-"""What a session keeps of the prompts that it has read, so that cells with the same prompts tokenize them once.
+"""Requests of lm-eval in the model's terms: token ids, fingerprints, and whether they fit the model.
 
-    prompts = Prompts()
-    facts = prompts.facts(key, read)        read() -> (facts, token ids) is called only for a prompt that is not known
-    ids = prompts.ids(key)                  its token ids, if they are still at hand
+    reader = Reader(loaded, seed=0)
+    prepared = reader.read(request)          a prompt to be answered
+    parts = reader.texts(request)            texts to be scored
 
-Facts are some hundred bytes a prompt, and are kept. Token ids are kept of the last prompt, which cells that share a prefill
-ask for in turn, and of the first ones of a group of cells, up to KEPT_TOKENS: what was read to see which prompts are too long
-is then not read again to be answered.
+A prompt that is too long for the model meets one rule for every task and every method:
+
+1. Where the benchmark says how to shorten a prompt (LongBench drops the middle), it is shortened so.
+2. Else its document is left out: no method answers it, and no score counts it. The row says how many there were (`n_skipped`),
+   and so do the tables.
+
+Too long: prompt and longest answer have more tokens than `model.max_length` (by default what the model's configuration says), or
+than a sliding window of its layers. This depends on model and prompt alone, so every method answers the same documents. A text
+that is scored as a whole is cut into windows, as lm-eval does it, and is never too long.
 """
 
 from __future__ import annotations
@@ -14,11 +20,28 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-KEPT_TOKENS = 1 << 24  # 64 MiB
+from pqcache.harness.config.options import DecodeOptions
+from pqcache.harness.run.models import MARKERS, LoadedModel, opening_tokens, question_start
+from pqcache.harness.run.samples import PROMPT_END, drawn_mark, fingerprint
+from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
+from pqcache.selective import Sampling
+from pqcache.selective.support import sliding_window
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+DEFAULT_NEW_TOKENS = 256
+KEPT_TOKENS = 1 << 24  # token ids that a session keeps: 64 MiB
+TokenTask = Callable[[dict], tuple[list[int], int, int]]  # see TaskSpec.tokens
+Settings = Mapping[str, Any]
+
+
+class TooLong(ValueError):
+    """A prompt does not fit the model."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +59,75 @@ class PromptFacts:
     end: str  # its last characters
 
 
-def key_of(*parts: Any) -> bytes:
-    """A digest of everything that decides a prompt's tokens and its fingerprint."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str).encode()).digest()
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt to be answered."""
+
+    task: str
+    doc_id: int
+    ids: list[int]  # empty where they were not asked for
+    until: list[str]  # stop strings
+    new_tokens: int  # maximum
+    stop_token: str | None  # its last token ends the answer and cannot begin it
+    known: PromptFacts
+    mark: str  # the sample's fingerprint
+    old_mark: str  # the same as older lines have it
+    draw: int = 0  # the answer's number
+    sampling: Sampling | None = None  # how its tokens are drawn; None: greedy
+
+    @property
+    def question(self) -> int:
+        """Tokens at the prompt's end that go through the decode path."""
+        return self.known.question
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of which the tokens from `first` on are scored."""
+
+    task: str
+    doc_id: int
+    index: tuple[int | None, ...]  # tells apart the texts of a document
+    ids: list[int]
+    first: int
+    prefill: int  # tokens that are computed before the first decode step
+    facts: PromptFacts
+
+    @property
+    def key(self) -> tuple:
+        return self.task, self.doc_id, *self.index
+
+    @property
+    def mark(self) -> str:
+        return self.facts.mark
+
+    @property
+    def old_mark(self) -> str:
+        return self.facts.old_mark
+
+
+def drawn_marks(mark: str, old_mark: str, decode: DecodeOptions, seed: int, draw: int) -> tuple[str, str]:
+    """The fingerprints of a drawn answer, from those of the greedy one. draw: its number."""
+    settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": seed, "draw": draw}
+    return drawn_mark(mark, settings), drawn_mark(old_mark, settings)
+
+
+def limit_of(loaded: LoadedModel) -> tuple[int | None, str]:
+    """(tokens that prompt and answer may have together, the reason); None: without limit."""
+    config = getattr(loaded.model, "config", None)
+    window = None if config is None else sliding_window(config.get_text_config(decoder=True))
+    longest = loaded.max_length
+    if window is not None and (longest is None or window < longest):
+        return window, "of the model's sliding window"
+    return longest, "the model was made for (model.max_length)"
 
 
 class Prompts:
-    """The prompts of one session."""
+    """The prompts that a session has read, so that cells with the same prompts tokenize them once.
+
+    Facts are some hundred bytes a prompt, and are kept. Token ids are kept of the last prompt, which cells that share a prefill
+    ask for in turn, and of the first ones of a group of cells, up to KEPT_TOKENS.
+    """
 
     def __init__(self) -> None:
         self._facts: dict[bytes, PromptFacts] = {}
@@ -60,24 +145,252 @@ class Prompts:
     def facts(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> PromptFacts:
         """The facts of a prompt, by `read` if it is new."""
         if key not in self._facts:
-            self._facts[key], ids = read()
-            self._keep(key, ids)
+            self._read(key, read)
         return self._facts[key]
 
     def ids(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> list[int]:
         """The token ids of a prompt, by `read` if they are not at hand."""
         if self._last is not None and self._last[0] == key:
             return self._last[1]
-        if key in self._ids:
-            ids = list(self._ids[key])
-            self._last = key, ids
-            return ids
-        self._facts[key], ids = read()
-        self._keep(key, ids)
-        return ids
+        if key not in self._ids:
+            return self._read(key, read)
+        self._last = key, list(self._ids[key])
+        return self._last[1]
 
-    def _keep(self, key: bytes, ids: list[int]) -> None:
+    def _read(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> list[int]:
+        self._facts[key], ids = read()
         self._last = key, ids
         if len(ids) <= self._room:
             self._ids[key] = array("i", ids)
             self._room -= len(ids)
+        return ids
+
+
+class Reader:
+    """Reads requests for one model and one way to choose tokens."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        seed: int = 0,
+        question_as_decode: bool = False,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        tokens: TokenTask | None = None,
+        smoke: bool = False,
+        known: Prompts | None = None,
+        decode: DecodeOptions | None = None,
+    ) -> None:
+        """tokens: of tasks that are measured in tokens, not text. known: the prompts that were read."""
+        self.loaded, self.seed, self.question_as_decode = loaded, seed, question_as_decode
+        self.max_new_tokens, self.tokens, self.smoke = max_new_tokens, tokens, smoke
+        self.known = known if known is not None else Prompts()
+        self.decode = decode or DecodeOptions()
+        self.limit, self.limit_reason = limit_of(loaded)
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def read(self, request: Instance, *, tokens: bool = True, draw: int = 0) -> Prepared:
+        """A prompt to be answered. Raises TooLong.
+
+        tokens: with its token ids; facts alone are read once a session. draw: the number of the answer.
+        """
+        prompt, settings = request.args[0], dict(request.args[1])
+        task, doc_id = str(request.task_name), int(request.doc_id or 0)
+        until, new_tokens = _stops(settings, self.decode), self._new_tokens(settings)
+        loaded = self.loaded
+        rules = {"until": until, "max_new_tokens": new_tokens, "weights": loaded.weights}
+        if stop_token := settings.get("stop_token"):
+            rules["stop_token"] = stop_token
+        begin = _beginning(request)
+        side = [loaded.name, loaded.old_weights, loaded.chat, loaded.system, loaded.max_length]
+        parts = prompt, begin, settings, rules, side, self.question_as_decode, self.smoke, self.max_new_tokens
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str).encode()).digest()
+
+        def made() -> tuple[PromptFacts, list[int]]:
+            return self._tokenize(task, prompt, begin, settings, rules)
+
+        known = self.known.facts(key, made)
+        self._check(task, doc_id, known.tokens, new_tokens)
+        ids = self.known.ids(key, made) if tokens else []
+        prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, known.mark, known.old_mark)
+        return self.numbered(prepared, draw)
+
+    def numbered(self, prepared: Prepared, draw: int) -> Prepared:
+        """The answer of this number to a prompt."""
+        decode, known = self.decode, prepared.known
+        if not decode.drawn:
+            return prepared
+        mark, old_mark = drawn_marks(known.mark, known.old_mark, decode, self.seed, draw)
+        sampling = Sampling(decode.temperature, decode.top_p, f"{self.seed}/{prepared.task}/{prepared.doc_id}/{draw}")
+        return replace(prepared, mark=mark, old_mark=old_mark, draw=draw, sampling=sampling)
+
+    def whole(self, request: Instance) -> str:
+        """All that the model reads of a prompt."""
+        return self._wrapped(str(request.task_name), request.args[0], dict(request.args[1]))[0] + _beginning(request)
+
+    def _tokenize(
+        self, task: str, prompt: str, begin: str, settings: Settings, rules: dict[str, Any]
+    ) -> tuple[PromptFacts, list[int]]:
+        """A prompt's facts and token ids. begin: of the answer. rules: of the fingerprint."""
+        text, wrapper, cut = self._wrapped(task, prompt, settings)
+        text += begin
+        ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
+        markers = settings.get("question_markers", MARKERS)
+        question = self._question(text, markers)
+        # Samples made before data sets had their own markers were split by the general rule.
+        if question and question_start(text, markers) != question_start(text) and question != self._question(text):
+            rules = {**rules, "question_tokens": question}
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        return self._facts(ids, rules, question, wrapper, cut, sha256, text[-PROMPT_END:]), ids
+
+    def _facts(
+        self, ids: list[int], rules: dict[str, Any], question: int, wrapper: str, cut: Any, *text: str
+    ) -> PromptFacts:
+        """rules: of the fingerprint. text: its digest and its end."""
+        marks = [fingerprint(ids, {**rules, "weights": weights})
+                 for weights in (self.loaded.weights, self.loaded.old_weights)]  # fmt: skip
+        bos = self.loaded.tokenizer.bos_token_id
+        return PromptFacts(
+            len(ids), question, marks[0], marks[1], wrapper, cut, None if bos is None else ids.count(bos), *text
+        )
+
+    def _question(self, text: str, markers: Any = MARKERS) -> int:
+        """Tokens of a wrapped prompt that go through the decode path."""
+        question = self.loaded.question_tokens(text, markers) if self.question_as_decode else 0
+        # Decode steps take most of a smoke run's time.
+        return min(question, NEW_TOKENS) if self.smoke else question
+
+    def _wrapped(self, task: str, prompt: str, settings: Settings) -> tuple[str, str, tuple[int, int] | None]:
+        """(text for the model, its wrapper, how it was cut), by the task's settings.
+
+        wrapper: see LoadedModel.wrapper. cut_middle: the longest prompt in tokens before it is wrapped; 0: as many as
+        the model has room for beside an answer of `longest_answer` tokens.
+        """
+        cut = None
+        if "cut_middle" in settings:
+            most = settings["cut_middle"] or self.loaded.room(settings.get("longest_answer", self.max_new_tokens))
+            if most is not None:
+                if most < 2:
+                    longest = self.loaded.max_length
+                    raise TooLong(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
+                prompt, dropped = self.loaded.cut_middle(prompt, most)
+                cut = most, dropped
+        style = settings.get("wrapper", "template")
+        return self.loaded.wrap(prompt, style), self.loaded.wrapper(style), cut
+
+    def _new_tokens(self, settings: Settings) -> int:
+        """How many tokens an answer may have."""
+        asked = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens)
+        return min(asked, NEW_TOKENS) if self.smoke else asked
+
+    # -- texts to be scored --------------------------------------------------------------------------------------------
+
+    def texts(self, request: Instance) -> list[Text]:
+        """The texts of a request to score: one for a continuation, several windows of a long text. Raises TooLong."""
+        if request.request_type == "loglikelihood_rolling":
+            return self._windows(request)
+        if self.tokens is not None:
+            ids, first, prefill = self.tokens(request.doc)
+            return [self._text(request, (request.idx,), ids, first, prefill, "none")]
+        ids, first, question = self._pair(str(request.args[0]), str(request.args[1]))
+        prefill = max(1, first - max(1, question))
+        return [self._text(request, (request.idx,), ids, first, prefill, self.loaded.wrapper())]
+
+    def _windows(self, request: Instance) -> list[Text]:
+        """A whole text, in windows that fit the model. The first half of each is its prefill."""
+        opening = opening_tokens(self.loaded.tokenizer)
+        ids = self.loaded.encode(str(request.args[0]))
+        if not opening:
+            ids, opening = [self._prefix(), *ids], [0]
+        size = self.loaded.max_length or len(ids)
+        texts = []
+        done = len(opening)
+        while done < len(ids):  # windows of size + 1 tokens, the last of which is only predicted
+            end = min(len(ids), done + size - (len(opening) - 1 if done == len(opening) else 0))
+            start = max(0, end - size - 1)
+            index, prefill = (request.idx, start), max(1, (end - start) // 2)
+            texts.append(self._text(request, index, ids[start:end], done - start, prefill, "none"))
+            done = end
+        return texts
+
+    def _text(self, request: Instance, index: tuple, ids: list[int], first: int, prefill: int, wrapper: str) -> Text:
+        task, doc_id = str(request.task_name), int(request.doc_id or 0)
+        self._check(task, doc_id, len(ids) - 1, 0)
+        sha256 = hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
+        facts = self._facts(
+            ids, {"first": first, "prefill": prefill}, max(0, first - prefill), wrapper, None, sha256, ""
+        )
+        return Text(task, doc_id, index, ids, first, prefill, facts)
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], int, int]:
+        """(token ids of both, where the continuation starts, question tokens), split as lm-eval does it.
+
+        White space at the context's end belongs to the continuation. After a chat template, which ends the turn, the
+        continuation starts without white space.
+        """
+        loaded = self.loaded
+        stripped = context.rstrip()
+        if loaded.chat and context:
+            context, continuation = loaded.wrap(context), continuation.lstrip()
+        elif stripped:
+            context, continuation = stripped, context[len(stripped) :] + continuation
+        head = loaded.encode(context)
+        ids = head + loaded.encode(context + continuation)[len(head) :]
+        if not head:
+            head = [self._prefix()]
+            ids = head + ids
+        if len(ids) <= len(head):
+            raise ValueError(f"the continuation {continuation!r} adds no token to its context")
+        question = loaded.question_tokens(context) if self.question_as_decode else 0
+        return ids, len(head), question
+
+    def _prefix(self) -> int:
+        """The token before a text without context, where the tokenizer has no opening tokens."""
+        tokenizer = self.loaded.tokenizer
+        token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if token is None:
+            raise ValueError(f"{self.loaded.name}: no BOS or EOS token to stand before a text without context")
+        return int(token)
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def check(self, request: Instance) -> None:
+        """Raises TooLong if a request is too long for the model."""
+        if self.limit is None or request.request_type == "loglikelihood_rolling":
+            return
+        if request.request_type == "generate_until":
+            self.read(request, tokens=False)
+        else:
+            self.texts(request)
+
+    def prefill_tokens(self, request: Instance) -> int:
+        """How many tokens of a request are computed before the first decode step. Raises TooLong."""
+        if request.request_type == "generate_until":
+            known = self.read(request, tokens=False).known
+            return known.tokens - known.question
+        return self.texts(request)[0].prefill
+
+    def _check(self, task: str, doc_id: int, tokens: int, new_tokens: int) -> None:
+        if self.limit is not None and tokens + new_tokens > self.limit:
+            needs = f"{tokens} prompt tokens + {new_tokens} new ones"
+            raise TooLong(f"{task} sample {doc_id}: {needs} exceed the {self.limit} tokens {self.limit_reason}")
+
+
+def _beginning(request: Instance) -> str:
+    """What the document gives of the model's turn."""
+    return str(request.doc["answer_prefix"]) if request.args[1].get("begin_answer") else ""
+
+
+def _stops(settings: Settings, decode: DecodeOptions) -> list[str]:
+    """The stop strings of a request. Raises ValueError where it asks for another way to choose tokens.
+
+    How tokens are chosen is said by decode.*, and not by the task.
+    """
+    until = settings.get("until") or []
+    if int(settings.get("num_beams") or 1) != 1:
+        raise ValueError(f"num_beams={settings['num_beams']}: beam search is not supported")
+    if settings.get("do_sample") and not decode.drawn:
+        asks = f"the task's definition samples at temperature {settings.get('temperature', 1.0)}"
+        raise ValueError(f"decode.temperature=0: only greedy decoding, but {asks}; set decode.temperature")
+    return [s for s in ([until] if isinstance(until, str) else until) if s]

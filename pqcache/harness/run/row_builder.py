@@ -1,20 +1,18 @@
-"""From the samples of a cell to its row, and the comparison to Full in all rows of a folder."""
+"""From the samples of a cell to its row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
-from pqcache.harness.report.rows import SCHEMA, Row, match_full, pair_with_full, read_row, write_row
+from pqcache.harness.report.rows import SCHEMA, Row
 from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
 from pqcache.harness.run import batches
-from pqcache.harness.run.claims import Busy, claim
 from pqcache.harness.run.samples import Sample
 from pqcache.harness.run.timing import percentile, tpot_ms
 
@@ -59,8 +57,8 @@ def build_row(
         "n_samples": sum(len(s) for s in scores.values()),
         "n_failed": len(every) - len(samples),
         "unverified_samples": sum("cell" not in s for s in every),
-        "source": _joined(s.get("source") for s in every),
-        "library": _joined(s.get("library") for s in every),
+        "source": None,
+        "library": None,
         "n_skipped": n_skipped,
         "protocol": cell.identity["protocol"],
         "prompt_protocol": without_secrets({**prompt_protocol, **question}),
@@ -237,22 +235,3 @@ def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
         elif all(v == values[0] for v in values):
             merged[key] = values[0]
     return merged
-
-
-# -- the comparison to Full --------------------------------------------------------------------------------------------
-
-
-def refresh_pairs(out: Path) -> None:
-    """Bring the comparison to Full up to date in every row under `out`: Full may have run after the others."""
-    rows = {path: row for path in sorted(out.glob("*/row.json")) if (row := read_row(path)) is not None}
-    for path, row in rows.items():
-        full, reason = match_full(row, rows.values())
-        if pair_with_full(row, full, reason) == row:
-            continue
-        try:
-            with claim(path.parent):  # a process that runs this cell now writes its row itself
-                latest = read_row(path)
-                if latest is not None:
-                    write_row(path, pair_with_full(latest, full, reason))
-        except (Busy, OSError):
-            pass

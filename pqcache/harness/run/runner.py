@@ -1,23 +1,37 @@
-"""Run a plan's cells one after the other and print what was measured.
+"""Run a plan's cells and print what was measured.
+
+Every cell goes the same way: it is claimed, what its log lacks is computed in units, and its row is made from the samples on
+disk. With launch=local this happens in this process, for one group of cells with the same prompts after the other; an engine
+gets the units of all groups at once.
 
 Exit codes: 0 all is well (cells whose method does not apply are skipped), 1 a cell failed, 2 refused, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pqcache.harness.config import environment, machine
-from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.config.launch import LocalLaunch
-from pqcache.harness.run import precheck, printing, stale, tracking
+from pqcache.harness.config.cells import Cell, RunPlan, open_folder
+from pqcache.harness.config.folders import write_status
+from pqcache.harness.config.launch import LocalLaunch, RayLaunch
+from pqcache.harness.report.rows import match_full, pair_with_full, read_row, write_row
+from pqcache.harness.run import one_cell, precheck, printing, tracking
+from pqcache.harness.run.claims import Busy, claim
+from pqcache.harness.run.compute import Member, compute
+from pqcache.harness.run.engines import Engine
+from pqcache.harness.run.one_cell import Outcome
+from pqcache.harness.run.samples import Missing, SampleLog
 from pqcache.harness.run.session import Session, Watch, model_key
-from pqcache.harness.run.units import groups
+from pqcache.harness.run.sharing import may_share
+from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, groups, local_units, ranges
 
-if TYPE_CHECKING:
-    from pqcache.harness.run.one_cell import Outcome
+REPLACED = re.compile(r".+\.replaced-(\d+)")
 
 
 class Interrupted(Exception):
@@ -30,10 +44,11 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
     if plan.cells[0].run.wandb == "sync":
         return tracking.sync(plan)
     try:
-        outcomes = run_cells(plan, Session(watch))
+        outcomes = run_cells(plan, Session(watch, weights=isinstance(plan.launch, LocalLaunch)))
     except Interrupted as interrupted:
         print(f"\ninterrupted in {interrupted}; the same command goes on where it stopped", file=sys.stderr)
         return 130
+    tracking.track_rows(plan, plan.cells[0].run.wandb)
     printing.print_result(plan, outcomes, out)
     if not plan.sweep and all(outcome.status == "not applicable" for outcome in outcomes.values()):
         return 2
@@ -48,71 +63,258 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     precheck.check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     precheck.check_data(plan)
-    stale.set_aside(plan)
+    set_aside(plan)
+    run = _Run(plan, session)
+    engine = None if isinstance(plan.launch, LocalLaunch) else engine_for(plan)
+    if session.watch is not None:
+        session.watch.begin(plan, session)
     try:
-        return _run_here(plan, session) if isinstance(plan.launch, LocalLaunch) else _run_elsewhere(plan, session)
+        if engine is None:
+            run.here()
+        else:
+            run.elsewhere(engine)
     finally:
         if session.watch is not None:
             session.watch.end()
+    refresh_pairs(out)
+    return run.outcomes
 
 
-def _run_here(plan: RunPlan, session: Session) -> dict[str, Outcome]:
-    """Run the cells in this process."""
-    # After the refusals: importing lm-eval takes seconds.
-    from pqcache.harness.run.one_cell import run_or_record
+def engine_for(plan: RunPlan) -> Engine:
+    """The engine that `launch` names. Raises Refused if its package is not installed or its cluster cannot be reached."""
+    if isinstance(plan.launch, RayLaunch):
+        from pqcache.harness.run.engines.ray_engine import RayEngine
 
-    if session.watch is not None:
-        session.watch.begin(plan, session)
-    cells = _by_model(plan.cells)
-    outcomes: dict[str, Outcome] = {}
-    model = None
-    for index, cell in enumerate(cells):
-        if model != model_key(cell):
-            model = model_key(cell)
-            _share_prefills([c for c in cells if model_key(c) == model and c.name not in session.misfits], session)
-        if plan.sweep:
-            print(f"[{index + 1}/{len(cells)}] {cell.label}", flush=True)
+        return RayEngine(plan.launch)
+    from pqcache.harness.run.engines.slurm_engine import SlurmEngine
+
+    return SlurmEngine(plan.launch)  # type: ignore[arg-type]
+
+
+class _Run:
+    """A command while it runs."""
+
+    def __init__(self, plan: RunPlan, session: Session) -> None:
+        self.plan, self.session, self.watch = plan, session, session.watch
+        self.outcomes: dict[str, Outcome] = {}
+        self.results: dict[str, UnitResult] = {}  # of units
+
+    # -- on this machine -----------------------------------------------------------------------------------------------
+
+    def here(self) -> None:
+        """Run the cells in this process, those of one model and one set of prompts next to each other."""
+        unable = [cell for cell in self.plan.cells if cell.skip is not None or cell.method is None]
+        by_model: dict[str, list[list[Cell]]] = {}
+        for group in [[cell] for cell in unable] + groups(self.plan.cells):
+            by_model.setdefault(model_key(group[0]), []).append(group)
+        for group in [group for of_model in by_model.values() for group in of_model]:
+            with ExitStack() as stack:
+                self._group(group, {cell.name: self._opened(cell, stack) for cell in group})
+        if self.plan.sweep and (distinct := sum(self.session.prefills.values())):
+            print(f"prefills: {distinct} distinct, {self.session.prefills['shared']} of them shared by several cells",
+                  flush=True)  # fmt: skip
+
+    def _group(self, group: list[Cell], opened: dict[str, Member | None]) -> None:
+        """Compute what the cells share, then each cell."""
+        able = [cell for cell in group if opened[cell.name] is not None]
+        units = local_units(able, self._tasks(able[0]) if may_share(able) else 1) if able else []
+        if units and units[0].shared == "only":
+            self._compute(units.pop(0), opened, f"the prompts of {len(able)} cells")
+        for cell in group:
+            if self.plan.sweep:
+                print(f"[{len(self.outcomes) + 1}/{len(self.plan.cells)}] {cell.label}", flush=True)
+            if (member := opened[cell.name]) is not None:
+                write_status(cell.folder, "running")
+                self._compute(units.pop(0), opened, cell.label)
+                self._finish(member)
+            if self.plan.sweep:
+                print(f"      {printing.outcome_line(self.outcomes[cell.name])}", flush=True)
+
+    def _tasks(self, cell: Cell) -> int:
+        """How many lm-eval tasks a cell has."""
         try:
-            outcomes[cell.name] = run_or_record(session, cell)
+            return len(self.session.task(cell, self.session.model(cell))[1]["tasks"])
+        except Exception:  # its unit meets the same error and reports it
+            return 1
+
+    def _compute(self, unit: Unit, opened: dict[str, Member | None], what: str) -> None:
+        members = [member for name in unit.cells if (member := opened[name]) is not None]
+        try:
+            self._report(compute(self.session, unit, members))
         except KeyboardInterrupt:
-            raise Interrupted(cell.label) from None
-        if session.watch is not None:
-            session.watch.ended(cell.name)
-        if plan.sweep:
-            print(f"      {printing.outcome_line(outcomes[cell.name])}", flush=True)
-    if plan.sweep and (distinct := sum(session.prefills.values())):
-        shared = session.prefills.get("shared", 0)
-        print(f"prefills: {distinct} distinct, {shared} of them shared by several cells", flush=True)
-    return outcomes
+            self._interrupted(members if unit.shared == "no" else [])
+            raise Interrupted(what) from None
+
+    # -- on workers ----------------------------------------------------------------------------------------------------
+
+    def elsewhere(self, engine: Engine) -> None:
+        """Run the cells on an engine: first units whose times do not count, then the others, alone on their hosts."""
+        with ExitStack() as stack:
+            stack.callback(engine.close)
+            found = {cell.name: self._opened(cell, stack) for cell in self.plan.cells}
+            members = [member for member in found.values() if member is not None]
+            todo = [member.cell for member in members if self._lacks(member)]
+            units = [unit for group in groups(todo) for unit in self._ranges(group, engine.workers)]
+            job = Job.of(self.plan) if units else None
+            try:
+                for timed in (False, True):
+                    if job is not None and (phase := [unit for unit in units if unit.timed == timed]):
+                        engine.run(job, phase, self._report, alone=timed)
+            except KeyboardInterrupt:
+                self._interrupted([member for member in members if member.cell.name not in self.outcomes])
+                raise Interrupted(f"{len(self.plan.cells)} cells on {self.plan.launch.name}") from None
+            for member in members:
+                if member.cell.name not in self.outcomes:
+                    member.log.reload()
+                    self._finish(member, [unit for unit in units if member.cell.name in unit.cells])
+        if distinct := sum(self.session.prefills.values()):
+            print(f"prefills: {distinct} distinct", flush=True)
+
+    def _lacks(self, member: Member) -> bool:
+        """Whether a cell lacks samples. One that cannot be run has its outcome then."""
+        if member.cell.identity["task"]["name"] == "latency":
+            return True
+        try:
+            lacks = one_cell.lacks_samples(self.session, member.cell, member.adapter(self.session))
+        except Exception as error:  # a model that cannot be loaded, a task that cannot be built
+            self._failed(member.cell, Failure.of(error))
+            return False
+        if lacks:
+            write_status(member.cell.folder, "running")
+        return lacks
+
+    def _ranges(self, group: list[Cell], workers: int) -> list[Unit]:
+        cell = group[0]
+        if cell.identity["task"]["name"] == "latency":
+            return ranges(group, documents=0, tasks=1, workers=workers)
+        tasks = self.session.task(cell, self.session.model(cell))[1]["tasks"]
+        documents = max(len(task.eval_docs) for task in tasks.values())
+        documents = min(documents, cell.run.limit or documents)
+        return ranges(group, documents=documents, tasks=len(tasks), workers=workers)
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _opened(self, cell: Cell, stack: ExitStack) -> Member | None:
+        """The cell, claimed. None if it is not to be run: its outcome says why."""
+        try:
+            folder = open_folder(cell)
+            misfit = self.session.misfits.get(cell.name)
+            if cell.skip is not None or misfit is not None:
+                self._failed(cell, Failure(cell.skip or misfit or "", skipped=cell.skip is not None))
+            else:
+                log = SampleLog(folder / "samples.jsonl", cell.about.mark, self.session.on_sample(cell))
+                return Member(cell, stack.enter_context(log))
+        except Busy as busy:
+            self.outcomes[cell.name] = Outcome("failed", reason=str(busy))
+        except OSError as error:  # the folder cannot be written; other cells may be on another disk
+            self.outcomes[cell.name] = Outcome("failed", reason=f"{type(error).__name__}: {error}")
+        self._ended(cell.name)
+        return None
+
+    def _report(self, event: UnitResult | Progress) -> None:
+        """A unit has ended, or a worker has finished a sample."""
+        if isinstance(event, Progress):
+            if self.watch is not None:
+                self.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
+            return
+        self.results[event.unit] = event
+        self.session.prefills["shared"] += event.shared
+        self.session.prefills["own"] += event.own
+        for cell in event.failures:
+            self._ended(cell)
+
+    def _finish(self, member: Member, units: Iterable[Unit] = ()) -> None:
+        """A cell's row; or why it has none. units: those of the cell, where an engine may have left some out."""
+        cell = member.cell
+        failures = [result.failures[cell.name] for result in self.results.values() if cell.name in result.failures]
+        lost = [(u, r) for u in units if (r := self.results.get(u.name)) is not None and r.status != "done"]
+        if failures:
+            self._failed(cell, failures[0])
+        elif lost:
+            why = dict.fromkeys(f"unit {u.name} ({u.documents()}) {r.status}: {r.reason}" for u, r in lost)
+            self._failed(cell, Failure("; ".join(why)))
+        elif any(unit.name not in self.results for unit in units):
+            write_status(cell.folder, "running")
+            waiting = "its units are still waiting or at work; the same command collects them"
+            self.outcomes[cell.name] = Outcome("pending", reason=waiting)
+        else:
+            try:
+                self._row(member)
+            except KeyboardInterrupt:
+                self._interrupted([member])
+                raise Interrupted(cell.label) from None
+            except Exception as error:  # one failed cell must not lose the others
+                self._failed(cell, Failure.of(error))
+        self._ended(cell.name)
+
+    def _row(self, member: Member) -> None:
+        """Write a cell's row from its samples."""
+        cell = member.cell
+        computed = any(cell.name in result.computed for result in self.results.values())
+        if cell.identity["task"]["name"] == "latency":
+            if (row := read_row(cell.folder / "row.json")) is None:
+                raise Missing(f"{cell.folder}: no row")
+            outcome = Outcome("ok", row, loaded=not computed)
+        else:
+            outcome = one_cell.write_cell(self.session, cell, member.adapter(self.session), computed=computed)
+        row = read_row(cell.folder / "row.json")
+        facts = {"reason": outcome.reason} if outcome.reason else {}
+        write_status(cell.folder, outcome.status, n_samples=row["n_samples"] if row is not None else None, **facts)
+        self.outcomes[cell.name] = outcome
+
+    def _failed(self, cell: Cell, failure: Failure) -> None:
+        """Record why a cell has no row. Its status.json gets the traceback."""
+        if failure.skipped:
+            write_status(cell.folder, "not applicable", reason=failure.reason)
+            self.outcomes[cell.name] = Outcome("not applicable", reason=failure.reason)
+            return
+        facts = {"traceback": failure.traceback} if failure.traceback else {}
+        write_status(cell.folder, "failed", reason=failure.reason, **facts)
+        where = f" ({cell.folder / 'status.json'})" if failure.traceback else ""
+        self.outcomes[cell.name] = Outcome("failed", reason=f"{failure.reason[:400]}{where}")
+
+    def _ended(self, cell: str) -> None:
+        if self.watch is not None:
+            self.watch.ended(cell)
+
+    def _interrupted(self, members: Iterable[Member]) -> None:
+        for member in members:
+            with contextlib.suppress(OSError):
+                write_status(member.cell.folder, "interrupted", n_samples=len(member.log))
 
 
-def _run_elsewhere(plan: RunPlan, session: Session) -> dict[str, Outcome]:
-    """Run the cells on the engine that `launch` names."""
-    from pqcache.harness.run.driver import run_on
-    from pqcache.harness.run.engines import engine_for
-
-    try:
-        return run_on(engine_for(plan.launch), plan, session.unloadable, session.watch)
-    except KeyboardInterrupt:
-        raise Interrupted(f"{len(plan.cells)} cells on {plan.launch.name}") from None
-
-
-def _by_model(cells: list[Cell]) -> list[Cell]:
-    """Cells of one model next to each other, else in the order of the plan."""
-    first: dict[str, int] = {}
-    for cell in cells:
-        first.setdefault(model_key(cell), len(first))
-    return sorted(cells, key=lambda cell: first[model_key(cell)])
+def refresh_pairs(out: Path) -> None:
+    """Bring the comparison to Full up to date in every row under `out`: Full may have run after the others."""
+    rows = {path: row for path in sorted(out.glob("*/row.json")) if (row := read_row(path)) is not None}
+    for path, row in rows.items():
+        full, reason = match_full(row, rows.values())
+        if pair_with_full(row, full, reason) == row:
+            continue
+        with (
+            contextlib.suppress(Busy, OSError),
+            claim(path.parent),
+        ):  # a process that runs this cell writes its row itself
+            latest = read_row(path)
+            if latest is not None:
+                write_row(path, pair_with_full(latest, full, reason))
 
 
-def _share_prefills(cells: list[Cell], session: Session) -> None:
-    """Compute the samples that cells can share a prefill for. The cells find them in their logs."""
-    from pqcache.harness.run import sharing
+# -- fresh=true --------------------------------------------------------------------------------------------------------
 
-    for group in groups(cells):
-        if sum(cell.decode.samples for cell in group) < 2 or group[0].run.shared_prefill is False:
+
+def set_aside(plan: RunPlan) -> None:
+    """With fresh=true, keep aside the samples and the row of each cell. Prints one line for each."""
+    for cell in plan.cells:
+        paths = [cell.folder / name for name in ("row.json", "status.json", "diagnostics")]
+        paths = [path for path in [*cell.folder.glob("samples*.jsonl"), *paths] if path.exists()]
+        if not cell.run.fresh or cell.skip is not None or all(path.name == "status.json" for path in paths):
             continue
         try:
-            sharing.run_group(group, session)
-        except KeyboardInterrupt:
-            raise Interrupted(f"the prompts of {len(group)} cells") from None
+            with claim(cell.folder):
+                numbers = [int(found[1]) for path in cell.folder.iterdir() if (found := REPLACED.fullmatch(path.name))]
+                number = max(numbers, default=0) + 1
+                for path in paths:
+                    path.replace(path.with_name(f"{path.name}.replaced-{number}"))
+        except (Busy, OSError):  # the cell's own run says so
+            continue
+        print(f"{cell.label}: fresh=true; done again, the old files are kept as *.replaced-{number}", flush=True)

@@ -7,7 +7,9 @@ used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -17,13 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
-from pqcache.harness.config.source import library_source, own_source
 from pqcache.harness.config.values import fits
-from pqcache.harness.run.claims import Claim
+from pqcache.harness.run.claims import claim
 
 if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
-    from pqcache.selective import GenerationResult, Method
+    from pqcache.selective import GenerationResult
 
 
 Key = tuple[str, int, str]  # task, document, fingerprint
@@ -40,8 +41,6 @@ class Missing(RuntimeError):
 class SampleMarks(TypedDict, total=False):
     """What older lines lack."""
 
-    source: str  # digest of the method's own code (config/source.py)
-    library: str  # digest of all code that computes
     prompt_sha256: str  # of the text that the tokenizer got; of the token ids where a text is scored
     prompt_end: str  # the last 300 characters that the model read; with a scored text, that one
     prompt: str  # all of it, with samples=full
@@ -126,12 +125,9 @@ def make_sample(
     question_tokens: int,
     attn: str,
     facts: Facts,
-    method: Method,
 ) -> Sample:
-    """The line of one generation. mark: its fingerprint. method: whose code is recorded."""
+    """The line of one generation. mark: its fingerprint."""
     return {
-        "source": own_source(method),
-        "library": library_source(),
         "task": task,
         "doc_id": doc_id,
         "fingerprint": mark,
@@ -161,49 +157,51 @@ def make_sample(
 class SampleLog:
     """The samples of one cell: those on disk, and an append-only file for new ones.
 
-    Samples of workers lie beside samples.jsonl, as samples-<unit>-<attempt>.jsonl. All are read as one.
+    Samples of workers are beside samples.jsonl, as samples-<unit>-<number>.jsonl. All are read as one. A file is made with its
+    first line.
     """
 
-    on_sample: Callable[[Sample], None] | None = None  # called with each new sample, once it is on disk
+    def __init__(
+        self,
+        path: Path,
+        cell: str = "",
+        on_sample: Callable[[Sample], None] | None = None,
+        *,
+        owned: bool = True,
+        read_only: bool = False,
+    ) -> None:
+        """A cell's log. Raises Busy if another process has the cell.
 
-    def __init__(self, path: Path, cell: str = "", on_sample: Callable[[Sample], None] | None = None) -> None:
-        """A cell's samples.jsonl. Takes the cell's claim, raises Busy if a live process has it, and drops a half-written line.
-
-        cell: the configuration's mark. Lines of another one are not used; lines without one are, see `find`.
+        cell: the configuration's mark. Lines of another one are not used; lines without one are, see `find`. on_sample: is
+        called with each new sample, once it is on disk. owned: claim the cell, and drop the half line that a kill has left.
         """
-        self.path, self.cell, self.on_sample = path, cell, on_sample
-        self._claim: Claim | None = Claim(path.parent)
+        self.path, self.cell, self.on_sample, self.read_only = path, cell, on_sample, read_only
+        self.appended = 0
+        self._file: IO[bytes] | None = None
+        self._claim = claim(path.parent) if owned else None
         try:
-            self._file: IO[bytes] | None = open(path, "ab+")  # noqa: SIM115 - `close` closes it
-            _drop_half_line(self._file)
-            self._samples, self._contradicted = _read_all(path.parent, path.stem, cell)
+            if owned and path.exists():
+                _drop_half_line(path)
+            self.reload()
         except BaseException:
-            self._claim.release()
+            self.close()
             raise
 
     @classmethod
-    def of_worker(cls, folder: Path, unit: str, attempt: int, cell: str = "") -> SampleLog:
-        """A new file of its own for a worker, which has no claim. `attempt` is raised while the file exists."""
-        while True:
-            path = folder / f"samples-{unit}-{attempt}.jsonl"
-            try:
-                file = open(path, "xb")  # noqa: SIM115 - `close` closes it
-            except FileExistsError:
-                attempt += 1
-                continue
-            return cls._without_claim(folder, path, file, cell)
+    def of_worker(
+        cls, folder: Path, unit: str, cell: str = "", on_sample: Callable[[Sample], None] | None = None
+    ) -> SampleLog:
+        """A log with a new file of its own for a worker: its driver owns the cell."""
+        return cls(folder / f"samples-{unit}-0.jsonl", cell, on_sample, owned=False)
 
     @classmethod
     def to_read(cls, folder: Path, cell: str = "") -> SampleLog:
         """A cell's samples. Nothing can be appended."""
-        return cls._without_claim(folder, folder / "samples.jsonl", None, cell)
+        return cls(folder / "samples.jsonl", cell, owned=False, read_only=True)
 
-    @classmethod
-    def _without_claim(cls, folder: Path, path: Path, file: IO[bytes] | None, cell: str) -> SampleLog:
-        log = cls.__new__(cls)
-        log.path, log.cell, log._claim, log._file = path, cell, None, file
-        log._samples, log._contradicted = _read_all(folder, "samples", cell)
-        return log
+    def reload(self) -> None:
+        """Read what is on disk."""
+        self._samples, self._contradicted = _read_all(self.path.parent, self.cell)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -225,11 +223,11 @@ class SampleLog:
         return sample
 
     def append(self, sample: Sample) -> None:
-        """Record a finished sample; it is on disk when this returns. Raises Busy if the claim was lost."""
-        if self._file is None:
+        """Record a finished sample; it is on disk when this returns."""
+        if self.read_only:
             raise ValueError(f"{self.path}: was opened to be read")
-        if self._claim is not None:
-            self._claim.check()
+        if self._file is None:
+            self._file = self._open()
         if self.cell:
             sample["cell"] = self.cell
         if _key(sample) in self._contradicted:
@@ -238,16 +236,24 @@ class SampleLog:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._samples[_key(sample)] = sample
+        self.appended += 1
         if self.on_sample is not None:
             self.on_sample(sample)
 
+    def _open(self) -> IO[bytes]:
+        if self._claim is not None:
+            return open(self.path, "ab")
+        stem = self.path.stem.rpartition("-")[0]
+        for number in itertools.count():  # earlier attempts at the same unit have left files
+            self.path = self.path.with_name(f"{stem}-{number}.jsonl")
+            with contextlib.suppress(FileExistsError):
+                return open(self.path, "xb")
+        raise AssertionError("unreachable")
+
     def close(self) -> None:
-        """Close the file. A worker's file without samples is removed."""
+        """Close the file and let the cell go."""
         if self._file is not None:
-            empty = self._claim is None and self._file.tell() == 0
             self._file.close()
-            if empty:
-                self.path.unlink(missing_ok=True)
         if self._claim is not None:
             self._claim.release()
 
@@ -260,13 +266,13 @@ class SampleLog:
         self.close()
 
 
-def sample_files(folder: Path, stem: str = "samples") -> list[Path]:
+def sample_files(folder: Path) -> list[Path]:
     """A cell's files of samples: those of workers, then samples.jsonl."""
-    own = folder / f"{stem}.jsonl"
-    return [*sorted(folder.glob(f"{stem}-*.jsonl")), *([own] if own.exists() else [])]
+    own = folder / "samples.jsonl"
+    return [*sorted(folder.glob("samples-*.jsonl")), *([own] if own.exists() else [])]
 
 
-def _read_all(folder: Path, stem: str, cell: str) -> tuple[dict[Key, Sample], set[Key]]:
+def _read_all(folder: Path, cell: str) -> tuple[dict[Key, Sample], set[Key]]:
     """(key -> sample, the keys whose lines contradict each other). Lines of another cell are left out.
 
     Of two that say the same the later one counts, but none without times replaces one with times. Contradictory lines
@@ -274,7 +280,7 @@ def _read_all(folder: Path, stem: str, cell: str) -> tuple[dict[Key, Sample], se
     """
     samples: dict[Key, Sample] = {}
     contradicted: set[Key] = set()
-    for path in sample_files(folder, stem):
+    for path in sample_files(folder):
         bad: list[int] = []
         foreign = 0
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -306,12 +312,11 @@ def _read_all(folder: Path, stem: str, cell: str) -> tuple[dict[Key, Sample], se
     return samples, contradicted
 
 
-def _drop_half_line(file: IO[bytes]) -> None:
-    file.seek(0)
-    data = file.read()
+def _drop_half_line(path: Path) -> None:
+    data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
-        file.truncate(whole)
+        os.truncate(path, whole)
 
 
 def _key(sample: Sample) -> Key:

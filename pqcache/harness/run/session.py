@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pqcache.harness.config import environment
@@ -16,6 +19,8 @@ from pqcache.harness.run.timing import tpot_ms
 from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
 if TYPE_CHECKING:
+    import torch
+    from lm_eval.api.instance import Instance
     from lm_eval.tasks.manager import TaskDict
 
     from pqcache.harness.config.cells import RunPlan
@@ -60,10 +65,9 @@ class Watch(Protocol):
 class Session:
     """Loads each model and each task once. One model is in memory at a time."""
 
-    weights = True  # whether `model` has weights
-
-    def __init__(self, watch: Watch | None = None) -> None:
-        self.watch = watch  # is told what happens
+    def __init__(self, watch: Watch | None = None, *, weights: bool = True) -> None:
+        """weights: false loads tokenizers and configurations alone."""
+        self.watch, self.weights = watch, weights
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}
         # cells that this machine's memory cannot hold, which are not started: name -> why, and what would fit
@@ -71,13 +75,12 @@ class Session:
         self._model: tuple[str, LoadedModel | Exception] | None = None
         self._text: tuple[str, LoadedModel] | None = None
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
+        self._requests: dict[tuple[str, str], list[Instance]] = {}  # of the same keys
         self._prompts: dict[str, Prompts] = {}
         self._facts: dict[tuple[str, str], environment.Facts] = {}
         self._shown_prompts: set[str] = set()
         # distinct prefills of this session: shared (recorded for several cells) and own
-        self.prefills: dict[str, int] = {}
-        # names of the cells of which this session computed a sample, also for several cells at once
-        self.computed: set[str] = set()
+        self.prefills: dict[str, int] = {"shared": 0, "own": 0}
 
     def model(self, cell: Cell) -> LoadedModel:
         """The cell's model. The last one stays loaded. A model that could not be loaded raises the same error again."""
@@ -87,9 +90,11 @@ class Session:
         if self._model is None or self._model[0] != key:
             self._forget_model()
             # documents are counted in a model's tokens
-            self._tasks = {key: task for key, task in self._tasks.items() if key[0] == _tokens_of(cell)}
+            tokens = _tokens_of(cell)
+            self._tasks = {key: task for key, task in self._tasks.items() if key[0] == tokens}
+            self._requests = {key: requests for key, requests in self._requests.items() if key[0] == tokens}
             try:
-                loaded = _load(cell)
+                loaded = _load(cell) if self.weights else _outline(cell)
                 if loaded.kept:
                     print(f"model.device_map: {loaded.kept}", flush=True)
                 self._model = key, loaded
@@ -115,13 +120,11 @@ class Session:
 
     def task(self, cell: Cell, loaded: LoadedModel) -> tuple[TaskSpec, TaskDict]:
         """The cell's task: its specification, and lm-eval's task objects with their documents."""
-        seed, limit = cell.identity["seed"], cell.run.limit
-        chat = loaded.chat if cell.run.smoke else None
-        key = _tokens_of(cell), json.dumps([cell.identity["task"], seed, limit, chat], sort_keys=True)
+        key = _task_key(cell, loaded)
         if key not in self._tasks:
             request = TaskRequest(
-                seed=seed,
-                limit=limit,
+                seed=cell.identity["seed"],
+                limit=cell.run.limit,
                 model_name=loaded.name,
                 tokenizer=loaded.tokenizer,
                 count_tokens=loaded.count,
@@ -135,6 +138,14 @@ class Session:
                     lm_eval_task.set_config(key="num_fewshot", value=0)
             self._tasks[key] = spec, loaded_tasks
         return self._tasks[key]
+
+    def requests(self, cell: Cell, loaded: LoadedModel) -> list[Instance]:
+        """The requests that lm-eval makes of the cell's documents, in its order."""
+        key = _task_key(cell, loaded)
+        if key not in self._requests:
+            _, tasks = self.task(cell, loaded)
+            self._requests[key] = requests_of(tasks, cell.run.limit, cell.identity["seed"])
+        return self._requests[key]
 
     def known_prompts(self, cell: Cell) -> Prompts:
         """The prompts that were read for cells with this model side. Tokens are kept for cells with the same prompts."""
@@ -153,15 +164,13 @@ class Session:
             print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
 
     def on_sample(self, cell: Cell) -> Callable[[Sample], None]:
-        """What the cell's SampleLog calls with each new sample."""
-        watch = self.watch
+        """What is called with each new sample of a cell."""
 
         def tell(sample: Sample) -> None:
-            self.computed.add(cell.name)
-            if watch is None:
-                return
-            tpot = tpot_ms([sample.get("step_s") or []], 0.5)
-            watch.sample(cell.name, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0), tpot)
+            if self.watch is not None:
+                tpot = tpot_ms([sample.get("step_s") or []], 0.5)
+                one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
+                self.watch.sample(cell.name, *one, tpot)
 
         return tell
 
@@ -171,6 +180,58 @@ class Session:
         if key not in self._facts:
             self._facts[key] = environment.facts(*key)
         return self._facts[key]
+
+
+def _task_key(cell: Cell, loaded: LoadedModel) -> tuple[str, str]:
+    """Cells with the same value have the same documents."""
+    chat = loaded.chat if cell.run.smoke else None
+    parts = [cell.identity["task"], cell.identity["seed"], cell.run.limit, chat]
+    return _tokens_of(cell), json.dumps(parts, sort_keys=True)
+
+
+def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Instance]:
+    """The requests that lm-eval makes, in its order. Its own progress bars are muted.
+
+    Few-shot examples that it draws are the same for every cell with this seed; those of seed 0 are lm-eval's own.
+    """
+    requests: list[Instance] = []
+    set_seed(tasks, seed)
+    for task in tasks["tasks"].values():
+        with contextlib.redirect_stderr(io.StringIO()):
+            task.build_all_requests(limit=limit, rank=0, world_size=1)
+        requests += task.instances
+    return requests
+
+
+def set_seed(tasks: TaskDict, seed: int) -> None:
+    """Seed the choice of few-shot examples."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
+
+
+@dataclass
+class _Outline:
+    """What a row needs to know of a model: everything but its weights."""
+
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _outline(cell: Cell) -> LoadedModel:
+    """The model's tokenizer and configuration, as models.load pairs them with weights."""
+    import torch
+
+    options = {**cell.identity["model"], "device": cell.device}
+    name = options.pop("name")
+    if cell.run.smoke:
+        return smoke_models.load(name, {**options, "device": "cpu"})  # small and random
+    config = models.load_config(name, options)
+    dtype = getattr(torch, models.dtype_name(config, {**options, "name": name}))
+    outline: Any = _Outline(config, dtype, torch.device("cpu"))
+    return replace(models.text_side(name, options), model=outline)
 
 
 def _load(cell: Cell) -> LoadedModel:

@@ -1,6 +1,7 @@
 """Weights & Biases: one run per finished cell, with its scores, timings and samples. A failure here never loses a result.
 
-A cell has the same run whenever it is logged: its id is the digest of the configuration. `logged.json` in a cell's folder says
+Rows are logged at the end of a command, when their comparison to Full is known. A cell has the same run whenever it is logged:
+its id is the digest of the configuration. `logged.json` in a cell's folder says
 which row was logged, and whether it was sent; a row that was not is logged by the next run of the command, or by wandb=sync.
 """
 
@@ -51,18 +52,24 @@ def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> boo
     return True
 
 
-def sync(plan: RunPlan) -> int:
-    """Send the rows of a plan's cells that are on disk and were not sent. Computes nothing. Returns the exit code."""
+def track_rows(plan: RunPlan, mode: str) -> dict[str, int]:
+    """Log the rows of a plan's cells that are on disk, each once. Returns how many there are of each kind."""
     counts = {"sent": 0, "sent before": 0, "not sent": 0, "cells without a row": 0}
-    for cell in plan.cells:
+    for cell in plan.cells if mode != "disabled" else ():
         row = read_row(cell.folder / "row.json")
         if row is None:
             counts["cells without a row"] += 1
-        elif is_logged(cell.folder, "online"):
+        elif is_logged(cell.folder, mode):
             counts["sent before"] += 1
         else:
             samples = [dict(sample) for sample in SampleLog.to_read(cell.folder, cell.about.mark)]
-            counts["sent" if track(cell, row, samples, "online") else "not sent"] += 1
+            counts["sent" if track(cell, row, samples, mode) else "not sent"] += 1
+    return counts
+
+
+def sync(plan: RunPlan) -> int:
+    """Send the rows of a plan's cells that are on disk and were not sent. Computes nothing. Returns the exit code."""
+    counts = track_rows(plan, "online")
     print(f"wandb: {', '.join(f'{count} {what}' for what, count in counts.items())}")
     return 1 if counts["not sent"] else 0
 

@@ -1,5 +1,6 @@
-"""Units: what a worker runs at a time. A model, a task, a range of documents, and all cells that can share its prefills.
+"""Units: what is run at a time. A task, a range of documents, and all cells that can share its prefills.
 
+On one machine a group of cells is one unit for what they share, then one for each cell. On a cluster it is ranges of documents.
 Everything here is plain data that pickles: a worker composes the cells from the words of the command line, as the driver did.
 """
 
@@ -8,50 +9,54 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import secrets
+import socket
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from pqcache.harness.config.cells import Cell
+from pqcache.atomic import write_text
+from pqcache.harness.config import environment
+from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.run.sharing import may_share
+from pqcache.selective import NotApplicable
 
 OWN_PREFILLS = 5  # at least so many samples of a cell are timed with their own prefill
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all units of a run share."""
-
-    words: tuple[str, ...]  # of the command line, without `launch`
-    cwd: str  # the driver's folder, for relative paths in the words
-    out: str  # absolute
-    token: tuple[str, str]  # (path, text) of a file that the driver wrote below `out`
-    paths: Mapping[str, str]  # local paths that the cells name -> digest of what is there
-    source: str  # digest of the packages' source files
-    commit: str | None
-    versions: Mapping[str, str | None]
-    # cell name -> where the driver has its samples: older and smoke cells lie elsewhere than in `out`
-    folders: Mapping[str, str]
+FOLDER = ".launch"  # below `out`: the token and what engines write
 
 
 @dataclass(frozen=True)
 class Unit:
     """A range of documents of cells with the same prompts."""
 
-    model: str  # cells with the same value use the same loaded model
     cells: tuple[str, ...]  # folder names, Full first
     label: str  # for messages
     first: int = 0  # documents first <= number < stop of every lm-eval task
     stop: int | None = None
-    # Run with nothing else of the run on the host; each cell computes its own prefills, and times are kept.
+    # Runs with nothing else of the run on the host, so that times are kept.
     timed: bool = False
+    # Prompts are recorded for all cells that lack them. `only`: what needs a prefill of its own is left to other units.
+    shared: Literal["no", "yes", "only"] = "no"
+    own: int = 0  # the first answers to so many documents are left to other units
     # A cell of task=latency: the worker writes its row.
     whole: bool = False
 
     @property
     def name(self) -> str:
         """10 hex digits. The same command has the same units."""
-        text = json.dumps([self.cells, self.first, self.stop, self.timed, self.whole])
+        text = json.dumps([self.cells, self.first, self.stop, self.timed, self.whole, self.shared])
         return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    def has(self, doc_id: int) -> bool:
+        """Whether a document is in the range."""
+        return self.first <= doc_id < (math.inf if self.stop is None else self.stop)
+
+    def documents(self) -> str:
+        """The range in words."""
+        return f"{self.label}, documents {self.first} to {'the last' if self.stop is None else self.stop - 1}"
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,21 @@ class Failure:
     """Why a cell failed in a unit."""
 
     reason: str  # one line
-    traceback: str
+    traceback: str = ""
+    skipped: bool = False  # its method does not apply
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Of an exception, inside the `except`."""
+        if isinstance(error, NotApplicable):
+            return cls(" ".join(str(error).split()), skipped=True)
+        return cls(" ".join(f"{type(error).__name__}: {error}".split()), traceback.format_exc())
 
 
 @dataclass(frozen=True)
 class Progress:
     """One sample that a worker has finished."""
 
-    unit: str
     cell: str
     task: str
     doc_id: int
@@ -74,34 +86,17 @@ class Progress:
     draw: int = 0  # the answer's number, where several are drawn
 
 
-def progress_of(unit: str, cell: str, sample: Mapping[str, Any]) -> Progress:
-    """What is told of a line of a sample log. Raises KeyError if it is none."""
-    return Progress(unit, cell, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0))
-
-
-@dataclass(frozen=True)
+@dataclass
 class UnitResult:
     """How a unit ended."""
 
     unit: str
-    status: Literal["done", "lost", "refused"]
-    attempt: int = 0
-    samples: int = 0  # computed by this attempt
-    prefills: int = 0  # distinct forward passes of a prompt
-    failures: Mapping[str, Failure] = field(default_factory=dict)  # cell -> why; final, never retried
-    host: str = ""
-    seconds: float = 0.0
+    status: Literal["done", "lost", "refused"] = "done"
+    shared: int = 0  # prompts that were computed for several answers
+    own: int = 0  # samples with a prefill of their own
+    computed: list[str] = field(default_factory=list)  # cells that have new samples
+    failures: dict[str, Failure] = field(default_factory=dict)  # cell -> why; final, never retried
     reason: str = ""  # one line, of lost and refused units
-
-    @classmethod
-    def lost(cls, unit: Unit, attempt: int, reason: str) -> UnitResult:
-        """A unit whose worker was lost more often than it may be retried."""
-        return cls(unit.name, "lost", attempt, reason=reason)
-
-    @classmethod
-    def refused(cls, unit: Unit, reason: str) -> UnitResult:
-        """A unit that no worker would run."""
-        return cls(unit.name, "refused", reason=reason)
 
 
 # What an engine tells its driver.
@@ -130,19 +125,32 @@ def own_documents(tasks: int, batch: int = 1) -> int:
     return math.ceil(OWN_PREFILLS / tasks) if batch == 1 else 0
 
 
-def make_units(group: Sequence[Cell], model: str, *, documents: int, tasks: int, workers: int) -> list[Unit]:
-    """The units of one group of `groups`. documents: of its largest lm-eval task; tasks: number of lm-eval tasks."""
+def local_units(group: Sequence[Cell], tasks: int) -> list[Unit]:
+    """The units of one group of `groups` on this machine: what its cells share, then each cell. tasks: lm-eval tasks."""
+    whole = group[0].identity["task"]["name"] == "latency"
+    units = [Unit((cell.name,), cell.label, timed=True, whole=whole) for cell in group]
+    if may_share(group):
+        names = tuple(cell.name for cell in group)
+        own = own_documents(tasks, group[0].run.batch)
+        units.insert(0, Unit(names, f"{len(group)} cells", timed=True, shared="only", own=own))
+    return units
+
+
+def ranges(group: Sequence[Cell], *, documents: int, tasks: int, workers: int) -> list[Unit]:
+    """The units of one group of `groups` for workers. documents: of its largest lm-eval task; tasks: lm-eval tasks.
+
+    Times count of the first documents alone, which run with nothing else on their host.
+    """
     names = tuple(cell.name for cell in group)
-    task = group[0].identity["task"]["name"]
+    task, batch = group[0].identity["task"]["name"], group[0].run.batch
     label = f"{task}, {len(group)} cells" if len(group) > 1 else group[0].label
     if task == "latency":
-        return [Unit(model, names, label, timed=True, whole=True)]
-    batch = group[0].run.batch
+        return [Unit(names, label, timed=True, whole=True)]
     own = 0 if group[0].run.diagnostics else min(documents, own_documents(tasks, batch))
-    units = [Unit(model, names, label, 0, own, timed=True)] if own else []
+    units = [Unit(names, label, 0, own, timed=True)] if own else []
     start = own
     for size in range_sizes(documents - own, workers, batch):
-        units.append(Unit(model, names, label, start, start + size))
+        units.append(Unit(names, label, start, start + size, shared="yes" if may_share(group) else "no"))
         start += size
     return units
 
@@ -162,3 +170,98 @@ def range_sizes(documents: int, workers: int, batch: int = 1) -> list[int]:
                 sizes.append(min(size, left))
                 left -= sizes[-1]
     return sizes
+
+
+# -- what workers must see and have ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all units of a run on workers share."""
+
+    words: tuple[str, ...]  # of the command line, without `launch` and `out`
+    cwd: str  # the driver's folder, for relative paths in the words
+    out: str  # absolute
+    token: tuple[str, str]  # (path, text) of a file that the driver wrote below `out`
+    paths: Mapping[str, str]  # local paths that the cells name -> digest of what is there
+    commit: str | None
+    versions: Mapping[str, str | None]
+    # cell name -> where the driver has its samples: older and smoke cells are elsewhere than in `out`
+    folders: Mapping[str, str]
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Job:
+        """The job of a plan. Writes its token below `out`."""
+        run = plan.cells[0].run
+        typed = Path(run.out).parent if run.smoke else Path(run.out)  # a smoke run goes to a folder below it
+        path, text = Path(run.out).expanduser().resolve() / FOLDER / "token", secrets.token_hex(16)
+        write_text(path, text)
+        return cls(
+            words=tuple(w for w in plan.words if not _is_key(w, "launch") and not _is_key(w, "out")),
+            cwd=os.getcwd(),
+            out=str(typed.expanduser().resolve()),
+            token=(str(path), text),
+            paths={path: digest_of(path) for path in sorted({str(p) for cell in plan.cells for p in _paths(cell)})},
+            commit=environment.git_commit(),
+            versions=environment.versions(),
+            folders={cell.name: str(cell.folder.resolve()) for cell in plan.cells},
+        )
+
+    def differences(self) -> list[str]:
+        """What keeps this process from working for the job, one line each."""
+        problems = []
+        path, text = self.token
+        try:
+            seen = Path(path).read_text(encoding="utf-8")
+        except OSError:
+            seen = None
+        if seen != text:
+            problems.append(f"out={self.out}: this machine does not see the driver's folder (no {path})")
+        if not Path(self.cwd).is_dir():
+            problems.append(f"{self.cwd}: the driver's working folder does not exist here")
+        problems += [
+            f"{p}: is missing here, or not what the driver has" for p, d in self.paths.items() if digest_of(p) != d
+        ]
+        mine = {"commit": environment.git_commit(), **environment.versions()}
+        for name, theirs in {"commit": self.commit, **self.versions}.items():
+            if mine.get(name) != theirs and not (name == "commit" and None in (mine[name], theirs)):
+                problems.append(f"{name} {mine.get(name)}, but the driver has {theirs}")
+        return [f"{socket.gethostname()}: {line}" for line in problems]
+
+
+def _is_key(word: str, key: str) -> bool:
+    name = word.lstrip("+").partition("=")[0]
+    return name == key or name.startswith(f"{key}.")
+
+
+def _paths(cell: Cell) -> Iterator[Path]:
+    """Local paths that options name: models, data, traces."""
+    for group in ("model", "method", "task"):
+        for name, value in cell.identity[group].items():
+            if name != "name" and isinstance(value, str) and ("/" in value or name == "path"):
+                path = Path(value).expanduser()
+                if path.exists():
+                    yield path.resolve()
+
+
+def digest_of(path: str) -> str:
+    """Of a file's size, or of the names and sizes of a folder's files. Empty if it does not exist."""
+    root = Path(path)
+    if root.is_file():
+        return str(root.stat().st_size)
+    if not root.is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+# -- as JSON, for engines that hand results over in files ---------------------------------------------------------------
+
+
+def result_from(stored: dict[str, Any]) -> UnitResult:
+    """A result from its JSON."""
+    failures = {cell: Failure(**failure) for cell, failure in stored.pop("failures").items()}
+    return replace(UnitResult(**stored), failures=failures)

@@ -23,10 +23,10 @@ from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import progress
 from pqcache.harness.launch.progress import Total
-from pqcache.harness.run import engines, worker
-from pqcache.harness.run.engines.processes import InProcess
+from pqcache.harness.run import runner
 from pqcache.harness.run.session import Session
 from tests.harness.cells import ONE_THREAD, REPO, Command
+from tests.harness.in_process import InProcess
 
 PLAN = re.compile(r"plan: 2 cells, 16 samples; memory at most .*; time: .*\n")
 
@@ -95,9 +95,8 @@ def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
     capsys: pytest.CaptureFixture[str],
     where: str,
 ) -> None:
-    monkeypatch.setattr(worker.environment, "git_commit", lambda: "c")
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    monkeypatch.setattr(engines, "engine_for", lambda _: Reporting())
+    monkeypatch.setattr(runner, "engine_for", lambda _: Reporting())
     more = ["launch=ray"] if where == "elsewhere" else []
     assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0
     said = capsys.readouterr()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pqcache.harness.config.launch import Launch, RayLaunch, SlurmLaunch
 from pqcache.harness.run.units import Job, Report, Unit
 
 
@@ -17,22 +16,9 @@ class Engine(Protocol):
     def run(self, job: Job, units: Sequence[Unit], report: Report, *, alone: bool) -> None:
         """Run every unit and report each exactly once as a UnitResult. An engine that does not wait may leave units out.
 
-        A unit whose worker was lost runs again with the next attempt, `retries` times. alone: one worker per host at a time, with
-        nothing else of the run on it.
+        A unit whose worker was lost runs again, `retries` times. alone: one worker per host at a time, with nothing else of
+        the run on it.
         """
 
     def close(self) -> None:
         """Let the workers go."""
-
-
-def engine_for(launch: Launch) -> Engine:
-    """The engine that `launch` names. Raises Refused if its package is not installed or its cluster cannot be reached."""
-    if isinstance(launch, RayLaunch):
-        from pqcache.harness.run.engines.ray_engine import RayEngine
-
-        return RayEngine(launch)
-    if isinstance(launch, SlurmLaunch):
-        from pqcache.harness.run.engines.slurm_engine import SlurmEngine
-
-        return SlurmEngine(launch)
-    raise ValueError("launch=local has no engine")

@@ -22,38 +22,30 @@ from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config.launch import SlurmLaunch
 from pqcache.harness.config.options import Refused, without_secrets
-from pqcache.harness.run.engines.follow import Follower
-from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
+from pqcache.harness.run.units import FOLDER as LAUNCH
+from pqcache.harness.run.units import Job, Report, Unit, UnitResult, result_from
+from pqcache.harness.run.worker import Follower, Worker
 
 POLL = 5.0  # seconds between two looks at the queue and the results
 GRACE = 15.0  # seconds for which a task may be out of the queue before its result is visible on the driver's disk
-FOLDER = Path(".launch") / "slurm"
+FOLDER = Path(LAUNCH) / "slurm"
 
 
 def work(job: Job, units: list[Unit], attempts: list[int], results: str) -> None:
     """An array task: one worker over its units. Each result is a file before the next unit starts."""
-    from pqcache.harness.run.worker import Worker
-
+    worker, refusal = None, ""
     try:
         worker = Worker(job)
     except Refused as refused:
-        for unit, attempt in zip(units, attempts, strict=True):
-            _store(results, attempt, UnitResult.refused(unit, "; ".join(refused.lines)))
-        return
+        refusal = "; ".join(refused.lines)
     for unit, attempt in zip(units, attempts, strict=True):
-        _store(results, attempt, worker.run(unit, attempt))
+        store(results, attempt, worker.run(unit) if worker else UnitResult(unit.name, "refused", reason=refusal))
 
 
-def _store(results: str, attempt: int, result: UnitResult) -> None:
+def store(results: str, attempt: int, result: UnitResult) -> None:
+    """Write the result of a unit."""
     path = Path(results) / f"{result.unit}-{attempt}.json"
     write_text(path, json.dumps(without_secrets(asdict(result))))
-
-
-def _read(path: Path) -> UnitResult:
-    """A result that a worker has written. Raises OSError while there is none."""
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    failures = {cell: Failure(**failure) for cell, failure in stored.pop("failures").items()}
-    return UnitResult(**stored, failures=failures)
 
 
 @dataclass
@@ -101,7 +93,7 @@ class _Round:
         self._results.mkdir(parents=True, exist_ok=True)
         self._ledger = self._folder / ("alone.json" if alone else "tasks.json")
         self._attempts, self._tasks = self._read_ledger()
-        self._follower = Follower(job.folders, units, report)
+        self._follower = Follower(job, units, report)
 
     # -- the ledger: what was submitted, kept on disk for the driver that comes back --------------------------------
 
@@ -158,8 +150,8 @@ class _Round:
                 continue
             path = self._results / f"{name}-{self._attempts.get(name, 0)}.json"
             try:
-                result = _read(path)
-            except (OSError, ValueError, TypeError, AttributeError):
+                result = result_from(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
                 continue
             self._follower.poll()
             self._report(result)
@@ -174,7 +166,8 @@ class _Round:
             self._attempts[unit.name] = attempt + 1
             return
         log = f"{self._folder / 'logs'}/{task.id}_0_log.err"
-        self._report(UnitResult.lost(unit, attempt, f"SLURM task {task.id} left the queue without a result ({log})"))
+        reason = f"SLURM task {task.id} left the queue without a result ({log})"
+        self._report(UnitResult(unit.name, "lost", reason=reason))
         del open_units[unit.name]
         self._attempts.pop(unit.name, None)
 

@@ -1,16 +1,21 @@
-"""Answers with thoughts before them: what of a text is scored, and where stop strings count. `model.thinking=true` asks for it.
+"""Answers as they grow and as they end: stop strings, thoughts before the answer, and a line for who waits.
 
-The rule, which is lm-eval's: what stands up to the last `</think>` is not scored, and stop strings are looked for behind it. An
-answer without `</think>` is scored as a whole. While it is generated, it is not stopped by stop strings before it has one.
+`model.thinking=true` asks for thoughts. The rule, which is lm-eval's: what stands up to the last `</think>` is not scored, and
+stop strings are looked for behind it. An answer without `</think>` is scored as a whole. While it is generated, it is not
+stopped by stop strings before it has one.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 END = "</think>"
 SWITCH = "enable_thinking"  # a variable of chat templates that can have the model think or not
+EVERY_S = 30.0  # between two lines on an answer that grows
+BAR_S = 1.0  # between two changes of the bar
 
 
 def check(name: str, thinking: bool | None, tokenizer: Any, *, chat: bool) -> None:
@@ -74,3 +79,41 @@ def stopper(tokenizer: Any, until: list[str], *, thinking: bool = False) -> Call
         return not thought and any(s in text for s in until)
 
     return stop
+
+
+class Within:
+    """How far the answers are that grow now: a line every half minute, or the bar's last words on a terminal."""
+
+    def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """label: of the cell. stream: where lines go."""
+        self.label, self.stream, self.clock = label, stream or sys.stderr, clock
+        self.bar: Any = None  # a tqdm bar, while there is one
+        self._name, self._most, self._start, self._last = "", 0, 0.0, 0.0
+
+    def begin(self, name: str, most: int) -> None:
+        """An answer begins, or a batch of them. most: tokens of the longest one."""
+        self._name, self._most = name, most
+        self._start = self._last = self.clock()
+
+    def watched(self, stop: Callable[[list[int]], bool] | None) -> Callable[[list[int]], bool]:
+        """`stop` for an answer that is watched while it grows."""
+
+        def watched(token_ids: list[int]) -> bool:
+            self.token(len(token_ids))
+            return stop is not None and stop(token_ids)
+
+        return watched
+
+    def token(self, count: int) -> None:
+        """An answer has so many tokens now."""
+        now = self.clock()
+        shown = self.bar is not None and not getattr(self.bar, "disable", True)
+        if now - self._last < (BAR_S if shown else EVERY_S):
+            return
+        self._last = now
+        rate = count / max(now - self._start, 1e-9)
+        text = f"{self._name}: {count:,} of at most {self._most:,} tokens, {rate:.1f} tokens/s"
+        if shown:
+            self.bar.set_postfix_str(text)
+        else:
+            print(f"{self.label}: {text}", file=self.stream, flush=True)

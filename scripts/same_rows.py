@@ -1,6 +1,6 @@
 """Compare the rows and samples of two folders, times and machines left out.
 
-    python -m scripts.cluster.same_rows results/undisturbed results/disturbed
+    python -m scripts.same_rows results/undisturbed results/disturbed
 
 Prints what differs; exit code 1 if something does, or if a sample is missing or stored twice with different answers.
 """

@@ -1,1 +1,0 @@
-"""Runs that are disturbed on purpose, and compared with undisturbed ones."""
