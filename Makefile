@@ -71,7 +71,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for real prose
 	$(RUN) run.py -m method=full,pqcache,streaming budget=0.2 task=needle limit=null out=$(OUT)/heatmaps wandb=disabled \
 	    $(if $(HAYSTACK),"task.haystack='$(HAYSTACK)'")
-	$(RUN) -m pqcache.harness.report.heat_maps $(OUT)/heatmaps
+	$(RUN) -m pqcache.harness.report.sample_figures $(OUT)/heatmaps
 
 pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))

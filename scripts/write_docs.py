@@ -267,7 +267,7 @@ def row_page() -> str:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def points() -> list[trade_off.Point]:
+def points() -> Any:
     """The committed rows that picture and table show."""
     return trade_off.points(group_rows(ROWS), rows_under(HOST_ROWS), group_rows(TIMED_ROWS))
 

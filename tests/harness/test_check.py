@@ -11,7 +11,6 @@ import pytest
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import check, prose, published, reproducing
-from pqcache.harness.report.contact_sheet import contact_sheet
 from pqcache.harness.report.entries import table_entries
 from pqcache.harness.report.items import PAPERS, Item, Setting, covers, items, models, reports
 
@@ -203,15 +202,3 @@ def test_sizes_of_models_are_those_of_their_geometries() -> None:
             assert 4 * config.num_hidden_layers * config.num_key_value_heads * dim == kib * 1024, name
             checked += 1
     assert checked >= 6
-
-
-def test_contact_sheet(tmp_path: Path) -> None:
-    from matplotlib.image import imread, imsave
-
-    assert contact_sheet([], tmp_path / "none.png") is None
-    for i in range(5):
-        imsave(tmp_path / f"{i}.png", [[0.0, 1.0], [1.0, i / 5]])
-    sheet = contact_sheet(sorted(tmp_path.glob("*.png")), tmp_path / "sheet.png")
-    assert sheet is not None
-    height, width, _ = imread(sheet).shape
-    assert width > height > 600  # two rows of four

@@ -10,9 +10,11 @@ import yaml
 
 from pqcache.fields import comments
 from pqcache.harness.config import files
+from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import DecodeOptions, ModelOptions, RunOptions
 from pqcache.harness.tasks import PARTS, TASKS, task_class
+from pqcache.places import CONFIGS
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Method
 
@@ -84,3 +86,12 @@ def test_what_is_written_by_hand_stays(tmp_path: Path) -> None:
     assert yaml.safe_load(texts["method/oracle.yaml"])["scope"] == "all"
     assert yaml.safe_load(texts["model/mine.yaml"]) == {"name": "mine", "path": "me/mine"}
     assert "# device: auto # auto (cuda" in texts["model/mine.yaml"]
+
+
+def test_long_chain_takes_its_own_weights_where_no_model_is_typed() -> None:
+    def model(*words: str) -> list[str]:
+        return [one.config["model"]["name"] for one in compose_all(list(words), CONFIGS).composed]
+
+    assert model("task=long_chain") == ["embedded_chain"]
+    assert model("task=long_chain", "model=embedded") == ["embedded"]
+    assert model("-m", "task=pocket_qa,long_chain") == ["embedded", "embedded_chain"]

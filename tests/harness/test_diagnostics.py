@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from pqcache.diagnostics import PROMPT_ARRAYS, scores
 from pqcache.harness.report import diagnostic_arrays, diagnostic_figures
 from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX
+from pqcache.harness.report.diagnostic_figures import PICTURES, by_step, smoothed
 from pqcache.harness.report.rows import Diagnostics, Row, read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import recall_sweep
 
 Command = Callable[..., int]
+NAN = float("nan")
 
 
 def only(out: Path, method: str) -> tuple[Path, Row]:
@@ -142,17 +145,45 @@ def test_a_trace_of_another_geometry_is_refused_before_anything_runs(
 
 
 @pytest.mark.rest
-def test_figures(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_figures(command: Command, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert command("-m", "method=full,oracle,quest", "budget=0.2,0.4", "diagnostics=true", "limit=1") == 0
-    monkeypatch.setattr(sys, "argv", ["figures", str(out)])
-    diagnostic_figures.main()
-    names = [Path(line).name for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert names == ["by_layer.png", "mass.png", "ranks.png"]
-    assert all((out / name).stat().st_size > 5000 for name in names)
-    monkeypatch.setattr(sys, "argv", ["figures", str(tmp_path)])
+    capsys.readouterr()
+    diagnostic_figures.main([str(out), "--window", "3", "--layers", "1"])
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [f"{n}.png" for n in PICTURES]
+    diagnostic_figures.main([str(out), "--only", "drift", "--budget", "0.2", "--methods", "quest", "--name", "own"])
+    assert capsys.readouterr().out.strip() == str(out / "own.png")
+    assert all((out / f"{name}.png").stat().st_size > 5000 for name in (*PICTURES, "own"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--window", "2"), "--window=2: allowed is an odd int"),
+        (("--layers", "9"), "--layers 9: allowed is 0 to 1"),
+        (("--ranks", "quest"), "--ranks quest: no row of that method; there are oracle"),
+        (("--methods", "quest"), "no such row with diagnostics"),
+    ],
+)
+def test_what_no_row_has_is_refused(command: Command, tmp_path: Path, capsys: Any, words: Any, line: str) -> None:
+    assert command("method=oracle", "diagnostics=true", "limit=1") == 0
     with pytest.raises(SystemExit):
-        diagnostic_figures.main()
+        diagnostic_figures.main([str(tmp_path / "out"), *words])
+    assert line in capsys.readouterr().err
+
+
+def test_means_of_samples_that_end_at_different_steps() -> None:
+    long = torch.tensor([[[0.0, 1.0, 1.0]], [[1.0, NAN, 0.0]]])  # (layers, heads, steps)
+    short = torch.tensor([[[1.0, 0.5]], [[1.0, 0.5]]])
+    assert by_step([long, short]).tolist() == [0.75, pytest.approx(2 / 3), 0.5]
+
+
+def test_smoothing_keeps_the_mean_and_leaves_gaps() -> None:
+    values = torch.tensor([0.0, 3.0, NAN, 3.0, 6.0])
+    assert smoothed(values, 1).tolist()[:2] == [0, 3]
+    found = smoothed(values, 3)
+    assert found[[0, 1, 3, 4]].tolist() == [1.5, 1.5, 4.5, 4.5] and found[2].isnan()
+    assert smoothed(torch.full((9,), 0.25), 5).tolist() == [0.25] * 9
 
 
 @pytest.mark.rest

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 import run
-from pqcache.harness.report import latency_figures
 from pqcache.harness.report.rows import read_row
 
-EXPERIMENTS = Path(run.__file__).parent / "configs" / "experiment"
 TINY = ["model.geometry=tiny", "task.rounds=1", "task.new_tokens=5", "wandb=disabled"]
 
 
@@ -58,21 +54,10 @@ def test_refused_in_one_line(argv: list[str], line: str, tmp_path: Path, capsys:
     assert line in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", latency_figures.FIGURES)
-def test_every_figure_has_its_experiment(name: str) -> None:
-    text = (EXPERIMENTS / f"{name}.yaml").read_text()
-    assert text.startswith(f"# python run.py experiment={name}\n") and f"{name}.png" in text
-    assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"
-
-
 @pytest.mark.rest
 def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["experiment=zipcache_fig6", "task.length=64,96", *TINY, f"out={tmp_path}"]
     assert run.main(argv) == 0
-    assert f"figure: {tmp_path / 'zipcache_fig6.png'}" in capsys.readouterr().out
-    assert (tmp_path / "zipcache_fig6.png").stat().st_size > 10_000
-    rows = [("a", json.loads(path.read_text())) for path in tmp_path.glob("*/row.json")]
-    assert len(rows) == 6  # three methods at two lengths
-    for experiment in set(latency_figures.FIGURES) - {"pqcache_fig10d", "pocket_cache"}:  # draws from any latency rows
-        assert latency_figures.draw(experiment, rows, tmp_path / f"{experiment}.png") is not None
-    assert latency_figures.draw("demo", rows, tmp_path / "demo.png") is None
+    picture = tmp_path / "tables" / "zipcache_fig6.png"
+    assert str(picture) in capsys.readouterr().out and picture.stat().st_size > 10_000
+    assert len(list(tmp_path.glob("*/row.json"))) == 6  # three methods at two lengths

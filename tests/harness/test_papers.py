@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import all_tables, paper_figures, papers, pooling, published, score_statistics
+from pqcache.harness.report import all_tables, papers, published, score_statistics
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.entries import table_entries
-from pqcache.harness.report.figure_request import FigureRequest
 from pqcache.harness.report.table_layout import blocks
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
@@ -147,7 +145,6 @@ def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: py
         for answer in (
             lambda out: all_tables.main(["--out", out]),
             lambda out: papers.main(["tables", "--out", out]),
-            pooling.main,
         ):
             assert answer(str(folder)) == 2
             shown = capsys.readouterr()
@@ -161,54 +158,6 @@ def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) 
     assert len(lines) == 2  # Oracle at two budgets
     assert all("experiment=pqcache_table2" in x and "cell=oracle" in x and "hydra.mode=RUN" in x for x in lines)
     assert {"budget=0.2", "budget=0.1"} == {word for x in lines for word in x.split() if word.startswith("budget=")}
-
-
-@pytest.mark.parametrize(
-    "figure",
-    [
-        {"kind": "lines", "x": "budget", "y": "score", "log": True},
-        {"kind": "lines", "x": "method.b", "y": "score", "by": "method.m"},
-        {"kind": "bars", "y": "score"},
-        {"kind": "differences", "y": "score"},
-        {"kind": "scatter", "x": "prompt", "y": "score"},
-    ],
-)
-@pytest.mark.rest
-def test_figures_are_drawn(figure: dict[str, Any], plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
-    columns = {"score": "score", "prompt": "row:prompt_tokens"} if figure["kind"] == "scatter" else {"score": "score"}
-    drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "columns": columns, "figure": figure})
-    path = paper_figures.draw(drawn, table_entries(drawn, rows), rows, tmp_path / "figure.png")
-    assert path is not None
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    assert paper_figures.draw(drawn, [], {}, tmp_path / "none.png") is None
-
-
-def test_axes_of_scores_begin_at_zero(plan: RunPlan) -> None:
-    def limits(*values: float | None, metric: str = "score", **options: bool) -> tuple[float | None, float | None]:
-        columns = {"score": "score", "strict": "metric:m", "mass": "row:diagnostics.mass", "s": "row:prefill_s"}
-        shown = RunPlan(plan.cells, True, plan.experiment, {}, {"columns": columns})
-        return FigureRequest(shown, [], {}, Path("unused.png"), "bars", {}).limits(metric, values, **options)
-
-    assert limits() == limits(0.0, None, 0.0) == limits(metric="strict") == (0.0, 10.0)
-    assert limits(20.0, 40.0) == (0.0, pytest.approx(43.2))
-    assert limits(3.0, 99.5) == (0.0, 102.0)
-    assert limits(0.5, metric="mass") == (0.0, pytest.approx(0.54))
-    assert limits(1.0, metric="mass") == (0.0, 1.02)
-    assert limits(0.0, difference=True) == (-1.0, 1.0)
-    assert limits(-50.0, 0.5, difference=True) == (-54.0, 1.0)
-    assert limits(1.0, 9.0, metric="s") == (None, None)
-
-
-def test_figures_of_files_beside_the_rows(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
-    """Heat maps and perplexity curves, as their tasks write them into the cells."""
-    for cell in plan.cells[:3]:
-        cell.folder.mkdir(exist_ok=True)
-        samples = [{"meta": {"length": n, "depth": d}, "score": 50.0 + d} for n in (100, 200) for d in (0, 50)]
-        (cell.folder / "heatmap.json").write_text(json.dumps({"title": cell.label, "samples": samples}))
-        (cell.folder / "perplexity.json").write_text(json.dumps({"lengths": [1, 2], "perplexity": [9.0, 8.0]}))
-    for kind in ("heat_maps", "curves"):
-        drawn = RunPlan(plan.cells, True, plan.experiment, {}, {"title": "t", "figure": {"kind": kind}})
-        assert paper_figures.draw(drawn, table_entries(drawn, rows), rows, tmp_path / f"{kind}.png") is not None
 
 
 def test_significance_against_worked_numbers() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from pqcache.harness.report import pocket_losses
 from pqcache.harness.report.groups import group_rows
+from pqcache.harness.report.pocket_losses import HEAD
 
 RUN = ("-m", "method=full,snapkv", "budget=0.3", "task=pocket", "task.length=512", "limit=2")
 
@@ -24,24 +26,22 @@ def test_table_and_picture(command: Callable[..., int], tmp_path: Path, capsys: 
     assert len(lines) == 2 + 8  # one method, eight families
     assert (scores / "losses.png").stat().st_size > 1000
     assert (scores / "losses.md").read_text().splitlines() == lines
-    measured = pocket_losses.masses(mass)["snapkv", "0.3"]
+    measured = pocket_losses.masses(mass)
     row = next(r for r in group_rows(mass) if r["method"] == "snapkv")
-    assert len(measured) == 8
-    assert all(0 < m.worst_head <= m.mean < 1 and m.p5 <= m.mean for m in measured.values())
-    assert (
-        min(m.mean for m in measured.values()) <= row["diagnostics"]["mass"] <= max(m.mean for m in measured.values())
-    )
-    lost = pocket_losses.losses(group_rows(scores))["snapkv", "0.3"]
+    assert len(measured) == 8 and measured.mass.between(0, 1).all()
+    assert (measured["worst head"] <= measured.mass).all() and (measured.p5 <= measured.mass).all()
+    assert measured.mass.min() <= row["diagnostics"]["mass"] <= measured.mass.max()
     rows = {r["method"]: r for r in group_rows(scores)}
-    for task, loss in lost.items():
-        assert loss.score == pytest.approx(rows["snapkv"]["tasks"][task]["score"])
-        gap = rows["snapkv"]["tasks"][task]["score"] - rows["full"]["tasks"][task]["score"]
-        assert loss.difference == pytest.approx(gap) and loss.samples == 2
+    for loss in pocket_losses.losses(group_rows(scores)).to_dict("records"):
+        own, full = (rows[method]["tasks"][f"pocket_{loss['family']}"]["score"] for method in ("snapkv", "full"))
+        assert (loss["score"], loss["to Full"]) == (pytest.approx(own), pytest.approx(own - full))
+        assert loss["lost"].endswith(" of 2")
 
 
 def test_names_of_rows_are_text_in_the_table() -> None:
-    loss = pocket_losses.Loss(1.0, -1.0, 1, 2, 0.5, None)
-    line = pocket_losses.table({("a|b", "<img src=x>"): {"pocket_[c](file:d)": loss}}, {}).splitlines()[-1]
+    lost = pd.DataFrame([("a|b", "<img src=x>", "[c](file:d)", 1.0, -1.0, "1 of 2", 0.5, None)], columns=HEAD[:8])
+    mass = pd.DataFrame([], columns=["method", "budget", "family", *HEAD[8:]])
+    line = pocket_losses.table(lost, mass).splitlines()[-1]
     assert line.startswith("| a\\|b | &lt;img src=x> | [c]\\(file:d) | ")
 
 

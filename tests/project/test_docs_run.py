@@ -127,12 +127,11 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             reader.type(command, lambda command=command: run.main(reader.words(command)))
     for command in typed("pqcache method="):
         reader.type(command, lambda command=command: run.main(reader.words(command)))
-    drawn = "python run.py task=pg19 method=pqcache"  # by report.perplexity
+    drawn = "python run.py task=pg19 method=pqcache"  # by report.sample_figures
     reader.type(drawn, lambda: run.main(reader.words(drawn)))
     modules = {
-        "pqcache.harness.report.perplexity": [str(reader.out / "smoke")],
+        "pqcache.harness.report.sample_figures": [str(reader.out / "smoke")],
         "pqcache.harness.report.diagnostic_figures": [str(reader.out / "experiments" / "smoke")],
-        "pqcache.harness.report.drift_figure": [str(reader.out / "experiments" / "smoke"), "--methods", "pqcache"],
         "pqcache.harness.run.recall_sweep": ["--length", "150", "--steps", "2", "--out", str(tmp_path / "recall")],
     }
     for command in typed("python -m "):

@@ -19,9 +19,9 @@ from pqcache.harness.config.options import Refused
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import latex, papers, prose, published, reproducing
-from pqcache.harness.report.contact_sheet import NAME, contact_sheet
 from pqcache.harness.report.entries import Entry, rows_of, table_entries
 from pqcache.harness.report.items import PAPERS
+from pqcache.harness.report.plots import contact_sheet
 from pqcache.harness.report.rows import rows_or_refused, rows_under
 
 
@@ -45,7 +45,7 @@ def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
     made = {"tables.tex": latex.document(texts), "prose.md": prose.table(tables), "status.md": status(out)}
     for name, text in made.items():
         write_text(folder / name, text)
-    sheet = contact_sheet([path for path in files if path.suffix == ".png"], folder / NAME)
+    sheet = contact_sheet([path for path in files if path.suffix == ".png"], folder / "contact_sheet.png")
     return [*files, *(folder / name for name in made), *([sheet] if sheet else [])]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from pqcache.atomic import write_text
 from pqcache.harness.config.options import Refused
 from pqcache.harness.config.values import show
-from pqcache.harness.report import any_figure, budget_marks
+from pqcache.harness.report import budget_marks, plots
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame, natural, pooled_groups
 from pqcache.harness.report.rows import Row, batch_text
@@ -47,6 +47,7 @@ FOLDER = "tables"  # under the folder of rows
 STEM = "table"
 ROWS, COLUMNS, VALUES = ("method",), ("budget",), ("score", "to_full", "resident", "tpot")
 OWN_TABLE = ("model", "task")  # get a table each, unless they are named
+BUDGET = "budget (share of the prompt)"
 MOST_MARKS = 12  # notes on marked lines
 UNTOLD = ("seed", "device")  # differ without making another configuration
 
@@ -333,31 +334,39 @@ def write(layout: Layout, folder: Path, name: str) -> tuple[str, list[Path]]:
     for suffix, content in made.items():
         write_text(folder / f"{STEM}{suffix}", content)
     files = [folder / f"{STEM}{suffix}" for suffix in made]
-    picture = any_figure.draw(lines_of(layout), folder / f"{STEM}.png", caption(layout))
+    picture = _draw(layout, folder / f"{STEM}.png")
     return made[".md"], [*files, *([picture, picture.with_suffix(".pdf")] if picture else [])]
 
 
-def lines_of(layout: Layout) -> list[any_figure.Panel]:
-    """The numbers as a picture shows them: a panel per table and value."""
-    panels = []
+def _draw(layout: Layout, path: Path) -> Path | None:
+    """Values over the columns where these are numbers, else a mark per line; a panel per table and value."""
+    panels, most = [], 0
+    over = BUDGET if layout.columns == ("budget",) else ", ".join(layout.columns)
     for title, records in layout.tables.items():
         lines, across = _placed(records, layout)
+        numeric = len(across) > 1 and all(_is_positive(" ".join(column)) for column in across)
         for one in layout.measures:
-            if one.name in ("p", "samples"):
-                continue
-            drawn = any_figure.Panel(title, one.title, ", ".join(layout.columns), [" ".join(c) for c in across])
+            points: list[dict[str, Any]] = []
             for line, cells in lines.items():
-                first = next(iter(cells.values()))
-                numbers = [_number(one, cells.get(c)) for c in across]
-                if any(known.value is not None for known in numbers):
-                    label = " ".join(part for part in line if part)
-                    drawn.lines.append(any_figure.Line(label, first["method"], first["ignores_budget"], numbers))
-            if drawn.lines:
-                panels.append(drawn)
-    return panels
+                label = " ".join(part for part in line if part)
+                level = "budget" in layout.columns and next(iter(cells.values()))["ignores_budget"]
+                for column in [column for column in across if column in cells][: 1 if level else None]:
+                    name = " ".join(column)
+                    low, high = one.interval(cells[column]) or (None, None)
+                    point = {"line": label, "y": one.of(cells[column]), "low": low, "high": high}
+                    told = "" if level or len(across) == 1 else f" {name}"
+                    at = {"x": None if level else float(name)} if numeric else {"x": name, "label": label + told}
+                    points.append({**point, **at})
+            if one.name not in ("p", "samples") and sum(point["y"] is not None for point in points) > 1:
+                x, kind, log = (over, "lines", "x") if numeric else ("", "dots", "")
+                panels.append(plots.Panel(title, plots.frame(points), x, one.title, kind, log))
+                most = max(most, 0 if numeric else len(points))
+    height = 3.4 if any(panel.kind == "lines" for panel in panels) else max(2.2, 1.0 + 0.24 * most)
+    return plots.draw(panels, path, caption(layout), size=(4.2, height))
 
 
-def _number(of: Measure, record: Record | None) -> any_figure.Number:
-    if record is None:
-        return any_figure.Number()
-    return any_figure.Number(of.of(record), *(of.interval(record) or (None, None)))
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False

@@ -95,9 +95,9 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels of this size, at most MAX_ACROSS side by side."""
-    across = min(count, MAX_ACROSS)
+def panels(count: int, width: float, height: float, *, across: int = MAX_ACROSS) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels of this size, at most `across` side by side."""
+    across = min(count, across)
     down = -(-count // across)
     figure = new_figure(max(5.6, width * across), height * down + 0.7)
     axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
@@ -127,7 +127,9 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
     if handles:
-        per_line = max(1, int(figure.get_figwidth() * 9 / max(len(name) + 6 for name in handles)))
+        per_line = max(1, int(figure.get_figwidth() * 13 / max(len(name) + 8 for name in handles)))
+        more = -(-len(handles) // per_line) - 2  # lines of the legend, beyond those that `panels` leaves room for
+        figure.set_figheight(figure.get_figheight() + 0.17 * max(0, more))
         figure.legend(
             handles.values(),
             handles.keys(),

@@ -1,16 +1,21 @@
-"""The request for an experiment's figure: its options, and the entries, rows and cells that it is drawn from."""
+"""The request for an experiment's figure: its options, and the numbers, rows and cells that it is drawn from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.report.entries import Entry
+from pqcache.harness.report.derived import derive
+from pqcache.harness.report.entries import measured
+from pqcache.harness.report.plots import Limits
 from pqcache.harness.report.rows import Row, batch_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIN_TOP = 0.1  # an axis of scores shows at least this part of the scale, so that small scores look small
 
@@ -20,25 +25,56 @@ class FigureRequest:
     """`report.figure` of an experiment file, and what was measured so far."""
 
     plan: RunPlan
-    entries: Sequence[Entry]
-    # cell name -> row
-    rows: Mapping[str, Row]
-    # the file to write
-    path: Path
-    kind: str
-    # the other keys of `report.figure`
-    options: Mapping[str, Any]
+    entries: pd.DataFrame  # entries.Entry, one a line; NaN: not measured
+    rows: Mapping[str, Row]  # by the cell's name
+    path: Path  # the file to write
+    options: Mapping[str, Any]  # the keys of `report.figure`
+
+    def having(self, **own: Any) -> FigureRequest:
+        """The same with other options: those of one of its panels."""
+        return replace(self, options={**self.options, **own})
+
+    def text(self, key: str, default: Any = "") -> str:
+        return str(self.options.get(key, default))
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return dict(self.plan.report.get("columns") or {"score": "score"})
 
     @property
     def metric(self) -> str:
         """The column that is drawn."""
-        columns = list(self.plan.report.get("columns") or {"score": "score"})
-        return str(self.options.get("y", columns[0]))
+        return self.text("y", next(iter(self.columns)))
+
+    @property
+    def measured(self) -> Iterator[tuple[Cell, Row]]:
+        """The cells that have a row."""
+        return ((cell, self.rows[cell.name]) for cell in self.plan.cells if cell.name in self.rows)
 
     @property
     def cells(self) -> dict[str, Cell]:
         """Folder name -> cell."""
         return {cell.name: cell for cell in self.plan.cells}
+
+    def values(self, what: str) -> pd.DataFrame:
+        """The entries of a column of the table, or of a number that has no column there (row:bytes_per_step.refill).
+
+        With `cells:` among the options, those of these cells or `best_of` lines.
+        """
+        table = self.entries
+        if ":" in what and what not in self.columns:
+            table = table[table.metric == next(iter(self.columns))].drop_duplicates(["folder", "line"])
+            numbers = {cell.name: derive(what, cell, self.rows, self.plan.cells, measured) for cell, _ in self.measured}
+            own = table.folder.map(numbers).astype(float)
+            table = table.assign(measured=own, low=float("nan"), high=float("nan"), published=float("nan"), metric=what)
+        table = table[table.metric == what]
+        if (named := self.options.get("cells")) is not None:
+            table = table[[bool(set(line.split(", ")) & set(map(str, named))) for line in table.line]]
+        return table
+
+    def label(self, what: str) -> str:
+        """What a column is called in the figure."""
+        return str((self.options.get("labels") or {}).get(what, what))
 
     def caption(self) -> str:
         """Title, samples, prompt length and machine."""
@@ -51,39 +87,42 @@ class FigureRequest:
         smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
         dtypes = dict.fromkeys(str(row.get("kv_dtype")) for row in rows if row.get("kv_dtype"))
         own = dict.fromkeys(str(r.get("protocol")) for r in rows if r.get("protocol") and r.get("method") != "full")
-        run = "".join(
-            f"{text}, "
-            for text in (batch_text(rows), "/".join(dtypes), f"protocol {'/'.join(own)}" if own else "")
-            if text
-        )
+        run = [batch_text(rows), "/".join(dtypes), f"protocol {'/'.join(own)}" if own else ""]
         noun = "sample" if each == "1" else "samples"
-        return f"{smoke}{title}. {each} {noun} a cell, {prompt:.0f} prompt tokens on average, {run}{devices}."
+        random = dict.fromkeys(_random_model(row) for row in rows if row["model"] == "random")
+        parts = [
+            f"{each} {noun} a cell",
+            *random,
+            f"{prompt:.0f} prompt tokens on average",
+            *filter(None, run),
+            devices,
+        ]
+        return f"{smoke}{title}. {', '.join(parts)}."
 
-    def point_title(self, entry: Entry) -> str:
-        """A line's printed name, with its budget and setting where these tell lines of one name apart."""
-        alike = {(e.budget, e.setting) for e in self.entries if e.line == entry.line}
-        name = str((self.plan.report.get("names") or {}).get(entry.line, entry.line))
-        return line_title(replace(entry, line=name)) if len(alike) > 1 else name
-
-    def limits(
-        self, metric: str, values: Iterable[float | None], *, difference: bool = False
-    ) -> tuple[float | None, float | None]:
+    def limits(self, metric: str, values: Iterable[float | None], *, difference: bool = False) -> Limits:
         """(bottom, top) of the y axis for a column's numbers; None: matplotlib's choice.
 
         The scale of a score is 100, that of a share 1. Their axis begins at 0 and ends above the largest value, at most just
-        above the scale. The axis of differences shows at least a hundredth of the scale below and above 0.
+        above the scale. The axis of differences shows at least a hundredth of the scale below and above 0. Times begin at 0.
         """
-        where = str((self.plan.report.get("columns") or {"score": "score"}).get(metric, ""))
-        percent = where == "score" or where.startswith("metric:")
-        if not percent and not where.startswith("row:diagnostics."):
-            return None, None
-        whole = 100.0 if percent else 1.0
-        numbers = [value for value in values if value is not None]
+        where = self.columns.get(metric, metric)
+        numbers = [value for value in values if value is not None and value == value]
         low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+        percent = where == "score" or where.startswith("metric:")
+        whole = 100.0 if percent else 1.0
         if difference:
             return min(1.08 * low, -0.01 * whole), max(1.08 * high, 0.01 * whole)
+        if not percent and not where.startswith("row:diagnostics."):
+            return (0.0 if low >= 0 and where.startswith(("row:", "seconds:", "ms:")) else None), None
         top = max(1.08 * high, MIN_TOP * whole)
         return 0.0, min(top, 1.02 * whole) if high <= whole else top
+
+
+def _random_model(row: Row) -> str:
+    """The sizes of a model of random weights."""
+    options = row["model_options"]
+    layers = f"{options['layers']} layers" if options.get("layers") else "all layers"
+    return f"random weights of {options.get('geometry')} with {layers}"
 
 
 def key_of(cell: Cell, key: str) -> Any:
@@ -98,9 +137,3 @@ def key_of(cell: Cell, key: str) -> Any:
 def cell_title(cell: Cell) -> str:
     """The experiment's names of a cell, or its method."""
     return ", ".join(cell.names) or cell.identity["method"]["name"]
-
-
-def line_title(entry: Entry) -> str:
-    """An entry's line, budget and setting."""
-    budget = f"{entry.budget:g}" if entry.budget is not None else ""
-    return " ".join(part for part in (entry.line, budget, entry.setting) if part)

@@ -12,7 +12,7 @@ An experiment file says with `report:` how its cells are shown:
       guesses: [...]                              # what the paper does not say and this file chose, a sentence each
       notes: [...]                                # where this differs from what was printed, a sentence each
       columns: {score: score}                     # a column's name -> its number in a row, see entries.measured
-      figure: {kind: lines, x: budget, y: score}  # see paper_figures.draw; none for a table
+      figure: {kind: lines, x: budget, y: score}  # see figures.py; none for a table
       layout, names, labels, datasets, best, lower  # see table_layout
 
 `score` is the mean over the data sets, each of which has a column of its own. Numbers of a paper are those of
@@ -39,7 +39,7 @@ from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report import paper_figures
+from pqcache.harness.report import figures
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
@@ -154,7 +154,7 @@ def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
     write_text(stem.with_suffix(".md"), text)
     write_text(stem.with_suffix(".tex"), latex(plan, table, rows))
     write_text(stem.with_suffix(".csv"), frame(table).to_csv(index=False))
-    picture = paper_figures.draw(plan, table, rows, stem.with_suffix(".png"))
+    picture = figures.draw(plan, table, rows, stem.with_suffix(".png"))
     return text, [stem.with_suffix(s) for s in (".md", ".tex", ".csv")] + ([picture] if picture else [])
 
 

@@ -17,65 +17,47 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
+from pqcache.harness.report import plots
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.escaping import in_markdown, printable
+from pqcache.harness.report.frame import budget_text
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full, rows_by_folder
 from pqcache.harness.report.score_statistics import known_mean
-from pqcache.harness.report.tables import budget_text, number, signed
+from pqcache.harness.report.table import number, signed
 
-Key = tuple[str, str]  # method, budget
+if TYPE_CHECKING:
+    import pandas as pd
 
-
-@dataclass(frozen=True)
-class Mass:
-    """Attention mass of one method on one family."""
-
-    mean: float
-    p5: float
-    worst_head: float
+KEYS = ["method", "budget", "family"]
+HEAD = (*KEYS, "score", "to Full", "lost", "depth lost", "depth kept", "mass", "p5", "worst head")
 
 
-@dataclass(frozen=True)
-class Loss:
-    """One method on one family: score, difference to Full, and the samples that score less than Full."""
-
-    score: float
-    difference: float
-    lost: int
-    samples: int
-    depth_lost: float | None
-    depth_kept: float | None
-
-
-def masses(folder: Path) -> dict[Key, dict[str, Mass]]:
-    """(method, budget) -> family -> mass, from the diagnostics of every row of a group below a folder."""
+def masses(folder: Path) -> pd.DataFrame:
+    """A line per method, budget and family: mass, p5, worst head. Of the diagnostics of every row of a group below a folder."""
     import numpy
+    import pandas as pd
 
-    masses_of: dict[Key, dict[str, Mass]] = {}
+    lines = []
     for cell, row in rows_by_folder(folder).items():
-        if row["diagnostics"] is None or len(row["tasks"]) < 2:
-            continue
         arrays = defaultdict(list)
-        for path in sorted(cell.glob("diagnostics/*.npz")):
-            data = read_arrays(path)
-            if "mass" in data:
+        for path in sorted(cell.glob("diagnostics/*.npz")) if len(row["tasks"]) > 1 else ():
+            if "mass" in (data := read_arrays(path)):
                 arrays[path.name.split("-")[0]].append(data["mass"].numpy()[row["dense_layers"] :])
         for task, parts in arrays.items():
             every = numpy.concatenate([part.reshape(-1) for part in parts])
             every = every[~numpy.isnan(every)]
             if every.size:
                 heads = numpy.nanmean(numpy.stack([numpy.nanmean(part, axis=-1) for part in parts]), axis=0)
-                mass = Mass(float(every.mean()), float(numpy.percentile(every, 5)), float(heads.min()))
-                masses_of.setdefault((row["method"], budget_text(row)), {})[task] = mass
-    return masses_of
+                key = row["method"], budget_text(row), task.removeprefix("pocket_")
+                lines.append((*key, every.mean(), numpy.percentile(every, 5), heads.min()))
+    return pd.DataFrame(lines, columns=[*KEYS, "mass", "p5", "worst head"])
 
 
 def depths(row: Row) -> dict[str, list[float]]:
@@ -91,9 +73,11 @@ def depths(row: Row) -> dict[str, list[float]]:
     return depths_of
 
 
-def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
-    """(method, budget) -> family -> loss against the Full row among `rows`."""
-    losses_of: dict[Key, dict[str, Loss]] = {}
+def losses(rows: Sequence[Row]) -> pd.DataFrame:
+    """A line per method, budget and family: the samples that score less than in the Full row among `rows`."""
+    import pandas as pd
+
+    lines = []
     depth: dict[str, list[float]] = {}
     for row in rows:
         full = find_full(row, rows)
@@ -101,93 +85,56 @@ def losses(rows: Sequence[Row]) -> dict[Key, dict[str, Loss]]:
             continue
         depth = depth or depths(full)
         for task, scores in row["sample_scores"].items():
-            pairs = {
-                k: (full["sample_scores"][task][k], s) for k, s in scores.items() if k in full["sample_scores"][task]
-            }
-            if not pairs:
+            theirs = full["sample_scores"][task]
+            gaps = {key: score - theirs[key] for key, score in scores.items() if key in theirs}
+            if not gaps:
                 continue
-            lost = [k for k, (theirs, ours) in pairs.items() if ours < theirs - 1e-6]
-            losses_of.setdefault((row["method"], budget_text(row)), {})[task] = Loss(
-                score=fmean(ours for _, ours in pairs.values()),
-                difference=fmean(ours - theirs for theirs, ours in pairs.values()),
-                lost=len(lost),
-                samples=len(pairs),
-                depth_lost=known_mean(depth[task][int(k.partition(":")[0])] for k in lost),
-                depth_kept=known_mean(depth[task][int(k.partition(":")[0])] for k in pairs if k not in lost),
-            )
-    return losses_of
+            at: dict[bool, list[float]] = {True: [], False: []}  # lost or not -> depths
+            for key, gap in gaps.items():
+                at[gap < -1e-6].append(depth[task][int(key.partition(":")[0])])
+            place = row["method"], budget_text(row), task.removeprefix("pocket_")
+            score = fmean(scores[key] for key in gaps)
+            count = f"{len(at[True])} of {len(gaps)}"
+            lines.append((*place, score, fmean(gaps.values()), count, known_mean(at[True]), known_mean(at[False])))
+    return pd.DataFrame(lines, columns=HEAD[:8])
 
 
-def table(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]]) -> str:
+def table(lost: pd.DataFrame, mass: pd.DataFrame) -> str:
     """Markdown, a line per method, budget and family."""
-    head = [
-        "method",
-        "budget",
-        "family",
-        "score",
-        "to Full",
-        "lost",
-        "depth lost",
-        "depth kept",
-        "mass",
-        "p5",
-        "worst head",
-    ]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for key, tasks in lost.items():
-        for task, loss in tasks.items():
-            measured = mass.get(key, {}).get(task)
-            seen = (measured.mean, measured.p5, measured.worst_head) if measured is not None else (None, None, None)
-            cells = [*key, task.removeprefix("pocket_"), number(loss.score), signed(loss.difference)]
-            cells += [f"{loss.lost} of {loss.samples}", number(loss.depth_lost, 2), number(loss.depth_kept, 2)]
-            cells += [number(value, 3) for value in seen]
-            lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
+    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+    for one in lost.merge(mass, how="left", on=KEYS).to_dict("records"):
+        numbers = {name: None if value != value else value for name, value in one.items()}  # NaN: not measured
+        cells = [*(one[key] for key in KEYS), number(numbers["score"]), signed(numbers["to Full"]), one["lost"]]
+        cells += [number(numbers[name], 2) for name in HEAD[6:8]] + [number(numbers[name], 3) for name in HEAD[8:]]
+        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
     return "\n".join(lines)
 
 
-def picture(lost: dict[Key, dict[str, Loss]], mass: dict[Key, dict[str, Mass]], path: Path) -> Path | None:
+def picture(lost: pd.DataFrame, mass: pd.DataFrame, path: Path) -> Path | None:
     """Difference to Full against attention mass: a panel per family, a point per method and budget."""
-    families = list(dict.fromkeys(task for tasks in lost.values() for task in tasks))
-    both = [key for key in lost if key in mass]
-    if not families or not both:
-        return None
-    figure = drawing.new_figure(12, 6.2)
-    axes = figure.subplots(2, -(-len(families) // 2), squeeze=False, sharex=True, sharey=True)
-    methods = list(dict.fromkeys(method for method, _ in both))
-    budgets = list(dict.fromkeys(budget for _, budget in both))
-    points: dict[str, Any] = {}
-    for axis, family in zip(axes.flat, families):
-        for key in both:
-            if family in lost[key] and family in mass[key]:
-                colour = f"C{methods.index(key[0]) % 10}"
-                edge = "o^sDvP"[(methods.index(key[0]) // 10 + 2 * budgets.index(key[1])) % 6]
-                x, y = mass[key][family].mean, lost[key][family].difference
-                label = f"{key[0]} {key[1]}"
-                points[label] = axis.plot(x, y, edge, color=colour, markersize=5, label=label)[0]
-        axis.set_title(family.removeprefix("pocket_"), fontsize=10)
-        axis.grid(color=drawing.GRID, linewidth=0.7)
-        axis.axhline(0, color="black", linewidth=0.6)
-    for axis in axes[-1]:
-        axis.set_xlabel("attention mass of the attended tokens", fontsize=9)
-    for line in axes:
-        line[0].set_ylabel("score, difference to Full", fontsize=9)
-    figure.legend(points.values(), points, loc="outside right center", fontsize=8, frameon=False)
-    return drawing.save(figure, path)
+    both = lost.merge(mass, on=KEYS)
+    names = {"family": "panel", "mass": "x", "to Full": "y"}
+    budgets = list(dict.fromkeys(both.budget))
+    points = both.rename(columns=names).assign(line=both.method, label=both.method + " " + both.budget, only="marker")
+    points = points.assign(dash=both.budget.map(budgets.index), hollow=both.budget.map(budgets.index) > 0)
+    axes = {"x": "attention mass of the attended tokens", "y": "score, difference to Full"}
+    panels = plots.panels_of(points, **axes, ticks=())
+    return plots.draw(panels, path, "Filled: " + (f"budget {budgets[0]}." if budgets else ""), size=(3.2, 2.8))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scores", type=Path, help="the out= folder of PocketBench runs, Full among them")
     parser.add_argument("mass", type=Path, help="the out= folder of runs with diagnostics=true")
-    arguments = parser.parse_args(argv)
-    scores, mass = arguments.scores.expanduser(), arguments.mass.expanduser()
+    given = parser.parse_args(argv)
+    scores, mass = given.scores.expanduser(), given.mass.expanduser()
     lost = losses(group_rows(scores))
-    if not lost:
+    if lost.empty:
         parser.error(
             f"{scores}: no PocketBench row beside one of Full below; run experiment=pocket with out={scores} first"
         )
     measured = masses(mass)
-    if not measured:
+    if measured.empty:
         parser.error(
             f"{mass}: no PocketBench row with diagnostics below; run experiment=pocket_mass with out={mass} first"
         )

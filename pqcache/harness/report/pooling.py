@@ -1,93 +1,35 @@
-"""Several seeds as one: scores and paired differences over the samples of all of them.
-
-python -m pqcache.harness.report.pooling results/runs      the pooled table of a folder
-"""
+"""Several seeds as one: scores and differences to Full over the samples of all of them, as text at the end of a sweep."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
-from pqcache.harness.config.options import Refused
-from pqcache.harness.report import score_statistics
-from pqcache.harness.report.configurations import pooled
-from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.rows import Row, changed_keys, find_full, rows_or_refused
-from pqcache.harness.report.tables import number, signed, spread
-
-_IDENTITY = ("model", "model_options", "method", "hyper_parameters", "budget_ratio", "task", "task_options", "protocol")
-
-
-def pool(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One entry per configuration that several seeds share: pooled score and difference to Full, with 95 % intervals.
-
-    Differences are taken sample by sample against the Full row of the same seed. They are null if a seed has none.
-    """
-    rows = list(rows)
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        tokens = row["budget_tokens"] if row["budget_ratio"] is None else None
-        changed = changed_keys(row)
-        spent = [tokens, changed.get("budget_rule"), changed.get("budget_of"), row["dense_layers"], row.get("decode")]
-        key = repr([row[k] for k in _IDENTITY] + spent)  # type: ignore[literal-required]
-        groups.setdefault(key, []).append(row)
-    return [_entry(group, rows) for group in groups.values() if len({row["seed"] for row in group}) > 1]
-
-
-def _entry(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
-    scores = pooled((row["seed"], row["sample_scores"]) for row in group)
-    pairs = [(row, full) for row in group if (full := find_full(row, rows)) is not None]
-    differences = pooled(
-        (row["seed"], score_statistics.paired(row["sample_scores"], full["sample_scores"])) for row, full in pairs
-    )
-    complete = len(pairs) == len(group)
-    first = group[0]
-    return {
-        "model": first["model"],
-        "task": first["task"],
-        "method": first["method"],
-        "budget": first["budget_ratio"] if first["budget_ratio"] is not None else first["budget_tokens"],
-        "seeds": sorted(row["seed"] for row in group),
-        "n_samples": sum(row["n_samples"] for row in group),
-        "score": score_statistics.mean(scores),
-        "score_interval": score_statistics.interval(scores),
-        "paired_difference": score_statistics.mean(differences) if complete else None,
-        "paired_interval": score_statistics.interval(differences) if complete else None,
-    }
+from pqcache.harness.report.frame import budget_text, frame
+from pqcache.harness.report.rows import Row
+from pqcache.harness.report.table import number, signed, spread
 
 
 def pooled_table(rows: Iterable[Row]) -> str:
-    """The entries of `pool` as text; empty if no configuration was run under several seeds."""
-    entries = pool(rows)
-    if not entries:
-        return ""
+    """A line per configuration that was run under several seeds; empty if there is none.
+
+    Differences are taken sample by sample against the Full row of the same seed; n/a if a seed has none.
+    """
+    table = frame(rows, pool=True).astype(object)
+    interval = "95 % interval"
     lines = [
-        f"{'pooled over seeds':18} {'budget':>7} {'samples':>8} {'score':>6}  {'95 % interval':16} {'to Full':>8}  95 % interval"
+        f"{'pooled over seeds':18} {'budget':>7} {'samples':>8} {'score':>6}  {interval:16} {'to Full':>8}  {interval}"
     ]
-    for e in entries:
-        to_full = (
-            ""
-            if e["method"] == "full"
-            else f"{signed(e['paired_difference']):>8}  {spread(e['paired_difference'], e['paired_interval'], signed)}"
-        )
-        lines.append(
-            f"{e['method']:18} {e['budget']:>7g} {e['n_samples']:>8} {number(e['score']):>6}"
-            f"  {spread(e['score'], e['score_interval']):16} {to_full}".rstrip()
-        )
-    return "\n".join(lines)
+    for one in table.where(table.notna(), None).to_dict("records"):
+        if len(one["rows"]) < 2:
+            continue
+        score, to_full = (_with_ends(one, name) for name in ("score", "to_full"))
+        difference = "" if one["method"] == "full" else f"{signed(to_full[0]):>8}  {spread(*to_full, signed)}"
+        line = f"{one['method']:18} {budget_text(one['row']):>7} {one['samples']:>8} {number(score[0]):>6}  {spread(*score):16}"
+        lines.append(f"{line} {difference}".rstrip())
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
-def main(folder: str) -> int:
-    try:
-        rows = rows_or_refused(Path(folder), folder)
-    except Refused as refused:
-        print(f"error: {refused}", file=sys.stderr)
-        return 2
-    print(printable(pooled_table(rows)) or f"{folder}: no configuration was run under several seeds")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2] or ["results/runs"]))
+def _with_ends(one: dict, name: str) -> tuple[float | None, list[float] | None]:
+    """(a number, its interval)"""
+    low, high = one.get(f"{name}.low"), one.get(f"{name}.high")
+    return one.get(name), None if low is None else [low, high]

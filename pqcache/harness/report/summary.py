@@ -50,7 +50,8 @@ def _sentence(row: Row, full: Row) -> str:
 def draw(rows: Iterable[Row], path: Path) -> Path | None:
     """Score against device memory and against time per token; None where there are not two points."""
     rows = list(rows)
-    if not (made := trade_off.points(rows)):
+    made = trade_off.points(rows)
+    if made.empty:
         return None
     smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
     return trade_off.draw(made, path, smoke + trade_off.caption(rows, made))

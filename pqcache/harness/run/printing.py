@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import latency_figures, papers, pooling, summary, tables
+from pqcache.harness.report import papers, pooling, summary, tables
 from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.row_text import row_text, summary_line
 from pqcache.harness.report.rows import Row, read_row
@@ -69,7 +69,6 @@ def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[s
         _write_report(plan)
     if pooled := pooling.pooled_table(rows.values()):
         print(f"\n{pooled}")
-    _draw_latency(plan, rows, out)
     if plan.summary is not None:
         _print_summary(plan, plan.summary, rows, out)
 
@@ -96,20 +95,3 @@ def _write_report(plan: RunPlan) -> None:
         return
     print(f"\n{text}\n" + "\n".join(str(path) for path in files))
     tracking.track_report(plan, files)
-
-
-def _draw_latency(plan: RunPlan, rows: Mapping[str, Row], out: Path) -> None:
-    """The figure of an efficiency experiment."""
-    if plan.experiment not in latency_figures.FIGURES:
-        return
-    named = [
-        (latency_figures.label_of(cell.names, rows[cell.name]), rows[cell.name])
-        for cell in plan.cells
-        if cell.name in rows
-    ]
-    try:
-        path = latency_figures.draw(plan.experiment, named, out / f"{plan.experiment}.png")
-        if path is not None:
-            print(f"figure: {path}")
-    except Exception as error:  # the rows are on disk; `python -m pqcache.harness.report.latency_figures` does it again
-        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)

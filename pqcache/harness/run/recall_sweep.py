@@ -24,7 +24,7 @@ from pqcache.diagnostics import Capture, Measures, rerun, summarize
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report import axes
-from pqcache.harness.report.recall_figures import draw_sweep
+from pqcache.harness.report.diagnostic_figures import draw_sweep
 from pqcache.harness.run import models
 from pqcache.measure.machine import device_caption
 from pqcache.registry import method_class

@@ -2,7 +2,7 @@
 
     python run.py task=pg19 budget=1024 method=clusterkv task.tokens=32000 limit=null      # exact, every 250th position
     python run.py task=pg19 budget=1024 method=clusterkv task.mode=stream      # one pass over the book
-    python -m pqcache.harness.report.perplexity results/runs      # the curves of all runs in one picture
+    python -m pqcache.harness.report.sample_figures results/runs      # the curves of all runs in one picture
 
 exact   At position i: a fresh, exact prefill of the first i tokens, one decode step with token i under the budget, and the
         log-probability of token i + 1. It measures one sparse step and no drift. ClusterKV does so at every position; here

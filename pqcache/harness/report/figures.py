@@ -1,0 +1,283 @@
+"""Figures of experiments: `draw` draws the kind that the experiment's `report.figure` names.
+
+    figure: {kind: lines, x: budget, y: score, log: true}         a line per method (or cell); Full is dotted
+    figure: {kind: lines, x: method.r, y: score, by: method.m}    x: any key of the configuration; by: what the lines are
+    figure: {kind: bars, y: score}                                a group of bars per data set; ys: several columns
+    figure: {kind: bars, y: score, show: change}                  the same, each as its difference to Full
+    figure: {kind: scatter, x: time, y: score, size: ratio}       a point per line; columns of `report.columns`
+    figure: {kind: heat_maps}                                     needle: a map per method, side by side
+    figure: {kind: curves, x: tokens, y: perplexity}              pg19: perplexity over the length
+
+and those of special_figures.py and observed_figures.py. There is a panel per model and data set. Axes of scores, shares and times
+begin at 0. y is a column of `report.columns` or what one may be, such as row:tt2t_s. More keys:
+
+    x_label, y_label, labels     names of the axes; of columns
+    log                          x is logarithmic
+    x_unit, y_unit               what numbers are divided by: 0.01 for percent, 1024 for KiB
+    y: [a, b]                    a second column of a line is dashed
+    by                           what the lines are: a key (`pqcache m=2`), a list of keys (their values), or `cell`
+    names                        {line or value: its name in the legend}
+    places                       {x: [cell, ...]}: cells that stand at a text instead of a number
+    levels                       {name: y}: lines across
+    gain: true                   minus the line's own value at x = 0
+    panels                       a list of {title, cells, <any of these keys>}: panels side by side
+    panels of bars               a list of {title, y, show, to, bars: {name: cell}}; cell: a cell or a `best_of` line
+    show                         bars: value | change (to Full) | deficit (to Full) | normalised (divided by the cell `to`)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.config.cells import RunPlan
+from pqcache.harness.report import observed_figures, plots, special_figures
+from pqcache.harness.report.entries import Entry
+from pqcache.harness.report.figure_request import FigureRequest, cell_title, key_of
+from pqcache.harness.report.plots import Panel
+from pqcache.harness.report.rows import Row
+from pqcache.harness.report.sample_figures import needle_maps
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = {"value": "{}", "change": "{}: change to Full", "deficit": "{}: deficit to Full", "normalised": "{}, {} = 1"}
+SIZES = {"machine": "Machine size", "paper": "The paper's size"}
+SMALL, LARGE = (3.3, 2.9), (5.6, 3.6)  # inches of one panel of several, and of one alone
+
+
+def draw(plan: RunPlan, entries: Sequence[Entry], rows: Mapping[str, Row], path: Path) -> Path | None:
+    """The experiment's figure with what is measured so far; None for a table, or with nothing measured.
+
+    Raises ValueError for an unknown kind.
+    """
+    import pandas as pd
+
+    options = dict(plan.report.get("figure") or {})
+    kind = options.pop("kind", None)
+    if not rows or kind is None:
+        return None
+    if kind not in KINDS:
+        raise ValueError(f"report.figure.kind={kind}: known: {', '.join(KINDS)}")
+    table = pd.DataFrame(list(entries), columns=[field.name for field in fields(Entry)])
+    table = table.astype({field.name: float for field in fields(Entry) if str(field.type).startswith("float | ")})
+    return KINDS[kind](FigureRequest(plan, table, rows, path, options))
+
+
+def _blocks(request: FigureRequest, table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The entries by model and data set. The title is the panel's own, with what differs between these."""
+    keys = [key for key in ("model", "dataset") if table[key].nunique() > 1]
+    for names, block in table.groupby(keys, sort=False) if keys else [((), table)]:
+        yield ", ".join(part for part in (request.text("title"), *map(str, names)) if part), block
+
+
+def _budget(entry: Any) -> str:
+    return f"{entry.budget:g}" if entry.budget == entry.budget else ""  # NaN: none
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def _lines(request: FigureRequest) -> Path | None:
+    own = request.options.get("panels") or [{}]
+    panels = [panel for options in own for panel in _line_panels(request.having(**options))]
+    return plots.draw(panels, request.path, request.caption(), size=SMALL if len(panels) > 1 else LARGE)
+
+
+def _line_panels(request: FigureRequest) -> list[Panel]:
+    options, x = request.options, request.text("x", "budget")
+    columns = options["y"] if isinstance(options.get("y"), list) else [request.metric]
+    names = {str(key): str(name) for key, name in (options.get("names") or {}).items()}
+    unit, gain = float(options.get("y_unit", 1)), bool(options.get("gain"))
+    points: list[dict[str, Any]] = []
+    for dash, column in enumerate(columns):
+        for title, block in _blocks(request, request.values(column)):
+            for entry in block.itertuples():
+                line = _line_of(request, entry, names)
+                label = names.get(line, line) + (f": {request.label(column)}" if dash else "")
+                point = {"panel": title, "line": line, "label": label, "x": _x(request, entry, x)}
+                ends = {"y": entry.measured / unit, "low": entry.low / unit, "high": entry.high / unit}
+                points.append({**point, **ends, **({"dash": dash} if len(columns) > 1 else {})})
+    for title in dict.fromkeys(point["panel"] for point in points):
+        levels = (options.get("levels") or {}).items()
+        points += [{"panel": title, "line": name, "label": name, "y": float(level)} for name, level in levels]
+    table = plots.frame(points)
+    if gain:  # minus the same line's value at x = 0; a line without one has none
+        start = table[table.x == 0].set_index(["panel", "line"]).y
+        base = [start.get(key, float("nan")) for key in zip(table.panel, table.line, strict=True)]
+        table = table.assign(y=table.y - base, low=None, high=None)
+    axes = {"x": request.text("x_label", x), "y": request.text("y_label", request.label(columns[0]))}
+    panels = plots.panels_of(table, **axes, log="x" if options.get("log") else "")
+    for panel in panels:
+        values = [*panel.points.y, *panel.points.high]
+        bottom, top = request.limits(columns[0], values, difference=gain)
+        panel.limits = bottom, options.get("top", top)
+    return panels
+
+
+def _line_of(request: FigureRequest, entry: Any, names: Mapping[str, str]) -> str:
+    """The line an entry belongs to."""
+    cell, by = request.cells[entry.folder], request.options.get("by")
+    if by == "cell" or (by is None and request.text("x", "budget") == "budget" and cell.names):
+        return str(entry.line)
+    if by is None or entry.method == "full":
+        return str(entry.method)
+    if isinstance(by, str):
+        return f"{entry.method} {by.rpartition('.')[2]}={key_of(cell, by)}"
+    values = [str(key_of(cell, key)) for key in by]
+    return ", ".join(text for value in values if (text := names.get(value, value)))
+
+
+def _x(request: FigureRequest, entry: Any, key: str) -> Any:
+    """Where an entry is on the axis; None for a level."""
+    for place, cells in (request.options.get("places") or {}).items():
+        if entry.line in cells:
+            return str(place)
+    value = entry.budget if key == "budget" else key_of(request.cells[entry.folder], key)
+    return value / float(request.options.get("x_unit", 1)) if isinstance(value, int | float) else value
+
+
+# -- bars and points ---------------------------------------------------------------------------------------------------
+
+
+def _bars(request: FigureRequest) -> Path | None:
+    """Grey marks are printed numbers."""
+    if specs := request.options.get("panels"):
+        panels = [panel for spec in specs for panel in _named_bars(request.having(**spec))]
+        timed = any(str(spec.get("y")).startswith("seconds:") for spec in specs)
+        sizes = " / ".join(dict.fromkeys(SIZES[cell.run.scale] for cell, _ in request.measured))
+        caption = request.caption() + (f" {sizes}." if timed else "")
+        return plots.draw(panels, request.path, caption, size=(3.5, 3.3))
+    columns = [str(column) for column in request.options.get("ys", [request.metric])]
+    several = len(columns) > 1
+    panels = [panel for y in columns for panel in _groups(request.having(y=y, **({"title": y} if several else {})))]
+    bars = max((panel.points.x.nunique() * (panel.points.line.nunique() + 1.6) for panel in panels), default=1)
+    width = min(max(4.6, 1.1 + 0.12 * bars), 15 / max(1, min(4, len(panels))))
+    return plots.draw(panels, request.path, request.caption(), size=(width, 3.6))
+
+
+def _groups(request: FigureRequest) -> list[Panel]:
+    """A group per data set, with bars by line and budget. Of a single data set: a group per line, with bars by budget."""
+    show, table = request.text("show", "value"), request.values(request.metric)
+    single, budgets = table.dataset.nunique() == 1, table.budget.nunique() > 1
+    points: list[dict[str, Any]] = []
+    for title, block in _blocks(request, table.assign(dataset="") if not single else table):
+        datasets = table.dataset[block.index]
+        for entry, dataset in zip(block.itertuples(), datasets, strict=True):
+            if show == "change" and entry.method == "full":
+                continue
+            value, low, high = _shown(entry, show)
+            name = _joined(entry.line, _budget(entry) if budgets else "", entry.setting)
+            line, of = _joined(entry.line, entry.setting), _budget(entry)
+            x, series = (line, f"budget {of}" if of else plots.NO_BUDGET) if single else (dataset, name)
+            printed = entry.published_to_full if show == "change" else entry.published
+            place = {"panel": title, "x": x, "line": series}
+            points.append({**place, "y": value, "low": low, "high": high, "printed": printed})
+    return _bar_panels(request, points, request.text("y_label", SHOWN[show].format(request.label(request.metric), "")))
+
+
+def _named_bars(request: FigureRequest) -> list[Panel]:
+    """A bar per name in `bars:`, from its cell or `best_of` line."""
+    show, to = request.text("show", "value"), request.text("to", "full")
+    if show not in SHOWN:
+        raise ValueError(f"report.figure.panels.show={show}: known: {', '.join(SHOWN)}")
+    bars = {str(name): str(cell) for name, cell in request.options["bars"].items()}
+    digits = {"value": ".2f", "normalised": ".3f"}.get(show, "+.2f")
+    points: list[dict[str, Any]] = []
+    for title, block in _blocks(request, request.values(request.metric)):
+        known = [entry for entry in block.itertuples() if entry.measured == entry.measured]
+        lines = {name: entry for entry in reversed(known) for name in entry.line.split(", ")}
+        for name, cell in bars.items():
+            if cell in lines and (show != "normalised" or to in lines):
+                value, low, high = _shown(lines[cell], show, lines[to].measured if show == "normalised" else 1.0)
+                text = {"text": format(value, digits)} if value == value else {}
+                points.append({"panel": title, "x": name, "line": name, "y": value, "low": low, "high": high, **text})
+    names = {cell: name for name, cell in bars.items()}
+    return _bar_panels(request, points, SHOWN[show].format(request.label(request.metric), names.get(to, to)))
+
+
+def _shown(entry: Any, show: str, base: float = 1.0) -> tuple[float, float, float]:
+    """(value, low, high) of an entry, as `show` says."""
+    if show == "change":
+        return entry.to_full, entry.to_full_low, entry.to_full_high
+    if show == "deficit":
+        return 0.0 - entry.to_full, 0.0 - entry.to_full_high, 0.0 - entry.to_full_low  # not -0.0
+    return entry.measured / base, entry.low / base, entry.high / base
+
+
+def _bar_panels(request: FigureRequest, points: Sequence[Mapping[str, Any]], label: str) -> list[Panel]:
+    """Panels of bars, with room for the numbers above them."""
+    show = request.text("show", "value")
+    panels = plots.panels_of(plots.frame(points), y=label, kind="bars")
+    for panel in panels:
+        ends = [value for key in ("y", "low", "high", "printed") for value in panel.points.get(key, ())]
+        bottom, top = request.limits(request.metric, ends, difference=show in ("change", "deficit"))
+        room = 1.12 if "text" in panel.points else 1.0
+        panel.limits = (0.0, None) if show == "normalised" else (bottom, None if top is None else room * top)
+    return panels
+
+
+def _scatter(request: FigureRequest) -> Path | None:
+    """A point per line, named in the legend; its area grows with the column `size`."""
+    x, y, size = (request.text(key) for key in ("x", "y", "size"))
+    numbers = {(entry.folder, entry.line, entry.metric): entry.measured for entry in request.entries.itertuples()}
+    names = request.plan.report.get("names") or {}
+    own = request.values(y).drop_duplicates(["folder", "line"], keep="last")  # of several data sets their average
+    points = []
+    for entry in own.itertuples():
+        alone = (own.line == entry.line).sum() == 1
+        name = _joined(str(names.get(entry.line, entry.line)), *(() if alone else (_budget(entry), entry.setting)))
+        at, area = (numbers.get((entry.folder, entry.line, key), float("nan")) for key in (x, size))
+        point = {"panel": "", "line": name, "x": at, "y": entry.measured if at == at else at}  # no point without x
+        points.append({**point, "only": "marker", "size": area if area == area else 1.0})
+    panels = plots.panels_of(plots.frame(points), x=request.label(x), y=request.label(y))
+    for panel in panels:
+        panel.limits = request.limits(y, panel.points.y)
+        panel.ticks = ()
+    area = f" Area: {request.label(size)}." if size else ""
+    return plots.draw(panels, request.path, request.caption() + area, size=(5.6, 3.8))
+
+
+# -- files beside the rows ---------------------------------------------------------------------------------------------
+
+
+def _heat_maps(request: FigureRequest) -> Path | None:
+    """heatmap.json of every cell, as task=needle writes it."""
+    runs: dict[str, Any] = {}
+    for cell, _ in request.measured:
+        if (file := cell.folder / "heatmap.json").exists():
+            budget = "" if cell.ignores_budget else f"{cell.identity['budget']:g}"
+            runs[_joined(cell_title(cell), budget)] = json.loads(file.read_text())["samples"]
+    folders = dict.fromkeys(row["task_options"].get("haystack") for row in request.rows.values())
+    text = ", ".join("constructed prose" if folder is None else str(folder) for folder in folders)
+    return needle_maps(runs, request.path, f"{request.caption()} Haystack: {text}.")
+
+
+def _curves(request: FigureRequest) -> Path | None:
+    """perplexity.json of every cell, as task=pg19 writes it."""
+    files = {cell_title(cell): cell.folder / "perplexity.json" for cell, _ in request.measured}
+    points = []
+    for title, file in files.items():
+        curve = json.loads(file.read_text()) if file.exists() else {"lengths": (), "perplexity": ()}
+        ends = zip(curve["lengths"], curve["perplexity"], strict=True)
+        points += [{"panel": "", "line": title, "x": x, "y": y} for x, y in ends]
+    axes = {"x": request.text("x", "tokens"), "y": request.text("y", "perplexity")}
+    return plots.draw(plots.panels_of(plots.frame(points), **axes), request.path, request.caption(), size=(6.0, 3.6))
+
+
+KINDS = {
+    "lines": _lines,
+    "bars": _bars,
+    "scatter": _scatter,
+    "heat_maps": _heat_maps,
+    "curves": _curves,
+    **special_figures.KINDS,
+    **observed_figures.KINDS,
+}

@@ -1,0 +1,329 @@
+"""Lines, bars and dots of a tidy frame of points, and maps of arrays: what every figure of the package is made of.
+
+A frame has a line per mark. Columns (all but line, x and y may be left out):
+
+    panel        title of the panel; see `panels_of`
+    line         has one colour and one marker in all panels
+    label        its name in the legend, if that is not `line`
+    x, y         numbers; x may be texts. A mark without y is not drawn, a line without x is a level: dotted, at every x
+    low, high    the 95 % interval
+    dash         0, 1, ...: how the line is drawn; by default lines of one colour differ
+    hollow       the marker is not filled
+    only         "line" without markers, "marker" without a line
+    size         the marker's area, 1 is the usual one
+    printed      bars: a paper's number, a grey mark
+    text         bars: what is written above
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pqcache.harness.report import axes as drawing
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SCALE = "cividis"  # of maps, dark to light: told apart with any colour vision and in grey
+PRINTED = "#9a9a9a"
+GROUP_WIDTH = 0.84
+NO_BUDGET = "no budget"  # the name of bars that have none
+MAX_PANELS = 16
+MAX_LABELS = 24  # of a map
+MAX_TICKS = 10  # with more values matplotlib chooses the ticks
+MANY = 40  # from as many points on, a line has ten markers
+Limits = tuple[float | None, float | None]
+
+
+@dataclass
+class Panel:
+    """One panel: its marks and its axes."""
+
+    title: str
+    points: pd.DataFrame  # of a map: the values, with what is across as columns and what is down as index
+    x: str = ""  # labels of the axes
+    y: str = ""
+    kind: str = "lines"  # lines | bars | dots | map
+    log: str = ""  # what is logarithmic: x, y, c (the colours of a map)
+    limits: Limits = (None, None)  # of y, or of x of dots
+    ticks: Sequence[float] | None = None  # of x; default: its values, if they are few
+    colour: str = ""  # label of a map's colours
+    scale: tuple[float, float] = (0.0, 1.0)  # their ends
+
+    @property
+    def empty(self) -> bool:
+        points = self.points
+        return not len(points) or not (points if self.kind == "map" else points.y).notna().to_numpy().any()
+
+
+def frame(points: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A frame of points from dictionaries."""
+    import pandas as pd
+
+    return pd.DataFrame(list(points), columns=None if points else ["panel", "line", "x", "y"])
+
+
+def series(line: str, x: Iterable[Any], y: Iterable[float], **columns: Any) -> pd.DataFrame:
+    """The points of one line."""
+    import pandas as pd
+
+    return pd.DataFrame({"x": list(x), "y": list(y)}).assign(line=line, **columns)
+
+
+def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Several frames as one."""
+    import pandas as pd
+
+    return pd.concat(parts, ignore_index=True) if parts else frame([])
+
+
+def wide(values: Any, down: Sequence[Any] | None = None, across: Sequence[Any] | None = None) -> pd.DataFrame:
+    """The frame of a map, from a tensor (down, across)."""
+    import pandas as pd
+
+    return pd.DataFrame(values.numpy(), index=down, columns=across)
+
+
+def panels_of(points: pd.DataFrame, **axes: Any) -> list[Panel]:
+    """A panel per value of the column `panel`."""
+    return [Panel(str(title), block, **axes) for title, block in points.groupby("panel", sort=False)]
+
+
+def draw(
+    panels: Sequence[Panel],
+    path: Path,
+    caption: str = "",
+    *,
+    size: tuple[float, float],
+    across: int = drawing.MAX_ACROSS,
+    **saved: Any,
+) -> Path | None:
+    """Draw the panels that have a mark, each of this size, `across` side by side; None if none has. saved: see `axes.save`."""
+    shown = [panel for panel in panels if not panel.empty]
+    if not shown:
+        for suffix in (".png", ".pdf"):
+            path.with_suffix(suffix).unlink(missing_ok=True)  # of an earlier request
+        return None
+    if len(shown) > MAX_PANELS:
+        caption += f" The first {MAX_PANELS} of {len(shown)} pictures."
+        shown = shown[:MAX_PANELS]
+    names = dict.fromkeys(str(name) for panel in shown if panel.kind != "map" for name in panel.points.line)
+    styles = _styles(list(names))
+    figure, axes = drawing.panels(len(shown), *size, across=across)
+    for axis, panel in zip(axes, shown, strict=True):
+        PAINTERS[panel.kind](axis, panel, styles)
+    _colour_bars(figure, axes, shown)
+    drawing.legend(figure, axes)
+    return drawing.save(figure, path, caption, **saved)
+
+
+def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Line -> its colour, marker and dashes. Full is black and dotted."""
+    black = {"color": drawing.BLACK, "marker": "o", "linestyle": ":"}
+    styles: dict[str, dict[str, Any]] = {"full": black, NO_BUDGET: black}
+    seen: dict[str, int] = {}
+    for name, look in drawing.looks([name for name in names if name not in styles]).items():
+        dash = seen[look.color] = seen.get(look.color, -1) + 1
+        styles[name] = {**look._asdict(), "linestyle": drawing.DASHES[dash % len(drawing.DASHES)]}
+    return styles
+
+
+def _value(block: pd.DataFrame, column: str, default: Any) -> Any:
+    """What a line has in a column that may be left out."""
+    if column not in block or block[column].isna().iloc[0]:
+        return default
+    return block[column].iloc[0]
+
+
+def _interval(block: pd.DataFrame) -> list[list[float]] | None:
+    """Lengths below and above each y, as matplotlib wants them; None without any interval."""
+    if "low" not in block or block.low.isna().all():
+        return None
+    ends = (block.y - block.low, block.high - block.y)
+    return [end.astype(float).fillna(0.0).clip(lower=0.0).tolist() for end in ends]
+
+
+def _finish(axis: Axes, panel: Panel, values: Sequence[float]) -> None:
+    drawing.style(axis, panel.title, panel.x, panel.y)
+    if "y" in panel.log:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(*panel.limits)
+    if not values:
+        return
+    if "x" in panel.log:
+        axis.set_xscale("log")
+    ends = axis.get_xlim()
+    ticks = panel.ticks if panel.ticks is not None else values if len(values) <= MAX_TICKS else ()
+    if len(ticks := [tick for tick in ticks if ends[0] <= tick <= ends[1]]):
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def _lines(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """A line with its intervals for each `line`; texts of x stand side by side in their order."""
+    points = panel.points[panel.points.y.notna()]
+    texts = [x for x in panel.points.x.dropna().unique() if isinstance(x, str)]
+    if texts:
+        points = points.assign(x=points.x.map({text: place for place, text in enumerate(texts)}))
+    for name, block in points.groupby("line", sort=False):
+        for _, part in block.groupby("dash", sort=False) if "dash" in block else [(0, block)]:
+            style = dict(styles[str(name)])
+            if "dash" in part:
+                style["linestyle"] = drawing.DASHES[int(_value(part, "dash", 0)) % len(drawing.DASHES)]
+            _line(axis, part, str(_value(part, "label", name)), {**style, "clip_on": "y" in panel.log})
+    values = sorted({float(x) for x in points.x.dropna()})
+    _finish(axis, panel, [] if texts else values)
+    if texts:
+        axis.set_xticks(range(len(texts)), texts)
+
+
+def _line(axis: Axes, block: pd.DataFrame, label: str, style: dict[str, Any]) -> None:
+    known = block[block.x.notna()].astype({"x": float}).sort_values("x", kind="stable")
+    for level in block[block.x.isna()].y[:1]:
+        named = label if known.empty else None
+        axis.axhline(float(level), color=style["color"], linestyle=":", linewidth=1.1, label=named)
+    if known.empty:
+        return
+    only = _value(known, "only", "")
+    style |= {"linestyle": "none"} if only == "marker" else {"marker": None} if only == "line" else {}
+    style |= {"markersize": 4.5 * math.sqrt(_value(known, "size", 1.0))}
+    long = len(known) > MANY
+    axis.errorbar(
+        known.x, known.y.astype(float), yerr=_interval(known), label=label, linewidth=0.9 if long else 1.3, capsize=2,
+        elinewidth=0.8, markevery=max(1, len(known) // 10) if long else 1, **style,
+    )  # fmt: skip
+    if "hollow" in known and (hollow := known[known.hollow.astype(bool)]).size:
+        axis.plot(hollow.x, hollow.y, **{**style, "linestyle": "none"}, markerfacecolor="white", zorder=3)
+
+
+def round_ticks(values: Sequence[float]) -> list[float]:
+    """Ticks of a logarithmic axis: steps of 1, 2 and 5, or evenly spaced where the numbers are close to each other."""
+    from matplotlib.ticker import MaxNLocator
+
+    known = [value for value in values if value > 0]
+    if not known:
+        return []
+    least, most = min(known), max(known)
+    if most < 5 * least:
+        return [float(tick) for tick in MaxNLocator(5).tick_values(least, most) if tick > 0]
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    return [step for step in steps if 0.8 * least <= step <= 1.25 * most]
+
+
+# -- bars and dots -----------------------------------------------------------------------------------------------------
+
+
+def _bars(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """A group of bars per x, a colour per line. Where every group has one bar of its own name, no legend says it again."""
+    points = panel.points
+    groups, names = ([str(name) for name in points[key].unique()] for key in ("x", "line"))
+    alone = names == groups and len(points) == len(groups)
+    width = 0.62 if alone else GROUP_WIDTH / len(names)
+    colours = [styles[name]["color"] for name in names]
+    known = points[points.y.notna()]
+    members = {str(group): list(block.line.astype(str)) for group, block in known.groupby("x", sort=False)}
+    for name, block in known.groupby("line", sort=False):
+        index = names.index(str(name))
+        own = [(groups.index(x), members[x]) for x in block.x.astype(str)]
+        places = [group + (lines.index(str(name)) - (len(lines) - 1) / 2) * width for group, lines in own]
+        axis.bar(
+            places, block.y.astype(float), width * 0.92, color=colours[index], edgecolor="white", linewidth=0,
+            hatch="//" if colours[index] in colours[:index] else None,  # the colours repeat
+            label=None if alone else str(_value(block, "label", name)), yerr=_interval(block),
+            error_kw={"linewidth": 0.7, "capsize": 1.5, "ecolor": "#555555"},
+        )  # fmt: skip
+        for place, point in zip(places, block.to_dict("records"), strict=True):
+            printed, text = point.get("printed"), point.get("text")
+            if printed is not None and printed == printed:
+                axis.plot([place - width / 2, place + width / 2], [printed] * 2, color=PRINTED, linewidth=1.8, zorder=3)
+            if isinstance(text, str):
+                ends = [end for key in ("y", "high") if (end := point.get(key)) is not None and end == end]
+                axis.annotate(text, (place, max(0.0, *ends)), ha="center", va="bottom", fontsize=7)
+    _finish(axis, panel, [])
+    axis.axhline(0, color="#444444", linewidth=0.7)
+    turned = len(groups) > 3 or (alone and len("".join(groups)) > 24)
+    axis.set_xticks(range(len(groups)), groups, rotation=35 if turned else 0, ha="right" if turned else "center")
+
+
+def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """A mark per point from the top down, y to the right; its label stands at the left."""
+    points = panel.points[panel.points.y.notna()]
+    for place in range(len(points)):
+        one = points.iloc[[place]]
+        style = {**styles[str(one.line.iloc[0])], "linestyle": "none", "markersize": 5}
+        axis.errorbar(one.y, [place], xerr=_interval(one), capsize=2, elinewidth=0.8, **style)
+    drawing.style(axis, panel.title, panel.y, "")
+    axis.set_xlim(*panel.limits)
+    axis.set_ylim(len(points) - 0.4, -0.6)
+    axis.set_yticks(range(len(points)), points.label if "label" in points else points.line)
+
+
+# -- maps --------------------------------------------------------------------------------------------------------------
+
+
+def _map(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """Colours of a wide frame: its index goes down, its columns to the right. Few labels are all written."""
+    import numpy
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm, Normalize
+
+    values = panel.points
+    edges: list[Any] = []
+    few = [len(labels) <= MAX_LABELS for labels in (values.columns, values.index)]
+    for labels, written in zip((values.columns, values.index), few, strict=True):
+        step = 0.0 if written else (labels[-1] - labels[0]) / (len(labels) - 1)
+        first, last = (-0.5, len(labels) - 0.5) if written else (float(labels[0]), float(labels[-1]) + step)
+        edges.append(numpy.linspace(first, last, len(labels) + 1))
+    axis.pcolormesh(
+        *edges, values.to_numpy(dtype=float), cmap=colormaps[SCALE].with_extremes(bad="#DDDDDD"), rasterized=True,
+        norm=(LogNorm if "c" in panel.log else Normalize)(*panel.scale), linewidth=0.6,
+        edgecolors="white" if all(few) else "none",
+    )  # fmt: skip
+    drawing.style(axis, panel.title, panel.x, panel.y)
+    axis.grid(visible=False)
+    axis.invert_yaxis()
+    if few[0]:
+        axis.set_xticks(range(len(values.columns)), values.columns, rotation=45 if len(values.columns) > 4 else 0)
+    if few[1]:
+        axis.set_yticks(range(len(values.index)), values.index)
+
+
+def _colour_bars(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
+    """One colour bar for all maps of one scale."""
+    alike: dict[Any, list[Axes]] = {}
+    for axis, panel in zip(axes, panels, strict=True):
+        if panel.kind == "map":
+            alike.setdefault((panel.colour, panel.scale), []).append(axis)
+    for (label, _), own in alike.items():
+        figure.colorbar(own[0].collections[0], ax=own, label=label)
+
+
+PAINTERS = {"lines": _lines, "bars": _bars, "dots": _dots, "map": _map}
+
+
+# -- pictures of pictures ----------------------------------------------------------------------------------------------
+
+
+def contact_sheet(pictures: Sequence[Path], path: Path) -> Path | None:
+    """Small copies of PNG files side by side, each under its name; None without any."""
+    from matplotlib.image import imread
+
+    if not pictures:
+        return None
+    figure, axes = drawing.panels(len(pictures), 4.6, 3.6)
+    for axis, picture in zip(axes, pictures, strict=True):
+        axis.set_axis_off()
+        axis.imshow(imread(picture), interpolation="antialiased")
+        axis.set_title(picture.stem, fontsize=11)
+    return drawing.save(figure, path, pdf=False)

@@ -1,0 +1,291 @@
+"""Figures of experiments: what is drawn is what was measured, for each kind of `report.figure`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+
+from pqcache.harness.report import axes as drawing
+from pqcache.harness.report import figures, plots
+from pqcache.harness.report.entries import Entry
+from pqcache.harness.report.special_figures import GIB, measured_gib, token_bytes
+from pqcache.measure.geometries import geometry
+from pqcache.selective.shape import ModelShape
+
+NAN = float("nan")
+COLUMNS = {"score": "score", "tt2t": "row:tt2t_s", "mass": "row:diagnostics.mass", "strict": "metric:m"}
+BARS = {"H2O": "h2o", "K-Means": "kmeans"}
+
+
+class Drawn:
+    """An experiment made by hand, and its figure as matplotlib has it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.cells, self.rows, self.entries = folder, [], {}, []
+        self.figure: Any = None
+        self.caption = ""
+        monkeypatch.setattr(drawing, "save", self._save)
+
+    def _save(self, figure: Any, path: Path, caption: str = "", **_: Any) -> Path:
+        self.figure, self.caption = figure, caption
+        return path
+
+    def add(self, line: str, score: float | None = None, dataset: str = "d", budget: Any = None, **row: Any) -> None:
+        name, options = f"cell{len(self.cells)}", row.pop("options", {})
+        method = row.setdefault("method", line)
+        identity = {
+            "budget": budget,
+            "method": {"name": method, **options},
+            "task": {"length": row.get("prompt_tokens")},
+        }
+        run = SimpleNamespace(scale="machine")
+        place = {"names": [line], "labels": [line], "folder": self.folder / name, "ignores_budget": budget is None}
+        self.cells.append(SimpleNamespace(name=name, identity=identity, run=run, **place))
+        common = {
+            "n_samples": 4,
+            "prompt_tokens": 100.0,
+            "device": "a machine",
+            "smoke": False,
+            "model": "m",
+            "extra": {},
+        }
+        self.rows[name] = {**common, "prefill_s": None, "index_build_s": 0.0, "tpot_p50_ms": None, **row}
+        values: dict[str, Any] = dict.fromkeys(Entry.__annotations__)
+        to_full = None if score is None or line == "full" else score - 50.0
+        ends = {"to_full_low": to_full, "to_full_high": to_full}
+        own = {"line": line, "method": method, "budget": budget, "dataset": dataset, "folder": name, "measured": score}
+        values |= {"experiment": "e", "model": "m", "metric": "score", "status": "ok", "setting": ""}
+        self.entries.append(Entry(**{**values, **own, "to_full": to_full, **ends}))
+
+    def __call__(self, **options: Any) -> Any:
+        plan: Any = SimpleNamespace(
+            cells=self.cells, report={"title": "t", "columns": COLUMNS, "figure": options}, experiment="e"
+        )
+        figures.draw(plan, self.entries, self.rows, self.folder / "figure.png")
+        return self.figure
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    return Drawn(tmp_path, monkeypatch)
+
+
+def lines_of(axis: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """Name in the legend -> what the line shows."""
+    handles = zip(*axis.get_legend_handles_labels(), strict=True)
+    lines = {name: getattr(handle, "lines", [handle])[0] for handle, name in handles}
+    return {name: (list(line.get_xdata()), list(line.get_ydata())) for name, line in lines.items()}
+
+
+def test_lines_over_the_budget_with_full_as_a_level(drawn: Drawn) -> None:
+    drawn.add("full", 50.0)
+    for budget, score in ((0.2, 44.0), (0.1, 40.0)):
+        drawn.add("pqcache", score, budget=budget)
+    (axis,) = drawn(kind="lines", x="budget", y="score", log=True).axes
+    shown = lines_of(axis)
+    assert shown["pqcache"] == ([0.1, 0.2], [40.0, 44.0]) and shown["full"][1] == [50.0, 50.0]
+    assert axis.get_xscale() == "log" and axis.get_ylim() == (0.0, pytest.approx(54.0))
+    assert "4 samples a cell" in drawn.caption and "a machine" in drawn.caption
+
+
+def test_gain_is_over_the_line_at_zero(drawn: Drawn) -> None:
+    for base, share, score in (("h2o", 0.0, 40.0), ("h2o", 0.5, 43.0), ("snapkv", 0.0, 45.0), ("snapkv", 0.5, 44.0)):
+        drawn.add("c", score, options={"base": base, "rep_ratio": share}, method="kvcrush")
+    options = {"x": "method.rep_ratio", "x_unit": 0.01, "by": ["method.base"], "gain": True, "y_label": "gain"}
+    (axis,) = drawn(kind="lines", y="score", **options).axes
+    assert lines_of(axis) == {"h2o": ([0.0, 50.0], [0.0, 3.0]), "snapkv": ([0.0, 50.0], [0.0, -1.0])}
+    assert axis.get_ylabel() == "gain"
+
+
+def test_panels_of_lines_take_their_own_cells_columns_and_units(drawn: Drawn) -> None:
+    for line in ("lru", "lfu"):
+        for length, bytes_ in ((512, 1024.0), (1024, 2048.0)):
+            drawn.add(line, 1.0, prompt_tokens=length, bytes_per_step={"refill": bytes_}, tt2t_s=0.5)
+    panels = [
+        {"title": "(a)", "y": ["row:tt2t_s", "row:bytes_per_step.refill"], "y_unit": 1024},
+        {"title": "(b)", "y": "row:tt2t_s", "cells": ["lfu"], "levels": {"limit": 2.0}},
+    ]
+    labels = {"row:bytes_per_step.refill": "refill"}
+    left, right = drawn(
+        kind="lines", x="task.length", by="cell", names={"lru": "LRU"}, labels=labels, panels=panels
+    ).axes
+    assert lines_of(left)["LRU: refill"] == ([512.0, 1024.0], [1.0, 2.0])
+    assert lines_of(left).keys() == {"LRU", "lfu", "LRU: refill", "lfu: refill"}
+    assert lines_of(right).keys() == {"lfu", "limit"} and lines_of(right)["limit"][1] == [2.0, 2.0]
+    assert [axis.get_title() for axis in (left, right)] == ["(a)", "(b)"]
+
+
+def test_places_stand_side_by_side(drawn: Drawn) -> None:
+    for line, score in (("a_64", 1.0), ("a_32", 2.0)):
+        drawn.add(line, score, method="pqcache")
+    (axis,) = drawn(kind="lines", x="share", y="score", places={"1/64": ["a_64"], "1/32": ["a_32"]}).axes
+    assert lines_of(axis) == {"pqcache": ([0.0, 1.0], [1.0, 2.0])}
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["1/64", "1/32"]
+
+
+def test_bars_by_data_set_and_of_one(drawn: Drawn) -> None:
+    for dataset in ("a", "b"):
+        drawn.add("full", 50.0, dataset)
+        drawn.add("h2o", 44.0, dataset, budget=0.2)
+    (axis,) = drawn(kind="bars", y="score").axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b"]
+    assert [bar.get_height() for bar in axis.patches] == [50.0, 50.0, 44.0, 44.0]
+    (axis,) = drawn(kind="bars", y="score", show="change").axes
+    assert [bar.get_height() for bar in axis.patches] == [-6.0, -6.0]  # Full differs from nothing
+    drawn.entries = drawn.entries[:2]
+    (axis,) = drawn(kind="bars", y="score").axes
+    assert axis.get_legend_handles_labels()[1] == ["no budget", "budget 0.2"]
+
+
+def test_named_bars(drawn: Drawn) -> None:
+    for line, score, prefill in (("full", 50.0, 1.0), ("h2o", 44.0, 2.0), ("kmeans", 48.0, 3.0)):
+        drawn.add(line, score, prefill_s=prefill, tpot_p50_ms=100.0, generated_tokens=11)
+    panels = [
+        {"title": "(a)", "y": "score", "show": "deficit", "bars": BARS},
+        {"title": "(b)", "y": "seconds:answer", "show": "normalised", "to": "h2o", "bars": BARS},
+        {"title": "(c)", "y": "score", "show": "change", "bars": BARS},
+    ]
+    figure = drawn(kind="bars", panels=panels)
+    heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    assert heights == [[6.0, 2.0], [1.0, pytest.approx(4 / 3)], [-6.0, -2.0]]  # 3 + 1 seconds against 2 + 1
+    assert [axis.get_title() for axis in figure.axes] == ["(a)", "(b)", "(c)"]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == list(BARS)
+    assert "Machine size." in drawn.caption
+    with pytest.raises(ValueError, match="show=loss"):
+        drawn(kind="bars", panels=[{"show": "loss", "bars": BARS}])
+
+
+def test_a_point_per_line_with_an_area(drawn: Drawn) -> None:
+    for line, score in (("kivi", 30.0), ("gear", 40.0)):
+        drawn.add(line, score)
+    for entry, value in zip(list(drawn.entries), (1.0, 4.0), strict=True):
+        drawn.entries.append(Entry(**{**vars(entry), "metric": "tt2t", "measured": value}))
+    (axis,) = drawn(kind="scatter", x="tt2t", y="score", size="tt2t", labels={"tt2t": "seconds"}).axes
+    assert lines_of(axis) == {"kivi": ([1.0], [30.0]), "gear": ([4.0], [40.0])}
+    assert axis.get_xlabel() == "seconds" and "Area: seconds." in drawn.caption
+
+
+@pytest.mark.parametrize("wrong", ["pie", "lines "])
+def test_an_unknown_kind_is_refused(drawn: Drawn, wrong: str) -> None:
+    drawn.add("full", 1.0)
+    with pytest.raises(ValueError, match="known: lines, bars"):
+        drawn(kind=wrong)
+    assert drawn() is None  # a table has no figure
+
+
+@pytest.mark.parametrize(
+    ("options", "most", "hollow", "text"),
+    [
+        (
+            {"full_batch": 4},
+            {"full": 30.0, "snapkv": 50.0},
+            1,
+            "more than 4 GiB of cache, what Full's holds at batch 4",
+        ),
+        ({"gib": 1.5}, {"snapkv": 32.0}, 3, "more than 1.5 GiB of cache; weights"),
+        ({}, {"full": 30.0, "snapkv": 60.0}, 0, "No memory is fixed."),
+        ({"full_batch": 2}, {"full": 30.0, "snapkv": 60.0}, 0, "No memory is fixed."),
+    ],
+)
+def test_the_largest_throughput_that_fits(
+    drawn: Drawn, options: dict[str, Any], most: dict[str, float], hollow: int, text: str
+) -> None:
+    drawn.add("full")  # as older rows have it: without a throughput
+    for method, batch, speed, gib in (
+        ("full", 4, 30, 4),
+        ("snapkv", 4, 32, 1),
+        ("snapkv", 8, 50, 2),
+        ("snapkv", 32, 60, 8),
+    ):
+        drawn.add(method, extra={"tokens_per_s": float(speed), "batch": batch}, peak_bytes={"device": float(gib * GIB)})
+    left, right = drawn(kind="throughput", **options).axes
+    names = [label.get_text() for label in right.get_xticklabels()]
+    assert dict(zip(names, [bar.get_height() for bar in right.patches], strict=True)) == most
+    assert sum(len(line.get_xdata()) for line in left.lines if line.get_markerfacecolor() == "white") == hollow
+    assert text in drawn.caption
+
+
+def test_memory_by_the_models_sizes(drawn: Drawn) -> None:
+    """K and V in 16 bits: 32 layers of 8 heads of 128 are 128 KiB a token, of 32 heads four times as much."""
+    shape = ModelShape.of(geometry("mistral-7b-instruct-v0.2"))
+    assert token_bytes(shape) == 128 * 1024
+    assert token_bytes(ModelShape.of(geometry("llama-2-7b-chat"))) == 512 * 1024
+    # 1003 tokens, one of 32 layers, four bytes a number: 8 KiB a token
+    held: Any = {"resident_bytes": {"device": 1003 * 8192}, "kv_dtype": "float32", "extra": {"layers": 1}}
+    assert measured_gib(held, shape) == pytest.approx(1003 * 128 * 1024 / 2**30)
+    options = {"geometry": "mistral-7b-instruct-v0.2", "layers": 1}
+    drawn.add("full", **held, model="random", model_options=options, prompt_tokens=1000.0, generated_tokens=4.0)
+    (axis,) = drawn(kind="memory", to=131072, device_gib=40).axes
+    marks = [line for line in axis.lines if list(line.get_xdata()) == [1003.0]]
+    assert marks[0].get_ydata()[0] == pytest.approx(1003 * 128 * 1024 / 2**30)
+    assert "random weights of mistral-7b-instruct-v0.2 with 1 layers" in drawn.caption
+
+
+def test_times_of_prompts_and_answers(drawn: Drawn) -> None:
+    times = {"prefill_s": 2.0, "index_build_s": 0.5, "tpot_p50_ms": 100.0, "generated_tokens": 11.0}
+    extra = {"layers": 3.0, "index_work_s": 0.3, "offload_s": 0.2}
+    drawn.add("a full", **times, extra=extra)
+    drawn.add("b quest", **times, extra=extra)
+    left, right = drawn(kind="phases").axes
+    assert (left.get_title(), right.get_title()) == ("(a) 11 new tokens", "(b) 11 new tokens")
+    assert [bar.get_height() for bar in left.patches[:3]] == [1.5, 0.5, 1.0]  # prefill, index, ten steps
+    (axis,) = drawn(kind="rounds").axes
+    shown = {name: y for name, (_, y) in lines_of(axis).items()}
+    assert shown["clustering, a full"] == [pytest.approx(100.0)] and shown["computation: one layer's prefill"] == [
+        750.0
+    ]
+
+
+def test_files_beside_the_rows(drawn: Drawn) -> None:
+    """Heat maps, perplexity curves and attention scores, as tasks and diagnostics write them; without them no figure."""
+    drawn.add("full", task_options={})
+    kinds = {"heat_maps": 2, "curves": 1, "score_curves": 2, "score_map": 3}  # -> axes, the colour bar's among them
+    assert all(drawn(kind=kind) is None for kind in kinds)
+    folder = drawn.cells[0].folder / "diagnostics"
+    folder.mkdir(parents=True)
+    samples = [{"meta": {"length": n, "depth": d}, "score": 50.0 + d} for n in (100, 200) for d in (0, 50)]
+    (folder.parent / "heatmap.json").write_text(json.dumps({"title": "full", "samples": samples}))
+    (folder.parent / "perplexity.json").write_text(json.dumps({"lengths": [1, 2], "perplexity": [9.0, 8.0]}))
+    weights = numpy.random.default_rng(0).dirichlet([1.0] * 20, (2, 4, 3)).astype("float32")
+    maps = {"score_positions": numpy.array([9, 14, 19], "int32"), "score_map": numpy.ones((2, 4, 8, 8), "float32")}
+    numpy.savez(folder / "x.npz", scores=weights, **maps)
+    for kind, count in kinds.items():
+        assert len(drawn(kind=kind, heads=[[0, 1], [3, 25]]).axes) == count, kind
+
+
+def test_axes_of_scores_begin_at_zero(drawn: Drawn) -> None:
+    def limits(*values: float | None, metric: str = "score", **options: bool) -> plots.Limits:
+        plan: Any = SimpleNamespace(cells=[], report={"columns": COLUMNS})
+        return figures.FigureRequest(plan, None, {}, Path("unused"), {}).limits(metric, values, **options)  # type: ignore[arg-type]
+
+    assert limits() == limits(0.0, None, NAN) == limits(metric="strict") == (0.0, 10.0)
+    assert limits(20.0, 40.0) == (0.0, pytest.approx(43.2))
+    assert limits(3.0, 99.5) == (0.0, 102.0)
+    assert limits(0.5, metric="mass") == (0.0, pytest.approx(0.54))
+    assert limits(1.0, metric="mass") == (0.0, 1.02)
+    assert limits(0.0, difference=True) == (-1.0, 1.0)
+    assert limits(-50.0, 0.5, difference=True) == (-54.0, 1.0)
+    assert limits(1.0, 9.0, metric="tt2t") == (0.0, None)
+
+
+@pytest.mark.parametrize("times", [[2.4, 3.3, 4.8], [0.9, 1.2], [6.0, 80.0], [3.0, 3.05]])
+def test_a_logarithmic_axis_has_ticks_between_any_numbers(times: list[float]) -> None:
+    inside = [tick for tick in plots.round_ticks(times) if min(times) <= tick <= max(times)]
+    assert len(inside) >= 2
+
+
+def test_contact_sheet(tmp_path: Path) -> None:
+    from matplotlib.image import imread, imsave
+
+    assert plots.contact_sheet([], tmp_path / "none.png") is None
+    for i in range(5):
+        imsave(tmp_path / f"{i}.png", [[0.0, 1.0], [1.0, i / 5]])
+    sheet = plots.contact_sheet(sorted(tmp_path.glob("*.png")), tmp_path / "sheet.png")
+    assert sheet is not None
+    height, width, _ = imread(sheet).shape
+    assert width > height > 600  # two rows of four
