@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pqcache.selective.dense import DenseLayer
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 
@@ -21,6 +20,3 @@ class Full(Method):
     def published_ratio(self, tokens: int, shape: ModelShape) -> float:
         """The full cache is what the others are compared with."""
         return 1.0
-
-    def make_layer(self, layer_idx: int, shape: ModelShape) -> DenseLayer:
-        return DenseLayer(layer_idx, shape)

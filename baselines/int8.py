@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
-from pqcache.store.packed import Schedule, pack_all_but
+from pqcache.store.packed import KeepNewest, Schedule
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Int8(QuantizationMethod):
         return ExactCodec() if self.bits == 16 else TokenCodec(self.bits)
 
     def schedule(self) -> Schedule:
-        return pack_all_but(self.residual)
+        return KeepNewest(self.residual)
 
     @classmethod
     def noop(cls, **hyper: Any) -> Self:

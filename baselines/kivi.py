@@ -38,7 +38,7 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
 from pqcache.store.layout import Codes
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 
 GROUPS_PER_STEP = 8  # parameters grow with the codes: 8 groups of 32 are 256 tokens
@@ -137,7 +137,7 @@ class KIVI(QuantizationMethod):
         v = ExactCodec() if exact else TokenCodec(self.bits, self.group)
         return PackedStore(
             PackedStream(k, lambda tail: tail // self.residual * self.residual),
-            PackedStream(v, pack_all_but(self.residual)),
+            PackedStream(v, KeepNewest(self.residual)),
         )
 
     @classmethod

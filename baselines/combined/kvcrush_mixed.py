@@ -29,7 +29,7 @@ from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
 from pqcache.store.codec import TokenCodec
 from pqcache.store.layout import Run
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from pqcache.store.resident import ResidentStore
 
 from ..kvcrush import KVCrush
@@ -166,7 +166,7 @@ class KVCrushMixed(KVCrush):
 
     def make_store(self) -> PackedStore:
         """For representatives: packed once, so without room for more."""
-        k, v = (PackedStream(TokenCodec(self.bits, self.group, step=1), pack_all_but(0)) for _ in "kv")
+        k, v = (PackedStream(TokenCodec(self.bits, self.group, step=1), KeepNewest(0)) for _ in "kv")
         return PackedStore(k, v)
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> MixedLayer:

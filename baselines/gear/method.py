@@ -40,7 +40,7 @@ from transformers import PreTrainedConfig
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import ExactCodec
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 
 from .blocks import BlockStream, KeyCodec, ValueCodec, WholeStream, released_outliers
 
@@ -123,7 +123,7 @@ class GEAR(QuantizationMethod):
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         if self.bits == 16:
-            return PackedStore(*(PackedStream(ExactCodec(), pack_all_but(self.residual)) for _ in "kv"))
+            return PackedStore(*(PackedStream(ExactCodec(), KeepNewest(self.residual)) for _ in "kv"))
         group = self.group if self.backbone == "kivi" else None
         streams = []
         for codec in (KeyCodec, ValueCodec):

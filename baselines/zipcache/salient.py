@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import ExactCodec
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 
 from .accounting import mean_bits, published_ratio
 from .mixed_codec import MixedCodec
@@ -125,7 +125,7 @@ class SalientMethod(QuantizationMethod):
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         if self.budget.is_everything:
-            return PackedStore(*(PackedStream(ExactCodec(), pack_all_but(0)) for _ in "kv"))
+            return PackedStore(*(PackedStream(ExactCodec(), KeepNewest(0)) for _ in "kv"))
         widths, (by_k, by_v) = Widths(), GRANULARITIES[self.granularity]
 
         def stream(by: str, of_keys: bool) -> PackedStream:

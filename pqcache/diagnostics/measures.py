@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from pqcache.selective.group import group_reduce
+from pqcache.selective.group import per_head
 
 
 def exact_logits(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -33,11 +33,6 @@ def marks(indices: torch.Tensor, m: int) -> torch.Tensor:
     out = torch.zeros((*indices.shape[:2], m + 1), dtype=torch.bool, device=indices.device)
     # Padding falls on column 0.
     return out.scatter_(2, indices.long() + 1, True)[..., 1:]
-
-
-def spread(x: torch.Tensor, h: int) -> torch.Tensor:
-    """One entry per query head: x (n, H, ...) with H = 1 (all heads share it), h_kv or h -> (n, h, ...)."""
-    return x.repeat_interleave(h // x.shape[1], dim=1)
 
 
 def heaviest(weights: torch.Tensor) -> torch.Tensor:
@@ -64,14 +59,6 @@ def hit(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor, top: in
     count = truth.sum(-1)
     hits = (chosen.gather(2, order) & truth).sum(-1)
     return hits / torch.where(count == 0, torch.nan, count.float())
-
-
-def group_weights(logits: torch.Tensor, h_kv: int, stored: torch.Tensor | None) -> torch.Tensor:
-    """The exact oracle's weights, (n, h, m) -> (n, h_kv, m): softmax over every stored token, summed over the group.
-
-    stored (n, 1, m): tokens that exist, None for all; the others come out as -inf.
-    """
-    return group_reduce(logits, h_kv, "sum_softmax", stored)
 
 
 def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -135,5 +122,5 @@ def output(logits: torch.Tensor, v: torch.Tensor, stored: torch.Tensor | None, a
         return (weights.view(n, h_kv, -1, m) @ values).view(n, h, -1)
 
     difference = mean(left) - lost[..., None] * mean(inside)
-    bound = 2 * lost * spread(length.amax(-1), h)
+    bound = 2 * lost * per_head(length.amax(-1), h)
     return Output(mean(probs), lost, difference.norm(dim=-1), bound)

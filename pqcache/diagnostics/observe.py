@@ -19,6 +19,7 @@ import torch
 from pqcache.diagnostics import measures as m
 from pqcache.selective.attention import row_mask
 from pqcache.selective.dense import DenseLayer
+from pqcache.selective.group import group_reduce, per_head
 from pqcache.selective.index import Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.retrieval import RetrievalLayer
@@ -146,7 +147,7 @@ class Measures(Watcher):
                 here["selected"] = chosen.sum(-1).float()
                 here["candidates"] = inside.sum(-1).float().expand(n, h)
                 here["recall_q"] = m.recall(order, inside, chosen)
-                weights = m.spread(m.heaviest(m.group_weights(logits, h_kv, stored)), h)
+                weights = per_head(m.heaviest(group_reduce(logits, h_kv, "sum_softmax", stored)), h)
                 here["recall_kv"] = m.recall(weights, inside, chosen)
             here["recall_budget"] = m.recall(order, prompt, attended)
             here["hit_top10"] = m.hit(order, past, attended, TOP_HIT)
@@ -199,7 +200,7 @@ class Measures(Watcher):
         ends = torch.tensor(ctx.step.total, device=device)[:, None, None]
         # What was held before this step, and the current token.
         if kept is not None:
-            return m.spread(m.marks(kept, length), h) | (column == ends - 1), None
+            return per_head(m.marks(kept, length), h) | (column == ends - 1), None
         if layer.attends_all:
             return (column < ends).expand(n, h, -1), None
         return None, None
@@ -256,12 +257,12 @@ def _sets(selected: Selected, h: int, device: torch.device) -> tuple[torch.Tenso
         chosen = inside & torch.tensor(whole, device=device)[:, None, None]
     else:
         chosen = m.marks(selected.indices, max(cand.lengths)) & inside
-    return m.spread(chosen, h), inside, stored & ~inside
+    return per_head(chosen, h), inside, stored & ~inside
 
 
 def _place(x: torch.Tensor, positions: torch.Tensor, h: int, length: int) -> torch.Tensor:
     """A set over entries, (n, 1 or h, entries), as a set over the positions (n, h_kv, entries) they stand for."""
-    at = m.spread(positions, h)
+    at = per_head(positions, h)
     chosen = x[..., : at.shape[2]].expand(-1, h, -1)
     return m.marks(torch.where(chosen, at, -1), length)
 

@@ -111,7 +111,7 @@ class PQCache(RetrievalMethod):
             raise RuntimeError(
                 "max_iter=adaptive was not prepared for this model: call prepare(model, None, None) first"
             )
-        return self.cost.rounds(count)  # the profile timed all groups of a layer together
+        return self.cost.rounds(count)
 
     def check_prepared(
         self, config: PreTrainedConfig, device: torch.device, dtype: str, cache_dir: Path | None

@@ -36,16 +36,12 @@ class CostModel:
     base: tuple[float, float]
     per_round: tuple[float, float]
 
-    def rounds(self, x: int, groups: int = 1, workers: int = 1) -> int:
-        """The largest T whose clustering ends within one layer's prefill, clipped to [3, 300].
-
-        Each worker clusters R = ceil(groups / workers) groups one after another. The published formula omits R: it is R = 1.
-        """
+    def rounds(self, x: int) -> int:
+        """The largest T whose clustering of all groups of a layer ends within its prefill, clipped to [3, 300]."""
         a2, a1, a0 = self.compute
-        r = math.ceil(groups / workers)
         budget = (a2 * x + a1) * x + a0
-        base = r * (self.base[0] * x + self.base[1])
-        per_round = r * (self.per_round[0] * x + self.per_round[1])
+        base = self.base[0] * x + self.base[1]
+        per_round = self.per_round[0] * x + self.per_round[1]
         if budget <= base:
             return T_MIN
         if per_round <= 0:  # measured times so noisy that further rounds look free

@@ -21,11 +21,9 @@ import torch
 from pqcache.atomic import replacing
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home, weights
-from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import sliding_window
 
 if TYPE_CHECKING:
@@ -138,11 +136,7 @@ class _TextWatcher(Watcher):
         self.call(call)
 
 
-@dataclass(kw_only=True)
 class _Dense(Method):
     """Full attention, for the calibration pass alone."""
 
     name: ClassVar[str] = "calibration"
-
-    def make_layer(self, layer_idx: int, shape: ModelShape) -> DenseLayer:
-        return DenseLayer(layer_idx, shape)

@@ -190,8 +190,8 @@ class Method:
         return ()
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
-        """The layer object of transformer layer `layer_idx` (never one of the dense layers)."""
-        raise NotImplementedError
+        """The layer object of transformer layer `layer_idx` (never one of the dense layers). Default: one that keeps all."""
+        return DenseLayer(layer_idx, shape)
 
     @classmethod
     def noop(cls, **hyper: Any) -> Self:

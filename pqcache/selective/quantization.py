@@ -21,7 +21,7 @@ from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer, exact_copy
 from pqcache.selective.substitute import StepParts, attend_packed
 from pqcache.store.codec import Codec
-from pqcache.store.packed import PackedStore, PackedStream, Schedule, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream, Schedule
 from pqcache.store.resident import ResidentStore
 
 TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow with the cache
@@ -124,7 +124,7 @@ class QuantizationMethod(Method):
 
     def schedule(self) -> Schedule:
         """When exact tokens are packed: at once, by default."""
-        return pack_all_but(0)
+        return KeepNewest(0)
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         """K and V streams; override where they differ in schedule or codec."""

@@ -16,8 +16,9 @@ A batch of left-padded prompts is recorded as one; `generate_batch` feeds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -39,35 +40,30 @@ class OwnPrefill(ValueError):
 
 @dataclass
 class Call:
-    """Inputs and output of one attention module for the whole prompt; n = 1, or the prompts of a batch."""
+    """One attention module's call with the whole prompt; n = 1, or the prompts of a batch."""
 
     q: torch.Tensor  # (n, h, s, d)
     k: torch.Tensor  # (n, h_kv, s, d)
     v: torch.Tensor
     out: torch.Tensor  # (n, s, h, d)
-    module: nn.Module
-    hidden: torch.Tensor  # (n, s, D)
-    cos: torch.Tensor
-    sin: torch.Tensor
-    position_ids: torch.Tensor | None
-    modules: list[nn.Module]
-    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    scaling: float
+    ctx: LayerContext  # of the recording: a feed gives it a cache and a step of its own
     device: torch.device  # where the layer computes
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.k, self.v, self.out, self.hidden
+        return self.q, self.k, self.v, self.out, self.ctx.hidden
 
     def moved(self, device: torch.device | str) -> Call:
         """The same call with its tensors on a device."""
-        named = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "out", "hidden", "cos", "sin")}
-        positions = None if self.position_ids is None else self.position_ids.to(device)
-        return replace(self, **named, position_ids=positions)
+        ctx = copy.copy(self.ctx)
+        ctx.hidden, ctx.cos, ctx.sin = (x.to(device) for x in (ctx.hidden, ctx.cos, ctx.sin))
+        ctx.position_ids = None if ctx.position_ids is None else ctx.position_ids.to(device)
+        q, k, v, out = (x.to(device) for x in (self.q, self.k, self.v, self.out))
+        return Call(q, k, v, out, ctx, self.device)
 
     def kernel(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple:
         """Returns the recorded output in place of dense attention; refuses any block but the recorded one."""
         same = [a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in ((q, self.q), (k, self.k), (v, self.v))]
-        if module is not self.module or not all(same):
+        if module is not self.ctx.module or not all(same):
             raise OwnPrefill("attends to something else than the prompt's own keys and values")
         return self.out, None
 
@@ -106,23 +102,20 @@ class _Tape(Watcher):
         self.parts: dict[int, list[_Whole]] = {}
 
     def watch(self, call: WatchedCall) -> None:
-        ctx, step = call.ctx, call.ctx.step
-        k, v, found = call.k, call.v, (call.q, call.out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids)
+        ctx, step, k, v, out, q = copy.copy(call.ctx), call.ctx.step, call.k, call.v, call.out, call.q
         if not (step.first and step.ends_prompt):
             whole = self.parts.setdefault(ctx.layer_idx, [_Whole(axis, self.device) for axis in (2, 1, 1, 1, 1, 1)])
-            for one, tensor in zip(whole, found, strict=True):
+            blocks = (q, out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids)
+            for one, tensor in zip(whole, blocks, strict=True):
                 one.add(tensor, step.past[0], step.final[0])
             if not step.ends_prompt:
                 return
-            q, out, hidden, cos, sin, positions = (one.tensor for one in self.parts.pop(ctx.layer_idx))
-            assert q is not None and out is not None and hidden is not None and cos is not None and sin is not None
-            found = q, out, hidden, cos, sin, positions
+            every: list[Any] = [one.tensor for one in self.parts.pop(ctx.layer_idx)]
+            q, out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids = every
             assert isinstance(call.layer, _Passing)
             k, v = call.layer.give_up()
-        q, out, hidden, cos, sin, positions = found
-        made = Call(
-            q, k, v, out, ctx.module, hidden, cos, sin, positions, ctx.modules, ctx.rotary, ctx.scaling, call.q.device
-        )  # fmt: skip
+        ctx.cache = ctx.step = None  # type: ignore[assignment]  # the recording's, which are dropped
+        made = Call(q, k, v, out, ctx, call.q.device)
         self.calls.append(made if self.device is None else made.moved(self.device))
 
 
@@ -211,22 +204,10 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
     cache.open_forward()
     try:
         for index, recorded in enumerate(prefill.calls):
-            call = recorded.moved(recorded.device)
-            layer = cache.layers[index]
-            ctx = LayerContext(
-                layer_idx=index,
-                module=call.module,
-                cache=cache,
-                hidden=call.hidden,
-                cos=call.cos,
-                sin=call.sin,
-                position_ids=call.position_ids,
-                modules=call.modules,
-                rotary=call.rotary,
-                step=cache.plan_step(len(prefill.logits), prefill.tokens, None),
-                recorded=True,
-            )
-            ctx.scaling = call.scaling
+            call = recorded.moved(recorded.device)  # a copy, its context too
+            layer, ctx = cache.layers[index], call.ctx
+            ctx.cache, ctx.step = cache, cache.plan_step(len(prefill.logits), prefill.tokens, None)
+            ctx.recorded, ctx.last_only = True, False
             cache.enter_layer(ctx)
             layer.update(call.k, call.v)
             cache.kernel = call.kernel

@@ -16,9 +16,9 @@ queued it: all of them record an event behind their work (`serve`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -105,13 +105,6 @@ class Lanes:
             other.close()
 
 
-@contextmanager
-def _modes(inference: bool) -> Iterator[None]:
-    """Set the caller's inference mode on a worker thread, and no gradients: both modes belong to a thread."""
-    with torch.inference_mode(inference), torch.no_grad():
-        yield
-
-
 class _Job(Work[T]):
     """Work on a thread. Its future returns a Work, for which the caller then waits."""
 
@@ -144,28 +137,10 @@ class ThreadLanes(Lanes):
         return ThreadLanes(self.workers, self.pause)
 
     def copy(self, lane: str, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        on_stream = self._callers_stream()
-
-        def run() -> Work[T]:
-            if lane in self._failed:
-                raise self._failed[lane]
-            try:
-                with on_stream():
-                    return self._ended(work())
-            except BaseException as error:
-                self._failed[lane] = error
-                raise
-
-        return self._submit(lane, 1, run)
+        return self._submit(lane, 1, lambda: self._ended(work()), self._callers_stream())
 
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        on_stream = self._callers_stream()
-
-        def run() -> Work[T]:
-            with on_stream():
-                return self._ended(work())
-
-        return self._submit(BUILD, self.workers, run)
+        return self._submit(BUILD, self.workers, lambda: self._ended(work()), self._callers_stream())
 
     def _callers_stream(self) -> Callable[[], AbstractContextManager[Any]]:
         """A context that puts a thread on the caller's stream, and so behind what it has queued: a new thread has its own."""
@@ -174,14 +149,24 @@ class ThreadLanes(Lanes):
         stream = torch.cuda.current_stream(self.device)
         return lambda: torch.cuda.stream(stream)
 
-    def _submit(self, kind: str, threads: int, run: Callable[[], Work[T]]) -> Work[T]:
+    def _submit(
+        self, kind: str, threads: int, run: Callable[[], Work[T]], place: Callable[[], AbstractContextManager[Any]]
+    ) -> Work[T]:
+        """Run on a thread of `kind`, within `place()` and in the caller's inference mode: both belong to a thread."""
         inference = torch.is_inference_mode_enabled()
 
         def task() -> Work[T]:
             if self.pause is not None:
                 self.pause(kind)
-            with _modes(inference):
-                return run()
+            if kind in self._failed:
+                raise self._failed[kind]
+            try:
+                with torch.inference_mode(inference), torch.no_grad(), place():
+                    return run()
+            except BaseException as error:
+                if kind != BUILD:
+                    self._failed[kind] = error
+                raise
 
         with self._lock:  # a lane's thread may start work of another lane
             if kind not in self._pools:
@@ -247,10 +232,10 @@ class CudaLanes(ThreadLanes):
             return self._recorded(work(), stream, sources)
 
     def fetch(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        return self._on_thread(TO_DEVICE, 1, self._stream(TO_DEVICE), work, sources)
+        return self._on_thread(TO_DEVICE, 1, work, sources)
 
     def build(self, work: Callable[[], T], *sources: torch.Tensor) -> Work[T]:
-        return self._on_thread(BUILD, self.workers, self._stream(BUILD), work, sources)
+        return self._on_thread(BUILD, self.workers, work, sources)
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
         if lane not in self._streams:
@@ -258,23 +243,18 @@ class CudaLanes(ThreadLanes):
         return self._streams[lane]
 
     def _on_thread(
-        self,
-        kind: str,
-        threads: int,
-        stream: torch.cuda.Stream,
-        work: Callable[[], T],
-        sources: tuple[torch.Tensor, ...],
-    ) -> Work[T]:
-        """Run `work` on a thread of `kind`, on `stream`, after everything the caller has queued."""
-        ready = torch.cuda.Event()
+        self, kind: str, threads: int, work: Callable[[], T], sources: tuple[torch.Tensor, ...]
+    ) -> Work[T]:  # fmt: skip
+        """Run `work` on a thread of `kind`, on its stream, after everything the caller has queued."""
+        ready, stream = torch.cuda.Event(), self._stream(kind)
         ready.record(torch.cuda.current_stream(self.device))
 
         def run() -> Work[T]:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 return self._recorded(work(), stream, sources)
 
-        return self._submit(kind, threads, run)
+        return self._submit(kind, threads, run, lambda: torch.cuda.device(self.device))
 
     def _recorded(self, result: T, stream: torch.cuda.Stream, sources: tuple[torch.Tensor, ...]) -> Work[T]:
         event = torch.cuda.Event()

@@ -29,11 +29,6 @@ class KeepNewest:
         return max(0, tail - self.residual)
 
 
-def pack_all_but(residual: int) -> Schedule:
-    """Keep the newest `residual` tokens exact, pack the rest at once."""
-    return KeepNewest(residual)
-
-
 def _rows(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """One number per row, to be compared with indices: (n, 1, 1)."""
     return table(values, device)[:, None, None]

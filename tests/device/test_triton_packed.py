@@ -17,7 +17,7 @@ from pqcache.device.switch import interpreted
 from pqcache.selective import Budget, generate
 from pqcache.selective.quantization import TILE, QuantizationMethod, attend_coded
 from pqcache.store.codec import TokenCodec
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from tests.baselines.coded_stores import METHODS as STORES
 from tests.baselines.coded_stores import store_of
 from tests.device.driven import CLOSE, DEVICE, SHAPE, Driven
@@ -104,7 +104,7 @@ def test_a_kernel_packs_the_very_codes_of_the_quantizer(bits: int, group: int | 
     gen = torch.Generator().manual_seed(bits)
     stores = []
     for mode in (kernels.plain_torch, interpreted):
-        streams = [PackedStream(TokenCodec(bits, group), pack_all_but(2)) for _ in "kv"]
+        streams = [PackedStream(TokenCodec(bits, group), KeepNewest(2)) for _ in "kv"]
         store = PackedStore(streams[0], streams[1])
         gen.manual_seed(bits)
         x = torch.randn(1, 1, 12, 24, generator=gen).to(DEVICE)

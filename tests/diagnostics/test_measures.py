@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqcache.diagnostics import measures as m
+from pqcache.selective.group import group_reduce, per_head
 
 N, H, H_KV, D = 2, 4, 2, 8
 
@@ -52,7 +53,7 @@ class Example:
         ends = torch.tensor(self.lengths)[:, None, None]
         self.stored = column < ends
         self.inside = (column >= self.lo) & (column < torch.tensor(self.hi)[:, None, None])
-        self.chosen = m.spread(m.marks(self.indices, self.m), H)
+        self.chosen = per_head(m.marks(self.indices, self.m), H)
         self.attended = self.chosen | (self.stored & ~self.inside)
         self.logits = m.exact_logits(self.q, self.k, D**-0.5)
 
@@ -83,7 +84,7 @@ def test_recalls_are_what_brute_force_counts(heads: int, seed: int) -> None:
     x = Example(seed, heads)
     logits = x.logits.masked_fill(~x.stored, -torch.inf)
     order = m.heaviest(logits)
-    grouped = m.spread(m.heaviest(m.group_weights(x.logits, H_KV, x.stored)), H)
+    grouped = per_head(m.heaviest(group_reduce(x.logits, H_KV, "sum_softmax", x.stored)), H)
     recall_q, recall_kv = m.recall(order, x.inside, x.chosen), m.recall(grouped, x.inside, x.chosen)
     whole, hit = m.recall(order, x.stored, x.attended), m.hit(order, x.stored, x.attended, 10)
     for row, head in x.heads():

@@ -174,7 +174,6 @@ def test_rounds_formula() -> None:
     assert CostModel((0, 0, 1e6), (2e-6, 1e-3), (3e-7, 2e-4)).rounds(8160) == 300
     assert CostModel((0, 0, 1e-9), (2e-6, 1e-3), (3e-7, 2e-4)).rounds(8160) == 3
     assert CostModel(mistral, (0.0, 0.0), (0.0, -1e-9)).rounds(8160) == 300  # a fit of noise must not divide by zero
-    assert model.rounds(32000, groups=16, workers=2) == 3  # eight groups after one another do not hide
 
 
 def test_init_is_seeded_distinct_and_shared() -> None:

@@ -12,7 +12,7 @@ from pqcache.selective.attention import partial, row_mask
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
-from pqcache.store.packed import PackedStore, PackedStream, pack_all_but
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 
 H_KV, D = 2, 8
 
@@ -40,7 +40,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 def filled(codec: str, rows: list[int], residual: int, steps: int, seed: int) -> tuple[PackedStore, list[torch.Tensor]]:
     """A store after a prompt of rows[r] tokens and `steps` single ones, K's tail one longer than V's; and row r's exact K."""
     store = PackedStore(
-        PackedStream(CODECS[codec](), pack_all_but(residual + 1)), PackedStream(CODECS[codec](), pack_all_but(residual))
+        PackedStream(CODECS[codec](), KeepNewest(residual + 1)), PackedStream(CODECS[codec](), KeepNewest(residual))
     )
     prompt = randn(len(rows), H_KV, max(rows), D, seed=seed)
     store.load(prompt, -prompt, rows)
@@ -155,7 +155,7 @@ def test_attention_by_tiles_equals_attention_over_everything_decoded(
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_packing_everything_ignores_the_schedule(everything: bool) -> None:
-    store = PackedStore(*(PackedStream(TokenCodec(4), pack_all_but(50)) for _ in "kv"))
+    store = PackedStore(*(PackedStream(TokenCodec(4), KeepNewest(50)) for _ in "kv"))
     x = randn(2, H_KV, 30, D, seed=0)
     store.load(x, x, [30, 20])
     store.pack(everything)
@@ -194,7 +194,7 @@ def largest(store: PackedStore, q: torch.Tensor, tile: int) -> int:
 def test_decoding_scratch_does_not_grow_with_the_length(rows: int) -> None:
     sizes = []
     for length in (500, 4000):
-        store = PackedStore(*(PackedStream(TokenCodec(4), pack_all_but(3)) for _ in "kv"))
+        store = PackedStore(*(PackedStream(TokenCodec(4), KeepNewest(3)) for _ in "kv"))
         x = randn(rows, H_KV, length, D, seed=0)
         store.load(x, x, [length - 40 * r for r in range(rows)])
         store.pack()

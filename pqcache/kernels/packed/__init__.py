@@ -5,7 +5,7 @@ token's step and low act on the finished product. For values, a token's step mul
 per query head; a channel's are applied to the result. Only where a token has several groups of channels do steps and lows meet
 the codes. Outliers add what they differ by from the codes in their places; a low-rank part has a product of its own.
 
-The softmax is that of a running maximum, tile by tile. Its plain-torch equal is attention over `layout.decoded`.
+The softmax is that of a running maximum, tile by tile. Its plain-torch equal is attention over decoded tokens.
 """
 
 from __future__ import annotations
