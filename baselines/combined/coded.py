@@ -34,7 +34,6 @@ from pqcache.selective.quantization import QuantizationMethod, attend_coded
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import exact_copy
-from pqcache.selective.substitute import StepParts
 from pqcache.store.base import RetrievalStore, joined
 from pqcache.store.resident import ResidentStore
 
@@ -103,8 +102,6 @@ class CodedRetrievalLayer(RetrievalLayer):
 class CodedEvictionLayer(EvictionLayer):
     """Holds what `method` keeps, packed. What was packed stays packed when a later turn evicts again."""
 
-    offers_steps = True
-
     def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod, codec: QuantizationMethod) -> None:
         self.codec = codec
         super().__init__(layer_idx, shape, method)
@@ -139,10 +136,6 @@ class CodedEvictionLayer(EvictionLayer):
     ) -> None:
         self.packed.retain(slots, counts)
 
-    def step_parts(self) -> StepParts | None:
-        """Where nothing is dropped after the prompt, a step is that of the codec."""
-        return None if self.method.refreshes else StepParts(self.packed)
-
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         out = attend_all(self, q, k, v, ctx)
         self.packed.pack()
@@ -160,7 +153,7 @@ def attend_all(
     """Store one token per row, k and v (n, h_kv, 1, d), and attend q (n, h, 1, d) to everything stored: (n, 1, h, d)."""
     layer.add(k, v, ctx)
     lengths = layer.packed.lengths
-    part = attend_coded(q, layer.packed, ctx.scaling)
+    part = attend_coded(q, layer.packed, ctx.scaling, accelerator=ctx.cache.accelerator)
     layer.packed.observe_step(q, part.lse, ctx.scaling)
     ctx.cache.ledger.attend(layer.layer_idx, fmean(lengths), selecting=True)
     return part.out.transpose(1, 2).to(q.dtype)

@@ -125,7 +125,7 @@ class MixedLayer(EvictionLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.add(k, v, ctx)
-        part = attend_coded(q, self.store, ctx.scaling)
+        part = attend_coded(q, self.store, ctx.scaling, accelerator=ctx.cache.accelerator)
         ctx.cache.ledger.attend(self.layer_idx, fmean(self.store.lengths), selecting=True)
         self.refresh(q, ctx)
         return part.out.transpose(1, 2).to(q.dtype)

@@ -115,10 +115,6 @@ class SalientStore(PackedStore):
         place = (self.k.tails[row] + ahead - 1) % self.gap
         return place in ((self.gap - 1,) if self.last_step else self.rule.positions(self.gap, self.k.body[row]))
 
-    def observes_step(self, ahead: int) -> bool:
-        counts_all = self.norm == "full" and not self.last_step
-        return counts_all or any(self._is_probe(row, ahead) for row in range(len(self.k.tails)))
-
     def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
         """The newest token as a probe of the tokens that are still exact."""
         assert self.k.tail is not None

@@ -1,4 +1,21 @@
-"""The decode step by Triton kernels, on a CUDA device.
+"""Decode steps on a CUDA device by Triton kernels, for requests with kernels=auto. Imported for those alone.
 
-The way in is `seam.substitute_for`. `switch` says whether these kernels serve, modules named triton_* have them.
+`attend.py` has the one attention kernel: over all tokens, chosen ones, or packed ones. `scores.py` ranks tokens by their
+product-quantized codes. `step.py` makes a layer's whole step of them, which can be recorded as a CUDA graph. Everything else of a
+step is torch's own. None of it has run on a GPU: tests run the kernels by Triton's interpreter, and compile them for a GPU.
 """
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+pretended = {"cuda": False}  # tests let Triton's interpreter serve CPU tensors
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels serve a model of this type on this device. Triton is imported when the first kernel runs."""
+    there = device.type == "cuda" or pretended["cuda"]
+    return there and dtype in _DTYPES and importlib.util.find_spec("triton") is not None

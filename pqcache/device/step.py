@@ -1,222 +1,116 @@
-"""One layer's decode step as a chain of Triton kernels, without a wait.
+"""A layer's whole decode step over a resident store, without a wait: store the token, choose, attend.
 
-Chosen tokens are read where they are stored; rows in pinned memory are copied once. Only one number per row changes from step to
-step: the cursor, how many tokens the row holds. The last kernel of the chain advances it. Kernels read it on the device, so the
-chain can also be recorded once as a CUDA graph and replayed (`pqcache.selective.captured`).
+The step's number is on the device (`cursor`), so that the step can be recorded once as a CUDA graph and replayed
+(`pqcache.selective.captured`). Tokens are ranked as by `selective.group`: softmax over the candidates, summed over a group's
+query heads, ties to the lower position.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-from pqcache.device.block_tables import BlocksOnDevice
-from pqcache.device.switch import HERE, device_of, on_device, still_served
+from pqcache.device.attend import COLUMNS, TokenList, attend
+from pqcache.device.packed import attend_packed
+from pqcache.device.scores import scores
+from pqcache.store.resident import ResidentStore
+from pqcache.store.step import PQCodes, StepParts, Substitute
 from pqcache.store.transfer import send
 
-if TYPE_CHECKING:
-    from pqcache.selective.ledger import Ledger
-    from pqcache.selective.substitute import StepParts
-
-Chain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor | None]"]
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+__all__ = ["DeviceStep", "attend_packed", "substitute_for"]
 
 
-def serves(q: torch.Tensor) -> bool:
-    """Whether the kernels serve queries of this kind."""
-    return q.dtype in DTYPES and on_device(q)
+def substitute_for(parts: StepParts | None) -> Substitute | None:
+    """What does a layer's decode steps in its place; None: the layer does them itself."""
+    if parts is None or type(parts.store) is not ResidentStore or parts.store.k is None:
+        return None
+    return DeviceStep(parts)
 
 
 class DeviceStep:
-    """Does decode steps on a store that is lent to it until `leave`; the store's lengths are kept up to date.
+    """See store/step.py."""
 
-    See selective/substitute.py for the interface. ledger: gets what a block cache on loan counts on the device.
-    """
-
-    version = 0  # buffers that may grow have been reserved before a recording
-
-    def __init__(self, parts: StepParts, device: torch.device, ledger: Ledger | None = None) -> None:
-        self.store, self.codes, self.n_sink = parts.store, parts.codes, parts.n_sink
-        from pqcache.device.triton_attend import counters
-
-        self.device = device
-        self.chosen = [plan.k for plan in parts.plans]
-        self.local = [plan.local for plan in parts.plans]
-        # columns of a plan: sinks, chosen tokens, local window, whether everything is attended instead
-        plans = [[self.n_sink, k, local, 0] for k, local in zip(self.chosen, self.local, strict=True)]
-        self.cursor = send(self.store.lengths, torch.int32, device)
-        self.plan = send(plans or [[0, 0, 0, 1]] * len(self.store.lengths), torch.int32, device)
-        self.amount: torch.Tensor | None = None  # candidates per joint code; see triton_codes.histogram
-        if self.codes is not None:
-            from pqcache.device import triton_codes
-
-            h_kv, m, c = self.codes.centroids.shape[1:4]
-            codes = self.codes.codes.data
-            self.amount = triton_codes.histogram(codes, self.cursor, self.plan, self.n_sink, h_kv, m, c)
-        self.lent = self.store.lend()
-        self.arrived = counters(len(self.store.lengths), self.lent.near[0].data.shape[1], device)
-        self.length, self.room = max(self.store.lengths), 0  # tokens of the longest row, and for which there is room
-        self.chain: Chain | None = None  # a step's launches, until a buffer grows
-        self.key: tuple = ()  # what they were made for
-        # tokens attended per query head in each step, mean over rows; None: all of them
-        self.attended: float | None = None
-        if self.codes is not None:
-            pairs = zip(self.chosen, self.local, strict=True)
-            self.attended = self.n_sink + sum(a + b + 1 for a, b in pairs) / len(self.store.lengths)
-        self.blocks: BlocksOnDevice | None = None
-        if self.lent.blocks is not None:
-            assert ledger is not None
-            self.blocks = BlocksOnDevice(self.lent, device, ledger)
-        # tokens that cross in a step; with a block cache only the device knows: `BlocksOnDevice.report` counts them
-        self.fetched = 0 if self.blocks is not None else sum(self.chosen)
-
-    serves = staticmethod(still_served)
+    def __init__(self, parts: StepParts) -> None:
+        self.parts = parts
+        store, codes = parts.store, parts.codes
+        n, h_kv = store.buffers[0].data.shape[:2]
+        device = store.buffers[0].data.device
+        self.cursor = send(store.lengths, torch.long, device)[:, None]  # (n, 1) position of the next token
+        self.counts = torch.zeros((n, h_kv, COLUMNS), dtype=torch.int32, device=device)
+        self.ranking = None if codes is None else _Ranking(parts, codes, device)
+        self.counts[..., 0] = self.cursor if self.ranking is None else self.ranking.attended
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row in all. A recorded step keeps addresses, so buffers must not grow later."""
-        if tokens > self.store.room:
-            self.finish()  # the host is about to copy what kernels write
-        self.store.reserve(tokens)
-        if self.blocks is not None:
-            self.blocks.reserve()
-        if self.codes is not None:
-            self.codes.codes.reserve(tokens - self.n_sink)
-        self.room, self.chain = self.store.room, None
-        if self.codes is not None:
-            self.room = min(self.room, self.n_sink + self.codes.codes.capacity)
+        longest = max(self.parts.store.lengths) + tokens
+        self.parts.store.reserve(longest)
+        if self.parts.codes is not None:
+            self.parts.codes.codes.reserve(longest - self.parts.n_sink)
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store the token k, v (n, h_kv, 1, d), choose for q (n, h, 1, d), attend.
-
-        Returns the output (n, 1, h, d) and the chosen positions (n, h_kv, max(k)) int32, of which row r's first k[r] count.
-        `note` must follow, once per run.
-        """
-        if self.length >= self.room:
-            self.reserve(self.length + 1)
-        key = scaling, q.shape, q.dtype
-        if self.chain is None or key != self.key:
-            self.key = key
-            with device_of(q):
-                self.chain = self._chain(q, scaling)
-        device = device_of(q)
-        if device is HERE:  # most often: two Python calls less
-            return self.chain(q, k, v)
-        with device:
-            return self.chain(q, k, v)
-
-    def _chain(self, q: torch.Tensor, scaling: float) -> Chain:
-        """The launches of a step for queries like q, with all that stays the same until a buffer grows."""
-        from pqcache.device import triton_attend, triton_codes
-
-        lent, cursor, plan, n_sink, blocks = self.lent, self.cursor, self.plan, self.n_sink, self.blocks
-        near = lent.near[0].data, lent.near[1].data
-        far = None if lent.far is None else (lent.far[0].data, lent.far[1].data)
-        sinks = near if lent.sinks is None else lent.sinks
-        one = far is None  # one buffer for sinks, chosen tokens and local window
-        ring = near[0].shape[2]
-        sizes: dict[str, Any] = {
-            "ring": ring, "scaling": scaling, "one": one, "advance": True, "arrived": self.arrived,
-        }  # fmt: skip
-        if self.codes is None:
-            enter = triton_codes.prepare_enter(near, ring, cursor, plan, 1, far=far, n_sink=n_sink)
-            attend = triton_attend.prepare_attend(q, sinks, None, near, cursor, plan, tokens=ring, widest=0, **sizes)
-
-            def everything(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
-                enter(k, v, k)
-                return attend(q, None, None), None
-
-            return everything
-        (centroids, codes), widest = (self.codes.centroids, self.codes.codes.data), max(self.chosen)
-        g = q.shape[1] // centroids.shape[1]
-        enter = triton_codes.prepare_enter(
-            near, ring, cursor, plan, g, far=far, n_sink=n_sink, centroids=centroids, codes=codes, amount=self.amount,
-            scaling=scaling,
-        )  # fmt: skip
-        shape = (*centroids.shape[:2], g, *centroids.shape[2:4])
-        joint = None if self.amount is None else self.amount.shape[2]
-        select = triton_codes.prepare_select(shape, joint, codes, cursor, plan, n_sink, widest, codes.shape[2])
-        tokens = n_sink + widest + max(self.local) + 1
-        if one:
-            attend = triton_attend.prepare_attend(
-                q, sinks, near, near, cursor, plan, tokens=tokens, widest=widest, **sizes
-            )
-
-            def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                indices = select(enter(k, v, q))
-                return attend(q, indices, near), indices
-
-            return resident
-        assert far is not None
-        if blocks is None:
-            attend = triton_attend.prepare_attend(
-                q, sinks, far, near, cursor, plan, tokens=tokens, widest=widest, n_sink=n_sink, **sizes
-            )
-
-            def hosted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                indices = select(enter(k, v, q))
-                return attend(q, indices, far), indices
-
-            return hosted
-        like = q.new_empty((*centroids.shape[:2], widest, q.shape[3]))  # what is read, for its strides
-        attend = triton_attend.prepare_attend(
-            q, sinks, (like, like), near, cursor, plan, tokens=tokens, widest=0, **sizes
-        )
-
-        def cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            indices = select(enter(k, v, q))
-            out = attend(q, None, blocks.read(indices, cursor, plan))
-            blocks.change(cursor, plan)
-            return out, indices
-
-        return cached
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        self.reserve(1)
+        key, value = (buffer.data for buffer in self.parts.store.buffers)
+        n, h_kv, _, d = k.shape
+        at = self.cursor.view(n, 1, 1, 1).expand(n, h_kv, 1, d)
+        key.scatter_(2, at, k)
+        value.scatter_(2, at, v)
+        if self.ranking is None:
+            self.counts[..., 0] += 1
+            tokens = TokenList((key, value), self.counts, key.shape[2])
+        else:
+            picks = self.ranking.choose(q, k, self.cursor, scaling)
+            tokens = TokenList((key, value), self.counts, picks.shape[2], picks=picks)
+        self.cursor += 1
+        return attend(q, [tokens], scaling)[0]
 
     def note(self) -> float:
-        """Count one more step: lengths and bytes moved. Returns the tokens it attended per query head, mean over rows."""
-        self.store.note_token(self.fetched)
-        self.length += 1
-        if self.attended is None:
-            return sum(self.store.lengths) / len(self.store.lengths)
-        return self.attended
-
-    def needs_host(self, ahead: int = 1) -> bool:
-        """Never: the host only counts."""
-        return False
-
-    def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Chosen positions as a layer names them: int64, -1 = padding."""
-        count = self.plan[:, 1, None, None]
-        return torch.where(torch.arange(indices.shape[2], device=indices.device) < count, indices, -1).long()
-
-    def join(self) -> None:
-        """Make the caller's stream wait for the work that runs beside it."""
-        if self.blocks is not None:
-            self.blocks.join()
-
-    def finish(self) -> None:
-        """Wait until the host may read, copy or release what kernels read and write there."""
-        self.join()
-        if self.lent.far is not None and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def leave(self) -> None:
-        """Give the store back."""
-        self.finish()
-        if self.blocks is not None:
-            self.blocks.leave()
-        self.store.take_back(self.lent)
-
-    def __del__(self) -> None:
-        """Wait if a cache is dropped with steps under way: pinned memory is reused at once, unlike the device's own."""
-        with contextlib.suppress(Exception):  # at the interpreter's end there may be no device left to ask
-            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if not capturing:  # waiting would end the capture
-                self.finish()
+        store, parts = self.parts.store, self.parts
+        self.reserve(1)  # of a replay, too: buffers count what they hold
+        store.lengths = [length + 1 for length in store.lengths]
+        if parts.codes is None:
+            return sum(store.lengths) / len(store.lengths)
+        return parts.n_sink + 1 + (sum(parts.k) + sum(parts.local)) / len(store.lengths)
 
     def tensors(self) -> list[torch.Tensor]:
-        tables = [] if self.blocks is None else self.blocks.tensors()
-        return [self.cursor, self.plan, self.arrived, *([] if self.amount is None else [self.amount]), *tables]
+        return [self.cursor, self.counts, *(() if self.ranking is None else self.ranking.tensors())]
+
+
+class _Ranking:
+    """Sinks, the best tokens by their codes, and the local window of a step."""
+
+    def __init__(self, parts: StepParts, codes: PQCodes, device: torch.device) -> None:
+        self.codes, self.n_sink, self.k = codes, parts.n_sink, max(parts.k)
+        window = max(parts.local) + 1
+        self.attended = parts.n_sink + self.k + window  # positions per KV head, padding included
+        centroids = codes.centroids.float()
+        # distances do not change, but far from the origin fp32 would lose them
+        self.middle = centroids.mean(3, keepdim=True)  # (n, h_kv, m, 1, d / m)
+        self.centered = centroids - self.middle
+        self.norms = self.centered.square().sum(-1)  # (n, h_kv, m, C)
+        counts = send([list(parts.k), list(parts.local)], torch.long, device)[:, :, None]
+        self.local = counts[1]  # (n, 1)
+        # padding of rows that choose fewer
+        self.few = (torch.arange(self.k, device=device) >= counts[0])[:, None] if len(set(parts.k)) > 1 else None
+        back = torch.arange(window - 1, -1, -1, device=device)
+        self.back = torch.where(
+            back <= self.local, back, -1
+        )  # (n, window): steps back from the newest token, -1 = none
+        self.sinks = torch.arange(parts.n_sink, device=device)
+
+    def choose(self, q: torch.Tensor, k: torch.Tensor, cursor: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Positions (n, h_kv, attended) int32 that q (n, h, 1, d) attends, -1 = none. The token k at `cursor` gets its codes."""
+        centroids, codes = self.codes.centroids, self.codes.codes.data
+        n, h_kv, m, _, sub = centroids.shape
+        x = k.float().view(n, h_kv, m, 1, sub) - self.middle
+        nearest = (self.norms - 2 * (x @ self.centered.mT)[..., 0, :]).argmin(-1).view(n, h_kv * m, 1)
+        codes.scatter_(2, (cursor - self.n_sink)[:, None].expand(n, h_kv * m, 1), nearest.to(codes.dtype))
+        ends = (cursor - self.local)[:, 0] - self.n_sink
+        weights = scores(q, centroids, codes, ends, scaling).softmax(-1).view(n, h_kv, -1, codes.shape[2]).sum(2)
+        # one number per token that orders by weight, then by position: the bits of floats >= 0 order as they do
+        order = (weights.view(torch.int32).long() << 32) - torch.arange(codes.shape[2], device=q.device)
+        chosen = order.topk(self.k, -1).indices + self.n_sink
+        chosen = chosen if self.few is None else chosen.masked_fill(self.few, -1)
+        window = torch.where(self.back < 0, -1, cursor - self.back)[:, None]
+        return torch.cat([self.sinks.expand(n, h_kv, -1), chosen, window.expand(n, h_kv, -1)], -1).int()
+
+    def tensors(self) -> list[torch.Tensor]:
+        few = [] if self.few is None else [self.few]
+        return [self.middle, self.centered, self.norms, self.local, self.back, self.sinks, *few]

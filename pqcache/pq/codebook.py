@@ -10,18 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.pq.kmeans import FEW, assign, assign_in_place, in_place
+from pqcache.pq.kmeans import assign
 
 
 def split(x: torch.Tensor, m: int) -> torch.Tensor:
     """x (n, h_kv, t, d) -> sub-vectors (n * h_kv * m, t, d / m) fp32."""
     n, h_kv, t, d = x.shape
     return x.float().view(n, h_kv, t, m, d // m).transpose(2, 3).reshape(n * h_kv * m, t, d // m)
-
-
-def sub_vectors(x: torch.Tensor, m: int) -> torch.Tensor:
-    """The same of x as it is stored, without a copy: (n, h_kv, m, t, d / m)."""
-    return x.unflatten(3, (m, -1)).transpose(2, 3)
 
 
 def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -31,10 +26,7 @@ def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
         return kernels.codes.encode_one(x, centroids)
     flat = centroids.float().reshape(-1, c, sub)
     middle = flat.mean(1, keepdim=True)  # distances do not change, but far from the origin fp32 would lose them
-    if x.shape[2] >= FEW and in_place(x, c):
-        codes = assign_in_place(sub_vectors(x, m), flat - middle, middle)
-    else:
-        codes, _ = assign(split(x, m) - middle, flat - middle)
+    codes, _ = assign(split(x, m) - middle, flat - middle)
     return codes.view(n, h_kv, m, -1)
 
 

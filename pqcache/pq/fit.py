@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pqcache.pq import codebook
-from pqcache.pq.kmeans import in_place, initial_positions, kmeans
+from pqcache.pq.kmeans import initial_positions, kmeans
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,8 @@ def fit(keys: torch.Tensor, centroids: torch.Tensor, counts: list[int], due: lis
     done = 0
     for count in sorted({counts[r] for r in due}):  # rows of one length are clustered together
         rows = [r for r in due if counts[r] == count]
-        if in_place(keys, c):  # a GPU reads them where they are; all rows need no copy either
-            points = codebook.sub_vectors((keys if len(rows) == n else keys[rows])[:, :, :count], m)
-        else:
-            points = codebook.split(keys[rows, :, :count], m)
-        init = points[..., initial_positions(count, c, how.seed).to(keys.device), :].flatten(0, -3)
+        points = codebook.split(keys[rows, :, :count], m)
+        init = points[:, initial_positions(count, c, how.seed).to(keys.device)]
         result = kmeans(points, init, how.rounds(count), how.tol)
         centroids[rows] = result.centroids.view(len(rows), h_kv, m, c, sub).to(centroids.dtype)
         done = max(done, result.rounds)

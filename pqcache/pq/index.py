@@ -15,10 +15,10 @@ from pqcache.selective.budget import Plan
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.substitute import PQCodes
 from pqcache.store.buffer import Buffer
 from pqcache.store.host import HOST
 from pqcache.store.lanes import NOTHING, Work
+from pqcache.store.step import PQCodes
 
 REFIT = 0.25  # re-cluster when a new turn adds more than this share of the keys that the centroids were fitted to
 

@@ -8,16 +8,9 @@ from typing import NamedTuple
 import torch
 
 from pqcache import kernels
-from pqcache.device.switch import on_device
 
 FEW = 64  # with fewer points per group the compiled kernel does not repay rearranging the centroids
-_MAX_CENTROIDS = 4096  # of the Triton kernels: one-hot sums of more centroids would take longer than torch's
 _SAMPLE = 160  # points per cluster that are enough to place its centroid in a round before the last
-_DEVICE_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-)  # of the points that the Triton kernels read as they are stored
 _CHUNK = 1 << 26  # distance-matrix entries per block: 256 MiB of fp32
 
 
@@ -37,11 +30,6 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
     if x.shape[1] >= FEW and kernels.native(x, centroids):
         nearest_codes, distance, *_ = kernels.nearest.nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
         return nearest_codes.long(), distance
-    if x.shape[1] >= FEW and _on_device(x, centroids):
-        from pqcache.device import triton_nearest
-
-        nearest_codes, distance, *_ = triton_nearest.nearest(x, centroids, torch.zeros_like(centroids[:, :1]))
-        return nearest_codes.long(), distance
     g, n, _ = x.shape
     c = centroids.shape[1]
     norms = centroids.square().sum(-1)[:, None]  # (G, 1, C)
@@ -53,23 +41,6 @@ def assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torc
         codes.append(index)
         best.append(value)
     return torch.cat(codes, 1), torch.cat(best, 1)
-
-
-def in_place(x: torch.Tensor, clusters: int) -> bool:
-    """Whether the Triton kernels cluster these points where and as they are stored; decided without importing them."""
-    return x.dtype in _DEVICE_DTYPES and clusters <= _MAX_CENTROIDS and on_device(x)
-
-
-def assign_in_place(x: torch.Tensor, centroids: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
-    """Codes (G, N) int64 of x less `middle` (G, 1, d), where `in_place` says so; x (n, h_kv, m, N, d) with G = n * h_kv * m."""
-    from pqcache.device import triton_nearest
-
-    return triton_nearest.nearest(x, centroids, middle)[0].long()
-
-
-def _on_device(x: torch.Tensor, centroids: torch.Tensor) -> bool:
-    """The same, beside these centroids."""
-    return centroids.dtype == torch.float32 and in_place(x, centroids.shape[1]) and on_device(centroids)
 
 
 def initial_positions(n: int, clusters: int, seed: int) -> torch.Tensor:
@@ -88,16 +59,10 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
     With at least 2 * 160 points per cluster, every round but the last uses evenly spaced points only, at least 160 per cluster.
     For 32,640 points, 64 centroids and 5 rounds, rounds and codes together then read all points 3.3 times instead of 6 times.
     Inertia stays within 0.5 % of exact rounds over all points (scripts/bench_kernels.py).
-
-    On a CUDA device x may be 16-bit, and a view of keys (n, h_kv, m, N, d) with G = n * h_kv * m: see `in_place`.
     """
-    x, init = x if x.dtype in _DEVICE_DTYPES else x.float(), init.float()
-    if _on_device(x, init):
-        points: _Points = _DevicePoints(x)
-    else:
-        x = x.float()
-        points = (_NativePoints if kernels.native(x, init) else _Points)(x)
-    stride = x.shape[-2] // (_SAMPLE * init.shape[1])
+    x, init = x.float(), init.float()
+    points = (_NativePoints if kernels.native(x, init) else _Points)(x)
+    stride = x.shape[1] // (_SAMPLE * init.shape[1])
     if stride < 2 or max_iter < 2:
         return _lloyd(points, init, max_iter, tol)
     early = _lloyd(points.every(stride), init, max_iter - 1, tol, last=False)
@@ -107,7 +72,7 @@ def kmeans(x: torch.Tensor, init: torch.Tensor, max_iter: int, tol: float = 1e-4
 
 def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last: bool = True) -> KMeansResult:
     """Rounds over all of these points. last=False: the codes may be those of the centroids before the last update."""
-    groups, n, device = len(init), points.x.shape[-2], points.x.device
+    groups, n, device = len(init), points.x.shape[1], points.x.device
     centroids = init - points.middle
     limit = tol * points.variance  # (G,)
     active = torch.arange(groups, device=device)  # groups still moving
@@ -167,8 +132,12 @@ class _Points:
         a, _, d = x.shape
         c = centroids.shape[1]
         flat = (codes + torch.arange(a, device=x.device)[:, None] * c).reshape(-1)
-        sums = torch.zeros(a * c, d, device=x.device).index_add_(0, flat, x.reshape(-1, d)).view(a, c, d)
-        return codes.int(), partial, sums, torch.bincount(flat, minlength=a * c).view(a, c)
+        sums, points = torch.zeros(a * c, d, device=x.device), x.reshape(-1, d)
+        if x.is_cuda:  # sorted and then added, so that runs repeat: index_add_ adds in any order there
+            sums.index_put_((flat,), points, accumulate=True)
+        else:
+            sums.index_add_(0, flat, points)
+        return codes.int(), partial, sums.view(a, c, d), torch.bincount(flat, minlength=a * c).view(a, c)
 
 
 class _NativePoints(_Points):
@@ -189,33 +158,6 @@ class _NativePoints(_Points):
         self, groups: torch.Tensor, centroids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.kernel.nearest(self.x, centroids, self.middle[groups], groups.tolist(), True)
-
-
-class _DevicePoints(_NativePoints):
-    """The same by the Triton kernel."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        from pqcache.device import triton_nearest
-
-        self.kernel = triton_nearest
-        self.x = triton_nearest.by_group(x)
-        self.middle, self.variance = triton_nearest.moments(self.x)
-
-    def every(self, stride: int) -> _Points:
-        """Without a copy: the kernel skips the others."""
-        sample = copy.copy(self)
-        sample.x = self.x[..., ::stride, :]
-        return sample
-
-    def centered(self, group: int) -> torch.Tensor:
-        _, heads, subs = self.x.shape[:3]
-        own = self.x[group // (heads * subs), group // subs % heads, group % subs]
-        return own.float() - self.middle[group]
-
-    def assign_and_add(
-        self, groups: torch.Tensor, centroids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.kernel.nearest(self.x, centroids, self.middle[groups], groups, add=True)
 
 
 def _reseed(

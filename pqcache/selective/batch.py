@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.captured import StepRecorder, check
 from pqcache.selective.decode import Clock, GenerationResult, NonFinite, chunk_of, planned_tokens, report
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
-from pqcache.selective.recording import StepRecorder, check
 from pqcache.selective.sampling import Sampling
 from pqcache.selective.shared_prefill import Prefill, feed, record
 from pqcache.store.lanes import Lanes

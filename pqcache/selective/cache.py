@@ -14,7 +14,7 @@ from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.selective.support import KERNELS, attention_kernel, check_architecture, sliding_window
+from pqcache.selective.support import accelerator, attention_kernel, check_architecture, sliding_window
 from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import Lanes, lanes_for
@@ -42,8 +42,6 @@ class SelectiveCache(Request):
 
         kernels: what computes decode steps on a CUDA device: torch, or auto (Triton kernels where the method allows it).
         """
-        if kernels not in KERNELS:
-            raise ValueError(f"kernels={kernels}: allowed is {' or '.join(KERNELS)}")
         if isinstance(method, str):
             hint = f"pqcache.use(model, {method!r}, budget=0.2) takes a name"
             raise TypeError(f"method={method!r}: SelectiveCache takes an object of a Method; {hint}")
@@ -61,7 +59,7 @@ class SelectiveCache(Request):
         self.shape = ModelShape.of(config)
         self.window = sliding_window(config)
         self.attn, self.kernel = attention_kernel(attn)
-        self.kernels = kernels
+        self.accelerator = accelerator(kernels, device, getattr(model, "dtype", None))
         self.ledger = Ledger()
         self.observers, self.watchers = [], []
         super().__init__(layers=method.layers(self.shape))
@@ -82,6 +80,7 @@ class SelectiveCache(Request):
         self._target: int | None = None  # columns at which the prompt or the turn ends
         self._announced = False  # the end of this prompt or turn, by begin or begin_turn
         self._decoded = False  # since the prompt or turn ended
+        self._substituted = False  # since then, or since rows moved, the layers have been asked for substitutes
         self._open = False  # a forward pass began and has not ended
         self.recording = False
         self.last_only = False  # the pass under way returns the last token's logits and nothing else; see attach.py
@@ -154,6 +153,8 @@ class SelectiveCache(Request):
         """
         if self.step is not None:
             return self.step
+        if self.accelerator is not None and self._decoded and not self.recording:
+            self.use_substitutes()
         try:
             step = self._plan(n, t, None if self.recording else mask)  # looking at a mask would wait for the device
             for layer in self._checking:
@@ -164,6 +165,20 @@ class SelectiveCache(Request):
         self.step = step
         self.ledger.decoding = self.step.decode
         return self.step
+
+    def use_substitutes(self) -> None:
+        """Let the accelerator do the decode steps that it can, from a turn's second one on: what is built beside it has ended.
+
+        None of them while somebody looks on, or a gradient is recorded.
+        """
+        if self.observers or self.watchers or torch.is_grad_enabled():
+            self._substituted = False
+            for layer in self.layers:
+                layer.substitute = None
+        elif not self._substituted and self.accelerator is not None:
+            self._substituted = True
+            for layer in self.layers:
+                layer.substitute = self.accelerator.substitute_for(layer.step_parts())
 
     def _plan(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
         first = self.columns == 0
@@ -226,7 +241,9 @@ class SelectiveCache(Request):
         self._decoded = step.decode
         if step.decode:
             self.ledger.end_step(fmean(self.past))
-        elif step.ends_prompt:
+            return
+        self._substituted = False
+        if step.ends_prompt:
             self._announced = False
             self.note_resident()
 
@@ -253,6 +270,7 @@ class SelectiveCache(Request):
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was, in every layer: beam search, repeat and select are all this."""
+        self._substituted = False
         index = index.cpu()  # row counts are Python ints everywhere: one transfer here instead of one per layer
         for layer in self.layers:
             layer.reorder_cache(index)
@@ -284,6 +302,7 @@ class SelectiveCache(Request):
         if tokens_to_remove < 0:
             self.past = [length + tokens_to_remove for length in self.past]
             self.columns += tokens_to_remove
+            self._substituted = False
             if self._target is not None:
                 self._target = min(self._target, self.columns)
 
@@ -291,7 +310,6 @@ class SelectiveCache(Request):
         """Wait for everything that runs beside the model, so that bytes and figures are final."""
         for layer in self.layers:
             layer.wait()
-        self.ledger.collect()
 
     def note_resident(self) -> None:
         self.ledger.note_resident(self.resident_bytes())

@@ -1,32 +1,37 @@
 """Decode steps of one request, recorded once as a CUDA graph: a step is one launch, and nothing waits for the host.
 
-    with attach(model), torch.no_grad():
-        cache = SelectiveCache(model, method)
-        ...                                             # the prompt, and at least one decode step
-        steps = CapturedSteps(model, cache, token, 256) # token (n, 1): the input of the next step
-        for _ in range(256):
-            token = steps.replay()                      # on the device; reading it waits
+    recorder = StepRecorder(model, cache, graph="auto")
+    logits = recorder.step(tokens, left)     # None: this step is not recorded, run it as usual
 
-A step feeds the likeliest token of the one before, or the token that `replay` is given.
-
-Only counters on the device may differ between two steps. So a substitute (substitute.py) must do every layer's step and read
-the counters there. There is one for PQCache with its codes on the device, over any store, one for full attention, one for
-evictors that evict when a prompt ends, and one for codecs. Other layers raise NotApplicable. A step in which the host packs
-tokens, or observes, runs unrecorded; where that moves tensors, the step after it is recorded anew.
+Only counters on the device may differ between two steps, so a substitute (store/step.py) must do every layer's: the request has
+kernels=auto, and its method is PQCache over a resident store, full attention, or an evictor that evicts when a prompt ends. Where
+steps cannot be recorded they run as usual, and one note per process and reason says why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
-from pqcache.device.switch import device_of, on_device
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.placement import places
+from pqcache.selective.placement import home, places
 from pqcache.selective.shape import NotApplicable
 from pqcache.store.transfer import send
 
-FEW = 8  # steps in a row that all need the host: there is nothing to record. With as few to come, nothing is recorded anew
+GRAPHS = ("auto", "off")
+LEAST = 8  # steps to come for which a recording pays: it takes the time of about two
+_noted: set[str] = set()
+
+
+def check(graph: str) -> None:
+    """Raises ValueError for a value that is not allowed."""
+    if graph not in GRAPHS:
+        raise ValueError(f"graph={graph}: allowed is {' or '.join(GRAPHS)}")
 
 
 class CaptureFailed(RuntimeError):
@@ -38,52 +43,43 @@ class CaptureFailed(RuntimeError):
 
 
 class CapturedSteps:
-    """Up to `tokens` recorded steps. `logits` (n, vocabulary) and `token` (n, 1) are those of the last replayed one.
+    """Up to `tokens` steps from `token` (n, 1) on: the first runs, the others are replays of a recording.
 
-    After an ordinary forward pass, a new turn, a reordering of rows or a new request `replay` raises RuntimeError.
-    Raises NotApplicable before anything has run if the steps cannot be recorded, and CaptureFailed if the device refuses.
+    `logits` (n, vocabulary) and `token` (n, 1) are those of the last step. After another forward pass, a new turn, a reordering
+    of rows or a new request, `replay` raises RuntimeError. Raises NotApplicable before anything has run if the steps cannot be
+    recorded, and CaptureFailed if the device refuses.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor, tokens: int) -> None:
-        if not on_device(token):
-            raise NotApplicable(f"recording decode steps needs a CUDA device and Triton, not {token.device}")
         if kept := places(model):
             raise NotApplicable(f"decode steps cannot be recorded: the model's weights are on {', '.join(kept)}")
-        if cache.observers or cache.watchers:
-            raise NotApplicable("decode steps cannot be recorded while observers or watchers look on")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
         cache.check_window(cache.columns + tokens)  # a replay does not check it again
-        # One pass is run and a second one recorded. No buffer may grow while recording, so there is room for at least two.
-        self.steps = [layer.prepare_capture(max(cache.past) + max(tokens, 2)) for layer in cache.layers]
-        if all(any(step.needs_host(ahead) for step in self.steps) for ahead in range(1, FEW + 1)):
-            raise NotApplicable("decode steps cannot be recorded: the host packs tokens, or observes, in every one")
-        self.cache = cache
+        cache.use_substitutes()
+        self.steps = [layer.substitute for layer in cache.layers]
+        for layer in cache.layers:
+            if layer.substitute is None:
+                raise NotApplicable(f"the step of layer {layer.layer_idx} ({type(layer).__name__}) cannot be recorded")
+            layer.substitute.reserve(max(tokens, 2))  # one step is run and a second one recorded, which keeps addresses
+        self.model, self.cache, self.left = model, cache, tokens
         self.token = token.clone()
         self.position = send(cache.past, torch.long, token.device)[:, None]
-        self.model, self.left = model, tokens
-        with device_of(token):  # a graph is recorded, and launched, on the current device
-            self._record(token)
+        with _current(token.device):
+            self._record(token.device)
         self.columns = cache.columns
 
-    def _record(self, token: torch.Tensor) -> None:
+    def _record(self, device: torch.device) -> None:
         """Run the first step and record the second one."""
-        # the first step is run, not recorded, on a stream of its own: it loads kernels and allocates workspaces
-        stream, current = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
+        # run on a stream of its own: it loads kernels and allocates workspaces
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self.logits = self.forward()
         current.wait_stream(stream)
         self.fresh = True  # the first step's token has not been returned yet
-        self.stream = stream
-        self._capture(token)
-
-    def _capture(self, token: torch.Tensor) -> None:
-        """Record a step, which does not run."""
-        stream, current = self.stream, torch.cuda.current_stream(token.device)
-        self.versions = [step.version for step in self.steps]
         self.graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(token.device)
+        torch.cuda.synchronize(device)
         self.cache.recording = True
         try:
             with torch.cuda.graph(self.graph, stream=stream):  # its default stream is the first device's
@@ -97,17 +93,11 @@ class CapturedSteps:
     def forward(self) -> torch.Tensor:
         """One step from `token` at `position`, both of which it moves on: logits (n, vocabulary)."""
         out = self.model(
-            input_ids=self.token,
-            position_ids=self.position,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+            input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )  # fmt: skip
         logits = out.logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         self.position.add_(1)
-        for step in self.steps:
-            step.join()  # a graph ends with one stream
         return logits
 
     def replay(self, token: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,23 +117,67 @@ class CapturedSteps:
             return self.token
         if token is not None:
             self.token.copy_(token, non_blocking=True)
-        if self._ready():
-            with device_of(self.token):
-                self.graph.replay()
-            cache.note_step()  # the host counts while the device works
-            self.logits = self.recorded
-        else:
-            self.logits = self.forward()
-        self.columns = cache.columns
+        with _current(self.token.device):
+            self.graph.replay()
+        cache.note_step()  # the host counts while the device works
+        self.logits, self.columns = self.recorded, cache.columns
         return self.token
 
-    def _ready(self) -> bool:
-        """Whether the graph does the step to come; records it anew where tensors have moved."""
-        if any(step.needs_host() for step in self.steps):
-            return False
-        if self.versions != [step.version for step in self.steps]:
-            if self.left < FEW:
-                return False
-            with device_of(self.token):
-                self._capture(self.token)
-        return True
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which this CUDA device is the current one: a graph is recorded, and launched, there."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class StepRecorder:
+    """Decode steps of one request of one row or more. graph: auto, or off to record nothing.
+
+    fed: tokens may differ from the likeliest ones (drawn answers, questions): each step sends its own to the device.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Any, graph: str, *, fed: bool = False) -> None:
+        check(graph)
+        self.model, self.cache, self.fed = model, cache, fed
+        self.first = 1  # ordinary steps of the request before one is recorded: they make and compile what it reuses
+        self.on = graph == "auto" and isinstance(cache, SelectiveCache) and cache.accelerator is not None
+        self.steps: CapturedSteps | None = None
+
+    def forget(self) -> None:
+        """Rows were dropped or reordered: the next step is an ordinary one, and the one after it recorded anew."""
+        self.steps = None
+        if self.on:
+            self.first = self.cache.ledger.steps + 1
+
+    def step(self, tokens: Sequence[int], left: int) -> torch.Tensor | None:
+        """Logits (n, vocabulary) of a step that feeds `tokens`, after which at most `left` - 1 follow. None: run it as usual.
+
+        Unless `fed`, a recording goes on from the tokens it chose itself, the likeliest, which must be `tokens`.
+        """
+        if not self.on:
+            return None
+        if self.steps is None:
+            if self.cache.observers or self.cache.watchers or left < LEAST:
+                self.on = False
+                return None
+            if self.cache.ledger.steps < self.first:
+                return None
+            try:
+                self.steps = CapturedSteps(self.model, self.cache, self._sent(tokens), left)
+            except CaptureFailed as failure:  # one step has run
+                self._give_up(failure)
+                return failure.logits
+            except NotApplicable as reason:
+                self._give_up(reason)
+                return None
+        self.steps.replay(self._sent(tokens) if self.fed else None)
+        return self.steps.logits
+
+    def _sent(self, tokens: Sequence[int]) -> torch.Tensor:
+        return send(tokens, torch.long, home(self.model))[:, None]
+
+    def _give_up(self, reason: Exception) -> None:
+        self.on = False
+        text = " ".join(str(reason).split())[:300]
+        if text not in _noted:
+            _noted.add(text)
+            warnings.warn(f"decode steps run unrecorded: {text}", RuntimeWarning, stacklevel=4)

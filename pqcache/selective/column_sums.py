@@ -9,8 +9,6 @@ Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There a
 
 The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does. A long prompt on the
 CPU gets its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
-On a CUDA device two Triton kernels do both passes, the first one
-for the log-sum-exp (device/triton_sums.py).
 
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
 """
@@ -22,15 +20,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pqcache import kernels
-from pqcache.device.switch import on_device
 
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
 LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
 LONG = 1024  # tokens of a prompt from which on its attention and its sums are computed together
 TOGETHER = 1 << 20  # several KV heads are computed at once while their logits are at most this many numbers
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the Triton kernels
-MAX_D = 256  # head dimension up to which the Triton kernels serve: a tile of queries and one of keys fit on a multiprocessor
+ON_DEVICE = 1 << 27  # the same on a CUDA device, where launches count
 
 
 def accumulator_dtype(x: torch.Tensor) -> torch.dtype:
@@ -66,14 +62,9 @@ def add_column_sums(
         (n, t, h, d'). In one pass, on the CPU.
 
     Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
-    `lse`; of several groups if that stays below TOGETHER. On a CUDA device two kernels do all blocks; beside `sums` they need
-    the log-sum-exp. The CPU's kernel chooses blocks itself, one per thread, and has a few copies of a row's sums.
+    `lse`; of several groups if that stays below TOGETHER (ON_DEVICE). The CPU's kernel chooses blocks itself, one per thread, and
+    has a few copies of a row's sums.
     """
-    if attended is None and _on_device(sums, q, k):
-        from pqcache.device import triton_sums
-
-        triton_sums.add(sums, q, k, stored, counts, scaling, windows=windows, lse=lse)
-        return
     if lse is None and kernel_serves(sums, q, k, *(attended or ())):
         for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
             if count:
@@ -90,14 +81,15 @@ def add_column_sums(
     g, block = h // h_kv, min(block, t)
     widest = LSE_TILE if lse is not None else max(stored)
     # one buffer for all blocks: freed ones, each a little smaller than the next, would pile up in the allocator
-    scratch = torch.empty(max(g * block * widest, min(h * block * widest, TOGETHER)), dtype=dtype, device=q.device)
+    most = ON_DEVICE if q.is_cuda else TOGETHER
+    scratch = torch.empty(max(g * block * widest, min(h * block * widest, most)), dtype=dtype, device=q.device)
     future = torch.ones((block, block), dtype=torch.bool, device=q.device).triu(1)  # of a block's own keys
     q, sums = (x.unflatten(1, (h_kv, g)) for x in (q, sums))
     lse = lse if lse is None else lse.unflatten(1, (h_kv, g))
     for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
         for start, stop in _blocks(t - count, t, length - t, block):
             m = length - t + stop
-            step = max(1, TOGETHER // (g * (stop - start) * min(m, widest)))
+            step = max(1, most // (g * (stop - start) * min(m, widest)))
             for head in range(0, h_kv, step):
                 heads = slice(head, head + step)
                 block_q = q[row, heads, :, start:stop].to(dtype)
@@ -174,12 +166,6 @@ def softmax_(logits: torch.Tensor) -> float:
         return kernels.softmax.FACTOR
     torch.softmax(logits, -1, out=logits).mul_(2.0**64)
     return 2.0**-64
-
-
-def _on_device(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the Triton kernels serve: decided without importing them."""
-    served = q.dtype == k.dtype and q.dtype in DTYPES and sums.dtype == torch.float32 and sums.stride(2) == 1
-    return served and q.shape[3] <= MAX_D and on_device(sums, q, k)
 
 
 def _probabilities(

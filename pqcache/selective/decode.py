@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.captured import StepRecorder, check
 from pqcache.selective.layer import Watcher
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
-from pqcache.selective.recording import StepRecorder, check
 from pqcache.selective.sampling import Sampling
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.shared_prefill import Prefill

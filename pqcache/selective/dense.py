@@ -13,8 +13,8 @@ from pqcache.selective.blocks import lower_right, row_by_row
 from pqcache.selective.column_sums import attend_and_sum, together
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.shape import ModelShape
-from pqcache.selective.substitute import StepParts, Substitute, substitute_for
 from pqcache.store.resident import ResidentStore
+from pqcache.store.step import StepParts
 
 
 def dense_prefill(
@@ -120,11 +120,6 @@ class DenseLayer(SelectiveLayer):
 
     def step_parts(self) -> StepParts:
         return StepParts(self.store)
-
-    def prepare_capture(self, tokens: int) -> Substitute:
-        if self.substitute is None:
-            self.substitute = substitute_for(self.store.view()[0], self.step_parts)
-        return super().prepare_capture(tokens)
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.store.map_rows(index)

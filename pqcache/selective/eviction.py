@@ -23,11 +23,11 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer
-from pqcache.selective.substitute import StepParts, Substitute, substitute_for
 from pqcache.store.base import joined
 from pqcache.store.buffer import dense, take_tokens
 from pqcache.store.drop import Lightest, drop
 from pqcache.store.resident import ResidentStore
+from pqcache.store.step import StepParts
 
 
 @dataclass(kw_only=True)
@@ -149,13 +149,6 @@ class EvictionLayer(Evictor, StagedLayer):
         if method.refreshes:  # some steps drop tokens
             return None
         return StepParts(self.store)
-
-    def prepare_capture(self, tokens: int) -> Substitute:
-        """tokens: per row as seen by the model, of which the store holds fewer."""
-        if self.substitute is None and self.step_parts() is not None:
-            self.substitute = substitute_for(self.store.view()[0], self.step_parts)
-        dropped = min((seen - held for seen, held in zip(self.seen, self.store.lengths, strict=True)), default=0)
-        return super().prepare_capture(tokens - dropped)
 
     def note_step(self, ledger: Ledger) -> None:
         super().note_step(ledger)

@@ -34,8 +34,8 @@ from pqcache.selective.group import group_reduce, per_head, top_tokens
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.row_state import RowState
 from pqcache.selective.shape import ModelShape
-from pqcache.selective.substitute import PQCodes
 from pqcache.store.base import RetrievalStore
+from pqcache.store.step import PQCodes
 from pqcache.store.transfer import table
 
 SCOPES = ("candidates", "all")

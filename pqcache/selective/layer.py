@@ -17,9 +17,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.selective.substitute import StepParts, Substitute, substitute_for
+from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
+from pqcache.store.step import StepParts, Substitute
 
 
 class Request(Cache):
@@ -30,7 +30,7 @@ class Request(Cache):
     ledger: Ledger
     lanes: Lanes  # what runs copies and index builds beside the model
     attn: str
-    kernels: str  # torch | auto
+    accelerator: Any  # does decode steps in the place of layers, see support.accelerator; None: torch does everything
     kernel: Callable  # dense attention of a prompt, as transformers' attention functions
     expected: int  # tokens of the longest row when the request ends; 0 = unknown
     prompt_lengths: list[int] | None  # real tokens per row
@@ -129,8 +129,8 @@ class SelectiveLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
     attends_all = False  # whether decode attends every token seen, exactly or not: dense layers, quantization
-    offers_steps = False  # whether a substitute may do any decode step; if not, only steps that are recorded
-    substitute: Substitute | None = None  # does this layer's decode steps, and holds its store meanwhile
+    # does this layer's decode steps, until anything else changes what it holds; see SelectiveCache.use_substitutes
+    substitute: Substitute | None = None
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
@@ -175,8 +175,6 @@ class SelectiveLayer(CacheLayerMixin):
 
     def wait(self) -> None:
         """Wait for everything that runs beside the model (copies, index builds: `cache.lanes`)."""
-        if self.substitute is not None:
-            self.substitute.finish()
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was, in every state tensor (beam search, repeat, select)."""
@@ -187,12 +185,8 @@ class SelectiveLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def step_parts(self) -> StepParts | None:
-        """What a decode step depends on, for a substitute. None: no substitute can do it."""
+        """What the decode steps to come depend on, for a substitute. None: no substitute can do them."""
         return None
-
-    def selection_of(self, indices: torch.Tensor) -> Any:
-        """The `index.Selected` of a step in which a substitute chose the positions indices (n, h_kv, k), -1 = padding."""
-        raise NotImplementedError
 
     def held_positions(self) -> torch.Tensor | None:
         """Positions in the row of the tokens still held: (n, h_kv, m), -1 = padding; None: all. For diagnostics."""
@@ -209,14 +203,20 @@ class SelectiveLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Route one call of the attention function to its phase."""
         if ctx.step.decode:
-            out, cache = self._decode(q, k, v, ctx), ctx.cache
+            cache = ctx.cache
+            if self.substitute is None:
+                out = self.decode(q, k, v, ctx)
+            else:
+                out = self.substitute.run(q, k, v, ctx.scaling)
+                if not cache.recording:
+                    self.note_step(cache.ledger)
             if cache.observers or cache.watchers:
                 for observer in cache.observers:
                     observer(self, q, self.selected)
                 self._show(q, k, v, out, ctx)
             self.selected = None
             return out
-        self.take_back()
+        self.substitute = None
         self.model_shape.check(q, k, v)
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
@@ -234,48 +234,10 @@ class SelectiveLayer(CacheLayerMixin):
             for watcher in ctx.cache.watchers:
                 watcher.watch(call)
 
-    # -- steps that a substitute does -------------------------------------------------------------------------------
-
-    def _decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        """One step, by a substitute if one serves, else by `decode`. Shapes as in `decode`."""
-        if self.substitute is None and self.offers_steps:
-            self.substitute = substitute_for(q, self.step_parts, ctx.cache.ledger)
-        elif self.substitute is not None and not self.substitute.serves(q):
-            self.take_back()
-        substitute = self.substitute
-        if substitute is None:
-            return self.decode(q, k, v, ctx)
-        out, indices = substitute.run(q, k, v, ctx.scaling)
-        cache = ctx.cache
-        if not cache.recording:
-            self.note_step(cache.ledger)
-        if indices is not None and (cache.observers or cache.watchers):
-            self.selected = self.selection_of(substitute.positions(indices))
-        return out
-
     def note_step(self, ledger: Ledger) -> None:
         """Update the host's counters after a substitute's step has run or was replayed."""
         assert self.substitute is not None
         ledger.attend(self.layer_idx, self.substitute.note(), selecting=not self.attends_all)
-
-    def take_back(self) -> None:
-        """End the substitute's use of the store. Called before anything else reads or changes what the layer holds."""
-        if self.substitute is not None:
-            self.substitute.leave()
-            self.substitute = None
-
-    def prepare_capture(self, tokens: int) -> Substitute:
-        """Make room for `tokens` tokens per row, so that a decode step can be recorded as a CUDA graph and replayed.
-
-        Returns the substitute that does the step. Raises NotApplicable if there is none: the step then depends on more than
-        counters on the device.
-        """
-        if self.substitute is None:
-            raise NotApplicable(
-                f"layer {self.layer_idx} ({type(self).__name__}): its decode step cannot be recorded as a CUDA graph"
-            )
-        self.substitute.reserve(tokens)
-        return self.substitute
 
     # -- the transformers side --------------------------------------------------------------------------------------
 
@@ -308,22 +270,20 @@ class SelectiveLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.columns = 0
         self.is_initialized = False
-        if self.substitute is not None:
-            self.substitute.finish()
-            self.substitute = None
+        self.substitute = None
         self.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): allowed is 0 or a negative number of tokens to remove")
         if tokens_to_remove and self.columns:
-            self.take_back()
+            self.substitute = None
             self.truncate(-tokens_to_remove)
             self.columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.columns:
-            self.take_back()
+            self.substitute = None
             self.map_rows(beam_idx)
 
     def offload(self) -> None:

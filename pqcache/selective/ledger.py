@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,29 +62,13 @@ class Ledger:
         self.peak: dict[str, int] = {}
         self._means: dict[str, list[torch.Tensor]] = {}  # sum and count of figures that are reported as a mean
         self.facts: dict[str, Any] = {}  # what a method reports of itself, e.g. the K-Means rounds it really ran
-        # reports that `collect` makes; weak: a dropped owner reports nothing
-        self._late: list[weakref.WeakMethod] = []
 
-    def move(self, kind: str, nbytes: int, *, decoding: bool = False) -> None:
-        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS.
-
-        decoding=True: they belong to decode steps, even if the report comes later.
-        """
+    def move(self, kind: str, nbytes: int) -> None:
+        """Record `nbytes` that crossed between tiers. `kind` is a key of COLUMNS."""
         if kind not in COLUMNS:
             raise KeyError(f"ledger kind {kind!r} is unknown")
         with self._lock:
-            (self.moved if decoding or self.decoding else self.prefill_moved)[kind] += nbytes
-
-    def report_late(self, report: Callable[[], None]) -> None:
-        """Let `collect` call `report`, a bound method. For owners that count on a device: reading counts now would wait."""
-        self._late.append(weakref.WeakMethod(report))
-
-    def collect(self) -> None:
-        """Make all late reports: `moved` and `facts` are final then."""
-        for report in [late() for late in self._late]:
-            if report is not None:
-                report()
-        self._late = [late for late in self._late if late() is not None]
+            (self.moved if self.decoding else self.prefill_moved)[kind] += nbytes
 
     def attend(
         self, layer: int, tokens: float | torch.Tensor, *, selecting: bool, union: torch.Tensor | None = None
@@ -116,7 +99,6 @@ class Ledger:
 
     def reported(self) -> dict[str, Any]:
         """What method and stores reported of themselves: facts and means."""
-        self.collect()
         return {**self.facts, **{name: float(total / count) for name, (total, count) in self._means.items()}}
 
     def end_step(self, context: float = 0.0) -> None:
@@ -157,7 +139,6 @@ class Ledger:
 
     def bytes_per_step(self) -> dict[str, float]:
         """Mean bytes per decode step over all layers: selection, demand_fetch, refill, write_back."""
-        self.collect()
         columns = dict.fromkeys(("selection", "demand_fetch", "refill", "write_back"), 0.0)
         for kind, column in COLUMNS.items():
             columns[column] += self.moved.get(kind, 0) / max(self.steps, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +19,6 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer, exact_copy
-from pqcache.selective.substitute import StepParts, attend_packed
 from pqcache.store.codec import Codec
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream, Schedule
 from pqcache.store.resident import ResidentStore
@@ -28,13 +27,15 @@ TILE = 1024  # tokens decoded at a time: a decode step's scratch does not grow w
 DEVICE_TILE = 16384  # on a GPU, where launches count: for codes that no kernel reads
 
 
-def attend_coded(q: torch.Tensor, store: PackedStore, scaling: float, tile: int | None = None) -> Part:
+def attend_coded(
+    q: torch.Tensor, store: PackedStore, scaling: float, tile: int | None = None, accelerator: Any = None
+) -> Part:
     """Attention of one token per row, q (n, h, 1, d), over everything in a coded store; out (n, h, 1, d), lse (n, h, 1).
 
-    By kernels where they read the codes: on a GPU all tokens, on a CPU the packed ones. Of the others, `tile` tokens (default
-    TILE, DEVICE_TILE on a GPU) are decoded, attended and joined to what came before, then forgotten.
+    By kernels where they read the codes: the cache's `accelerator` all tokens, the CPU's the packed ones. Of the others, `tile`
+    tokens (default TILE, DEVICE_TILE on a GPU) are decoded, attended and joined to what came before, then forgotten.
     """
-    if tile is None and (fused := attend_packed(q, store, scaling)) is not None:
+    if accelerator is not None and (fused := accelerator.attend_packed(q, store, scaling)) is not None:
         return Part(fused[0].transpose(1, 2), fused[1])
     size = tile or (DEVICE_TILE if q.is_cuda else TILE)
     joined, read = _attend_runs(q, store, scaling) if tile is None else (None, [])
@@ -63,7 +64,6 @@ class QuantizationLayer(StagedLayer):
     """Packed body + exact tail; see PackedStore for when a tail token is packed."""
 
     attends_all = True
-    offers_steps = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: QuantizationMethod) -> None:
         self.method = method
@@ -88,15 +88,12 @@ class QuantizationLayer(StagedLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.store.append(k, v)  # attended exactly once, packed afterwards
-        part = attend_coded(q, self.store, ctx.scaling)
+        part = attend_coded(q, self.store, ctx.scaling, accelerator=ctx.cache.accelerator)
         lengths = self.store.lengths
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=False)
         self.store.observe_step(q, part.lse, ctx.scaling)
         self.store.pack()
         return part.out.transpose(1, 2).to(q.dtype)
-
-    def step_parts(self) -> StepParts:
-        return StepParts(self.store)
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)

@@ -38,12 +38,12 @@ from pqcache.selective.method import Method
 from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import StagedLayer, exact_copy
-from pqcache.selective.substitute import StepParts
 from pqcache.store.base import RetrievalStore, Served, joined
 from pqcache.store.block_cache import POLICIES, BlockCacheStore
 from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
 from pqcache.store.row_cache import RowCacheStore
+from pqcache.store.step import StepParts
 from pqcache.store.transfer import table
 
 STORES = ("resident", "host", "block_cache")
@@ -151,8 +151,6 @@ class RetrievalMethod(Method):
 
 class RetrievalLayer(StagedLayer):
     """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
-
-    offers_steps = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:
         self.method, self.replans = method, method.replans
@@ -357,7 +355,7 @@ class RetrievalLayer(StagedLayer):
         marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # padding, -1, marks column 0
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
 
-    # -- steps done by a substitute (substitute.py) -------------------------------------------------------------------
+    # -- steps done by a substitute (store/step.py) -------------------------------------------------------------------
 
     def step_parts(self) -> StepParts | None:
         if type(self) is not RetrievalLayer:  # a subclass changes parts of a step: no substitute knows them
@@ -372,11 +370,8 @@ class RetrievalLayer(StagedLayer):
             return None
         if any(length < n_sink + plan.local for length, plan in zip(self.store.lengths, self.plans, strict=True)):
             return None  # sinks and local window overlap
-        return StepParts(self.store, codes, self.plans, n_sink)
-
-    def selection_of(self, indices: torch.Tensor) -> Selected:
-        cand, local = self.candidates()
-        return Selected(cand.sinks, indices, cand, local)
+        plans = self.plans
+        return StepParts(cast(ResidentStore, self.store), codes, [p.k for p in plans], [p.local for p in plans], n_sink)
 
     # -- the rest of a layer ------------------------------------------------------------------------------------------
 

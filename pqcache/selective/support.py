@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig
@@ -70,6 +72,26 @@ def check_rotated(config: PreTrainedConfig, what: str) -> None:
     some = rotates is not None and not all(rotates)
     if some or config.model_type == "cohere2" or (config.model_type == "exaone4" and config.sliding_window is not None):
         raise NotApplicable(f"{what}: rotates keys or queries itself, and some layers of {config.model_type} do not")
+
+
+def accelerator(kernels: str, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """What does decode steps in the place of layers, for kernels = torch | auto: `substitute_for` and `attend_packed`.
+
+    None: torch does everything, and nothing of pqcache.device is imported.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels}: allowed is {' or '.join(KERNELS)}")
+    if kernels == "torch":
+        return None
+    from pqcache.device import serves
+
+    if dtype is None or not serves(device, dtype):
+        text = f"kernels=auto: no kernel serves a model on {device} in {str(dtype)[6:]} here, torch does everything"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return None
+    from pqcache.device import step
+
+    return step
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pqcache.store.lanes import Lanes
-
-if TYPE_CHECKING:
-    from pqcache.store.buffer import Buffer
 
 
 def joined(*parts: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
@@ -120,57 +117,3 @@ class RetrievalStore(Store):
 
     def wait(self) -> None:
         """Wait until all copies have ended."""
-
-    # -- on loan, while a substitute does the layer's decode steps -----------------------------------------------------
-
-    def can_lend(self, device: torch.device) -> bool:
-        """Whether kernels on `device` may work on this store's tensors themselves."""
-        return False
-
-    def lend(self) -> Lent:
-        """Hand the tensors out, until `take_back`. Meanwhile only `view`, `lengths` and the two methods below may be used."""
-        raise NotImplementedError
-
-    @property
-    def room(self) -> int:
-        """Tokens per row for which there is room."""
-        raise NotImplementedError
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row."""
-        raise NotImplementedError
-
-    def note_token(self, fetched: int) -> None:
-        """Count a step of the borrower: it stored one token per row, and read `fetched` tokens of all heads from the host."""
-        raise NotImplementedError
-
-    def take_back(self, lent: Lent) -> None:
-        """Take the tensors over again as the borrower's steps left them."""
-        raise NotImplementedError
-
-
-@dataclass
-class Lent:
-    """A store's tensors on loan. A buffer stays the same object; its `data` is replaced when it grows."""
-
-    near: tuple[Buffer, Buffer]  # K, V on the device; position p is at entry p % capacity
-    sinks: tuple[torch.Tensor, torch.Tensor] | None = None  # K, V (n, h_kv, n_sink, d); None: `near` holds all tokens
-    far: tuple[Buffer, Buffer] | None = None  # K, V on the host; position p is at entry p - n_sink
-    blocks: LentBlocks | None = None  # a cache of blocks of `far` on the device
-
-
-@dataclass
-class LentBlocks:
-    """A block cache on loan; see store/block_cache.py for the tables and their rules."""
-
-    cache: tuple[Buffer, Buffer]  # K, V of the cached blocks, token-major: slot i begins at entry i * block
-    slot: torch.Tensor  # (n, blocks) the slot of each block, -1 = not there
-    content: torch.Tensor  # (n, slots) the block in each slot, -1 = free
-    uses: torch.Tensor  # (n, slots) steps that touched it, 0 = free
-    stamp: torch.Tensor  # (n, slots) when it was touched last, 0 = free
-    clock: int
-    block: int  # tokens per block
-    topk: int  # blocks that the policy sees per step
-    policy: str  # lru or lfu
-    n_sink: int
-    lanes: Lanes  # what refills run on

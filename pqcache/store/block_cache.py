@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from pqcache.store.base import Lent, LentBlocks
 from pqcache.store.buffer import Buffer
 from pqcache.store.cached import CachedStore
 from pqcache.store.host import HostStore
@@ -144,23 +143,3 @@ class BlockCacheStore(CachedStore):
                     cache[r, s * size : (s + 1) * size].copy_(source, non_blocking=True)
 
         self.arriving = self.lanes.copy(TO_DEVICE, copy, *(cache.data for cache in self.cache))
-
-    def can_lend(self, device: torch.device) -> bool:
-        return HostStore.can_lend(self, device)
-
-    def lend(self) -> Lent:
-        lent = super().lend()
-        cache_k, cache_v = self.cache
-        lent.blocks = LentBlocks(
-            (cache_k, cache_v), self.slot, self.content, self.uses, self.stamp, self.clock,
-            block=self.block, topk=self.topk, policy=self.policy, n_sink=self.n_sink, lanes=self.lanes,
-        )  # fmt: skip
-        return lent
-
-    def take_back(self, lent: Lent) -> None:
-        """The tables as this store itself would have them after the borrower's steps."""
-        super().take_back(lent)
-        blocks = lent.blocks
-        assert blocks is not None
-        self.slot = blocks.slot[:, : max(self.slot.shape[1], self._columns())]
-        self.content, self.uses, self.stamp, self.clock = blocks.content, blocks.uses, blocks.stamp, blocks.clock

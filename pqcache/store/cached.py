@@ -26,10 +26,6 @@ class CachedStore(HostStore):
         self.cache: list[Buffer] = []  # K, V of the tokens on the device
         self.arriving: Work[None] = NOTHING  # the copy into the cache that is under way
 
-    def can_lend(self, device: torch.device) -> bool:
-        """No: its tables are on the host, where kernels cannot read them. A cache that lends its tables overrides this."""
-        return False
-
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache entries of positions index (n, H, k), -1 = not cached; and how many tokens per head the cache holds (n,)."""
         raise NotImplementedError

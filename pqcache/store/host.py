@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.store.base import Lent, RetrievalStore
+from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
 from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
 
@@ -234,57 +234,6 @@ class HostStore(RetrievalStore):
 
     def host_keys(self, count: int) -> tuple[torch.Tensor, Work[None]] | None:
         return self.host[0].data[:, :, :count], self.written
-
-    def can_lend(self, device: torch.device) -> bool:
-        """A GPU reads and writes host rows itself if they are pinned."""
-        return device.type != "cuda" or all(host.pinned for host in self.host)
-
-    def lend(self) -> Lent:
-        """The window becomes a ring: position p is at entry p % capacity."""
-        self.wait()  # the borrower reads the host rows itself, and knows of no copy under way
-        self._turn_window(into=True)
-        (near_k, near_v), (sink_k, sink_v), (host_k, host_v) = self.local, self.sinks, self.host
-        return Lent((near_k, near_v), (sink_k, sink_v), (host_k, host_v))
-
-    def take_back(self, lent: Lent) -> None:
-        """The window becomes right-aligned columns again."""
-        self._turn_window(into=False)
-
-    @property
-    def room(self) -> int:
-        return self.n_sink + self.host[0].capacity
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens per row on the host. The window does not grow."""
-        for buffer in self.host:
-            buffer.reserve(tokens - self.n_sink)
-
-    def note_token(self, fetched: int) -> None:
-        self.lengths = [length + 1 for length in self.lengths]
-        k, v = self.sinks
-        token = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()  # bytes: K and V of all heads
-        self.moved("write_back", len(self.lengths) * token)
-        if fetched:
-            self.moved("fetch", fetched * token)
-
-    def _turn_window(self, into: bool) -> None:
-        """Move the window's tokens from right-aligned columns into a ring (into=True), or back."""
-        capacity = self.local[0].capacity
-        span = min(self.columns, self.n_local, self.length) if into else min(self.n_local, self.length)
-        source = self.columns if into else span  # the column behind the newest token
-        self.columns = span
-        for buffer in self.local:
-            turned = torch.zeros_like(buffer.data)
-            for row, length in enumerate(self.lengths):
-                take = min(span, length)
-                first = (length - take) % capacity  # the ring may wrap: at most two pieces
-                for begin, end in ((0, min(take, capacity - first)), (capacity - first, take)):
-                    if begin < end:
-                        ring = slice((first + begin) % capacity, (first + begin) % capacity + end - begin)
-                        line = slice(source - take + begin, source - take + end)
-                        to, origin = (ring, line) if into else (line, ring)
-                        turned[row, :, to] = buffer.data[row, :, origin]
-            buffer.data = turned
 
     def map_rows(self, index: torch.Tensor) -> None:
         if not self.sinks:

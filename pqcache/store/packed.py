@@ -215,13 +215,6 @@ class PackedStore(RetrievalStore):
     def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
         """A decode step attended, its token in the tail: q (n, h, 1, d), lse (n, h, 1) fp32 over all that it attended to."""
 
-    def observes_step(self, ahead: int) -> bool:
-        """Whether `observe_step` has something to do at the step number `ahead` of those to come."""
-        return False
-
-    def can_lend(self, device: torch.device) -> bool:
-        return bool(self.lengths)
-
     def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens lo .. hi-1, packed or exact: (n, h_kv, hi - lo, d). Other tiles are not decoded."""
         return self.k.tile(lo, hi), self.v.tile(lo, hi)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pqcache import kernels
-from pqcache.store.base import Lent, RetrievalStore
+from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.transfer import table
 
@@ -124,24 +124,6 @@ class ResidentStore(RetrievalStore):
     def note_drop(self, rows: Sequence[bool]) -> None:
         """In the flagged rows one entry per head was dropped from `buffers`; see store/drop.py."""
         self.lengths = [length - flag for length, flag in zip(self.lengths, rows, strict=True)]
-
-    def can_lend(self, device: torch.device) -> bool:
-        return self.k is not None
-
-    def lend(self) -> Lent:
-        """Everything is in one pair of buffers, a token at its own position."""
-        assert self.k is not None and self.v is not None
-        return Lent((self.k, self.v))
-
-    @property
-    def room(self) -> int:
-        return 0 if self.k is None else self.k.capacity
-
-    def note_token(self, fetched: int) -> None:
-        self.lengths = [length + 1 for length in self.lengths]
-
-    def take_back(self, lent: Lent) -> None:
-        """Nothing to do: the borrower's steps wrote into the buffers as `append` would have."""
 
     def truncate(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of every row."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -136,20 +134,9 @@ class RowCacheStore(CachedStore):
 
         self.arriving = self.lanes.copy(TO_DEVICE, copy, *fetched, *(cache.data for cache in self.cache))
 
-    def can_lend(self, device: torch.device) -> bool:
-        """No: its tables are on the host. One note says so where kernels would have done the steps."""
-        _note_no_kernels()
-        return False
-
 
 def _repeated(row: torch.Tensor) -> torch.Tensor:
     """Where row (n, h_kv, m) names a number that stands before it in the same list: the same shape, bool."""
     ordered, order = row.sort(dim=2, stable=True)
     again = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
     return torch.zeros_like(again).scatter_(2, order, again)
-
-
-@functools.cache
-def _note_no_kernels() -> None:
-    text = "cache_policy=paying has no GPU kernels: its steps wait for the device once per layer; lru and lfu do not"
-    warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,6 +1,5 @@
-"""What a whole request asks of the device: buffers, tables, masks. On the CPU, kernels by Triton's interpreter."""
+"""What a whole request asks of the device: buffers and masks."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,16 +9,10 @@ from transformers.masking_utils import sdpa_mask
 
 from baselines.full import Full
 from pqcache import kernels
-from pqcache.device.switch import interpreted
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, attach, generate
+from pqcache.selective import attach, generate
 from pqcache.selective.attach import NAME, selective_mask
 from pqcache.store.buffer import Buffer
-from tests.device.tables import counted_tables
 from tests.invariants.drive import tokens
-
-if sys.platform != "linux":
-    pytest.skip("triton is for Linux", allow_module_level=True)
 
 
 def test_no_buffer_is_copied_between_prompt_and_last_token(llama: PreTrainedModel, monkeypatch) -> None:
@@ -34,18 +27,6 @@ def test_no_buffer_is_copied_between_prompt_and_last_token(llama: PreTrainedMode
     with kernels.plain_torch():
         generate(llama, Full(), torch.tensor([tokens(252, 1)]), max_new_tokens=8)
     assert made == [512, 512]  # K and V
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/invariants/test_gpu.py compares the devices")
-def test_a_devices_tables_are_all_that_it_holds_more(llama: PreTrainedModel) -> None:
-    ids, method = torch.tensor([tokens(60, 1)]), PQCache(budget=Budget(ratio=0.2), b=2, n_sink=8)
-    with kernels.plain_torch():
-        plain = generate(llama, method, ids, max_new_tokens=3)
-    with interpreted(), counted_tables() as tables:
-        kernel = generate(llama, method, ids, max_new_tokens=3)
-    # one row's cursor and plan, one head's histogram of joint codes, counters of ended programs
-    assert tables.bytes == 4 + 16 + 4 * 16 + 2 * 4
-    assert kernel.resident_bytes == {"device": plain.resident_bytes["device"] + tables.bytes}
 
 
 def made_while_recording(monkeypatch: pytest.MonkeyPatch, make, **changes: Any) -> torch.Tensor | None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pqcache.device.block_tables import BlocksOnDevice
-from pqcache.selective.ledger import Ledger
-from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.lanes import TO_DEVICE, TO_HOST, CudaLanes, Lanes
 from tests.invariants.conftest import _one_thread, llama
 from tests.store.fake_streams import current_and_stream
@@ -110,30 +106,3 @@ def test_the_same_bits_and_bytes(llama: PreTrainedModel, lanes: CudaLanes, name:
     assert torch.equal(out, expected)
     assert dict(cache.ledger.moved) == dict(plain.ledger.moved)
     assert cache.resident_bytes() == plain.resident_bytes()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
-def test_blocks_come_in_after_a_step_has_read_and_before_the_next_one_does(lanes: CudaLanes) -> None:
-    """Without the host: policy and refill wait for the reading stream, the next read for theirs; so does whoever counts."""
-    store = BlockCacheStore(0, 1, lambda kind, nbytes: None, 4, 2, 2, "lru")
-    store.lanes = lanes
-    store.load(torch.randn(1, 1, 40, 2), torch.randn(1, 1, 40, 2), [40])
-    tables = BlocksOnDevice(store.lend(), CPU, Ledger())
-    cursor = torch.tensor([40], dtype=torch.int32)
-    plan = torch.tensor([[0, 3, 1, 0]], dtype=torch.int32)
-    chosen = torch.tensor([[[1, 2, 9]]], dtype=torch.int32)
-    for step in range(2):
-        LOG.clear()
-        tables.read(chosen, cursor - 1, plan)
-        joined = list(LOG)
-        tables.change(cursor, plan)
-        (change,) = LOG[len(joined) :]
-        assert change[1:] == ("waits for", "main") and change[0] != "main"
-        assert joined == ([("main", "waits for", change[0])] if step else [])
-    LOG.clear()
-    tables.report()
-    assert LOG.pop() == ("main", "waits for", change[0]) and not LOG
-    assert tables.ledger.facts["cache_hits"] == 3
-    LOG.clear()
-    tables.join()  # nothing is left to wait for: a graph that begins here could not
-    assert LOG == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.layer import WatchedCall, Watcher
-from pqcache.store import row_cache
 from pqcache.store.host import HostStore
 from pqcache.store.row_cache import KEPT, RowCacheStore
 from tests.invariants.conftest import _one_thread, llama
@@ -210,15 +208,6 @@ def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel) -> Non
         Session(llama, cache, [tokens(120, 1)])
         fresh = cache.layers[1].store
         assert isinstance(fresh, RowCacheStore) and not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0
-
-
-def test_it_is_not_lent_to_kernels_and_says_so_once() -> None:
-    store, _, _, _ = stores(Trace(0))
-    row_cache._note_no_kernels.cache_clear()
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        assert not store.can_lend(torch.device("cpu")) and not store.can_lend(torch.device("cpu"))
-    assert ["no GPU kernels" in str(note.message) for note in noted] == [True]
 
 
 def test_options_without_effect_are_not_shown() -> None:

@@ -1,0 +1,144 @@
+"""The attention kernel against plain torch: on a CUDA device if there is one, else through Triton's interpreter."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baselines.gear import GEAR
+from baselines.zipcache import ZipCache
+from pqcache import kernels
+from pqcache.selective import Budget
+from pqcache.selective.attention import attend_one
+from pqcache.selective.quantization import attend_coded
+from tests.baselines.coded_stores import METHODS as STORES
+from tests.baselines.coded_stores import store_of
+from tests.device.conftest import CLOSE
+from tests.thin import thin
+
+pytest.importorskip("triton")
+from pqcache.device import attend as attend_module
+from pqcache.device.attend import COLUMNS, TokenList, attend
+from pqcache.device.packed import attend_packed
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    n=st.integers(1, 2),
+    h_kv=st.integers(1, 2),
+    g=st.sampled_from([1, 3, 4]),
+    d=st.sampled_from([8, 24, 64]),
+    length=st.integers(2, 400),
+    dtype=st.sampled_from(list(CLOSE)),
+    scale=st.sampled_from([1.0, 20.0]),
+    picked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_all_tokens_and_chosen_ones(n, h_kv, g, d, length, dtype, scale, picked, seed):
+    """Two lists of two buffers: the first in order or chosen, with padding, the second a ring that begins anywhere."""
+    gen = torch.Generator().manual_seed(seed)
+    first, second = (
+        tuple(torch.randn(n, h_kv, size, d, generator=gen).to(dtype).to(DEVICE) for _ in "kv") for size in (length, 37)
+    )
+    q = (torch.randn(n, h_kv * g, 1, d, generator=gen) * scale).to(dtype).to(DEVICE)
+    counts = torch.zeros(2, n, h_kv, COLUMNS, dtype=torch.int32)
+    picks = None
+    rows = [length - r for r in range(n)]
+    if picked:
+        picks = torch.stack([torch.randperm(length, generator=gen) for _ in range(n * h_kv)]).view(n, h_kv, length)
+        for r in range(n):
+            picks[r, :, : length // 3 + r] = -1
+    for r in range(n):
+        counts[0, r, :, 0], counts[1, r, :, 0], counts[1, r, :, 3:] = length if picked else rows[r], 20 + r, 30
+    out, lse = attend(
+        q,
+        [
+            TokenList(first, counts[0].to(DEVICE), length, picks=None if picks is None else picks.int().to(DEVICE)),
+            TokenList(second, counts[1].to(DEVICE), 37),
+        ],
+        d**-0.5,
+    )
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    for r in range(n):
+        for head in range(h_kv):
+            chosen = torch.arange(rows[r]) if picks is None else picks[r, head][picks[r, head] >= 0]
+            ring = (torch.arange(20 + r) + 30) % 37
+            key, value = (
+                torch.cat([x[r, head].cpu()[chosen], y[r, head].cpu()[ring]]).float()[None, None]
+                for x, y in zip(first, second, strict=True)
+            )
+            query = q[r : r + 1, head * g : head * g + g].float().cpu()
+            expected = attend_one(query, key, value, d**-0.5)[0]
+            got = out[r, :, head * g : head * g + g].float().cpu()
+            torch.testing.assert_close(got, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+            mass = (query[0, :, 0] @ key[0, 0].T * d**-0.5).logsumexp(-1)
+            torch.testing.assert_close(lse[r, head * g : head * g + g, 0].cpu(), mass, rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_launched_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which may be another one."""
+    current: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(x: torch.Tensor):
+        current.append(x.device)
+        yield
+        current.pop()
+
+    def launched(*args, **options):
+        assert len(current) == 1
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return launched
+
+    x = torch.zeros(1, 1, 4, 16)
+    monkeypatch.setattr(attend_module, "device_of", device)
+    for name in ("_attend", "_join"):
+        monkeypatch.setattr(attend_module, name, Kernel())
+    attend(torch.zeros(1, 1, 1, 16), [TokenList((x, x), torch.zeros(1, 1, 5, dtype=torch.int32), 4)], 1.0)
+    assert not current
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are the CPU's")
+READABLE = sorted(name for name in STORES if not name.startswith("gear") or "without" in name)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", thin(READABLE, 3))
+@pytest.mark.parametrize("lengths", [[40], [40, 33]], ids=["one row", "two rows"])
+def test_packed_tokens(name: str, lengths: list[int]) -> None:
+    store = store_of(STORES[name], lengths, 5, seed=2)
+    q = torch.randn(len(lengths), 4, 1, 16, generator=torch.Generator().manual_seed(1))
+    before = [x.clone() for x in store.tensors()["device"]]
+    with kernels.plain_torch():
+        want = attend_coded(q, store, 0.25)
+    with torch.no_grad():
+        got = attend_packed(q, store, 0.25)
+    assert got is not None or len(lengths) > 1
+    if got is not None:
+        torch.testing.assert_close(got[0].transpose(1, 2), want.out, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(got[1], want.lse, rtol=2e-5, atol=2e-5)
+    assert all(torch.equal(a, b) for a, b in zip(before, store.tensors()["device"], strict=True))
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "method",
+    [ZipCache(budget=Budget(ratio=0.2), gap=3, recompress="segment"), GEAR(residual=4)],
+    ids=["ranges that differ within a width", "outliers and a low rank"],
+)
+def test_other_codes_are_decoded_by_torch(method) -> None:
+    store = store_of(method, [40], 5, seed=1)
+    with torch.no_grad():
+        assert attend_packed(torch.zeros(1, 4, 1, 16), store, 1.0) is None
+
+
+@on_cpu
+def test_gradients_are_torchs() -> None:
+    q = torch.zeros(1, 4, 1, 16, requires_grad=True)
+    assert attend_packed(q, store_of(STORES["int8"], [40], 5, seed=1), 1.0) is None
