@@ -132,7 +132,7 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     if errors:
         raise Refused(errors)
     for key in keys:
-        made[key] = [_text(value) for value in made[key]] if key in made else ""
+        made[key] = [as_text(value) for value in made[key]] if key in made else ""
     records: list[Record] = made.to_dict("records")
     if "budget" in columns or ("budget" in lines and "method" not in lines):
         records = _at_every_budget(records)
@@ -170,7 +170,7 @@ def measure(name: str, numbers: Sequence[str]) -> Measure | str:
     return f"values={name}: no row has it; {suggestion(name, [*MEASURES, *numbers] if '.' in name else MEASURES)}"
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """The value of a key; empty where a configuration has none."""
     if value is None or (isinstance(value, float) and value != value):
         return ""

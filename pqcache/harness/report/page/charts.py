@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import html
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqcache.harness.report.any_table import MEASURES, as_text
 from pqcache.harness.report.axes import method_look
-from pqcache.harness.report.configurations import AVERAGE, MEASURES, Configuration, Number
-from pqcache.harness.report.heat_maps import needle_grid
+from pqcache.harness.report.frame import AVERAGE, budget_text, frame
+from pqcache.harness.report.plots import MAX_TICKS, round_ticks
+from pqcache.harness.report.rows import Row
+from pqcache.harness.report.sample_figures import needle_grid
 
 SYMBOLS = {
     "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross", "X": "x",
@@ -25,8 +27,9 @@ DASHES = ("solid", "dash", "dashdot", "dot")
 SCALE = "Cividis"  # told apart with any colour vision, and in grey
 NEEDLE_MAPS = 24
 WIDE = 4.0  # largest over smallest value of an axis from which on it is logarithmic
-MAX_TICKS = 12
 BY_LAYER = (("recall_kv", "recall of the oracle's tokens"), ("mass", "attention mass of what was attended"))
+
+Record = Mapping[str, Any]  # a configuration: a line of the frame
 
 
 @dataclass
@@ -38,210 +41,162 @@ class Chart:
     data: list[dict[str, Any]]
     layout: dict[str, Any]
 
+    @property
+    def points(self) -> int:
+        return sum(sum(map(len, trace["z"])) if "z" in trace else len(trace["x"]) for trace in self.data)
+
 
 @dataclass
 class _Line:
+    """Configurations of one method whose options are alike, by budget."""
+
     label: str
     index: int  # among the lines of its method
-    of: list[Configuration]  # by budget
+    of: list[Record]
 
     @property
     def method(self) -> str:
-        return self.of[0].first["method"]
+        return str(self.of[0]["method"])
 
 
-def charts(every: Sequence[Configuration], needle: Iterable[Path] = ()) -> list[Chart]:
-    """All charts of a folder. needle: heatmap.json files."""
+def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[Chart]:
+    """All charts of these rows, seeds pooled. needle: heatmap.json files."""
     made: list[Chart] = []
-    for title, lines in _lines(every).items():
+    table = frame(rows, datasets=True, pool=True)
+    for (model, task), block in table.groupby(["model", "task"], sort=False) if len(table) else ():
+        title, records = f"{model}, {task}", block.to_dict("records")
+        lines = _lines([record for record in records if record["dataset"] == AVERAGE], table.attrs["keys"])
         made += [
-            _curve(title, "score against budget", lines, "budget (share of the prompt)", _budget),
-            _curve(title, "score against cache", lines, "MiB of cache after the last step", _field("resident")),
-            _curve(title, "score against time", lines, "TPOT, ms", _field("tpot")),
-            _tpot(title, lines),
+            _curve(title, "score against budget", lines, "budget (share of the prompt)", _budget, level=True),
+            _curve(title, "score against cache", lines, "MiB of cache after the last step", MEASURES["resident"].of),
+            _curve(title, "score against time", lines, "TPOT, ms", MEASURES["tpot"].of),
+            _bars(
+                title, "time per token, ms (bar: median; line: up to the 95th percentile)", lines, "tpot", "tpot_p95"
+            ),
             _bars(title, "time to the second token, s", lines, "tt2t"),
-            _sub_tasks(title, lines),
+            _sub_tasks(title, lines, records),
             *(_by_layer(title, lines, name, label) for name, label in BY_LAYER),
         ]
-    made += _needle_maps(needle)
-    shown = [chart for chart in made if _points(chart) > 1]
-    if any(one.first["smoke"] for one in every):
+    shown = [chart for chart in [*made, *_needle_maps(needle)] if chart.points > 1]
+    if any(row["smoke"] for row in rows):
+        font = {"size": 30, "color": "rgba(176,0,32,0.3)"}
+        mark = {
+            "text": "SMOKE RUN",
+            "xref": "paper",
+            "yref": "paper",
+            "x": 0.5,
+            "y": 0.5,
+            "showarrow": False,
+            "font": font,
+        }
         for chart in shown:
-            chart.layout["annotations"] = [_smoke_mark()]
+            chart.layout["annotations"] = [mark]
     return shown
 
 
-def _lines(every: Sequence[Configuration]) -> dict[str, list[_Line]]:
-    """Model and task -> lines: configurations of one method whose options are alike, over the budgets."""
-    parts: dict[str, dict[str, list[Configuration]]] = {}
-    for one in every:
-        where = f"{one.first['model']}, {one.first['task']}"
-        alike = [o for o in every if o.first["method"] == one.first["method"] and where == _where(o)]
-        own = [
-            key
-            for key in one.keys
-            if key not in ("budget", "seed", "device") and len({o.value(key) for o in alike}) > 1
-        ]
-        label = " ".join([one.first["method"], *(f"{key.rpartition('.')[2]}={one.value(key)}" for key in own)])
-        parts.setdefault(where, {}).setdefault(label, []).append(one)
-    result: dict[str, list[_Line]] = {}
-    for where, labels in parts.items():
-        count: dict[str, int] = {}
-        for label, members in labels.items():
-            method = members[0].first["method"]
-            count[method] = count.get(method, -1) + 1
-            result.setdefault(where, []).append(
-                _Line(label, count[method], sorted(members, key=lambda o: _budget(o) or 0))
-            )
-    return result
+def _lines(records: Sequence[Record], keys: Sequence[str]) -> list[_Line]:
+    made: dict[str, _Line] = {}
+    for record in records:
+        alike = [other for other in records if other["method"] == record["method"]]
+        names = [key for key in keys if key not in ("budget", "seed", "device", "dataset")]
+        own = [key for key in names if len({repr(other.get(key)) for other in alike}) > 1]
+        label = " ".join([record["method"], *(f"{key.rpartition('.')[2]}={as_text(record.get(key))}" for key in own)])
+        index = len({line.label for line in made.values() if line.method == record["method"]})
+        made.setdefault(label, _Line(label, index, [])).of.append(record)
+    for line in made.values():
+        line.of.sort(key=lambda record: _budget(record) or 0)
+    return list(made.values())
 
 
-def _where(one: Configuration) -> str:
-    return f"{one.first['model']}, {one.first['task']}"
+def _budget(record: Record) -> float | None:
+    row = record["row"]
+    return row["budget_ratio"] if row["budget_ratio"] is not None else row["budget_applied"]
 
 
-def _budget(one: Configuration) -> float | None:
-    ratio = one.first["budget_ratio"]
-    return ratio if ratio is not None else one.first["budget_applied"]
-
-
-def _field(name: str) -> Callable[[Configuration], float | None]:
-    return lambda one: one.number(MEASURES[name]).value
+def _name(line: _Line, record: Record) -> str:
+    return _safe(line.label if record["ignores_budget"] else f"{line.label} {budget_text(record['row'])}")
 
 
 # -- kinds of charts ---------------------------------------------------------------------------------------------------
 
 
 def _curve(
-    title: str, what: str, lines: Sequence[_Line], x_title: str, x_of: Callable[[Configuration], float | None]
+    title: str,
+    what: str,
+    lines: Sequence[_Line],
+    x_title: str,
+    x_of: Callable[[Record], float | None],
+    *,
+    level: bool = False,
 ) -> Chart:
-    """The score of each line over something; Full, which has no budget, is a level over budgets."""
-    known = [
-        (
-            line,
-            [(x, one, n) for one in line.of if (x := x_of(one)) is not None and (n := _score(one)).value is not None],
-        )
-        for line in lines
-    ]
-    level = x_of is _budget
-    xs = sorted({x for line, points in known for x, one, _ in points if not (level and one.ignores_budget)})
+    """The score of each line over something. level: what has no budget is the same at every x."""
+    score = MEASURES["score"].of
+    known = [(line, [(x, r) for r in line.of if (x := x_of(r)) is not None and score(r) is not None]) for line in lines]
+    xs = sorted({x for _, points in known for x, record in points if not (level and record["ignores_budget"])})
     data = []
     for line, points in known:
         if not points:
             continue
-        flat = level and points[0][1].ignores_budget
-        at = [xs[0], xs[-1]] if flat and xs else [x for x, _, _ in points]
-        numbers = [points[0][2]] * len(at) if flat else [n for _, _, n in points]
-        trace = _trace(line, at, [n.value for n in numbers], [_tip(one) for _, one, _ in points] if not flat else None)
-        if flat:
-            trace |= {"mode": "lines", "line": {**trace["line"], "dash": "dot"}}
+        records = [record for _, record in points]
+        if level and records[0]["ignores_budget"]:
+            ends = [xs[0], xs[-1]] if xs else [points[0][0]]
+            trace = _trace(line, ends, [score(records[0])] * len(ends))
+            data.append({**trace, "mode": "lines", "line": {**trace["line"], "dash": "dot"}})
         else:
-            trace["error_y"] = _error(numbers)
-        data.append(trace)
+            tips = {"text": [_tip(record) for record in records], "hovertemplate": "%{text}<extra></extra>"}
+            trace = _trace(line, [x for x, _ in points], [score(record) for record in records])
+            data.append({**trace, **tips, "error_y": _error(records)})
     layout = _layout(x_title, "score")
     if xs and xs[0] > 0 and xs[-1] / xs[0] >= WIDE:
-        ticks = xs if level and len(xs) <= MAX_TICKS else _round_numbers(xs[0], xs[-1])
+        ticks = xs if level and len(xs) <= MAX_TICKS else round_ticks(xs)
         layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{x:g}" for x in ticks]}
     return Chart(f"{title}: {what}", "Bars: 95 % interval over samples.", data, layout)
 
 
-def _tpot(title: str, lines: Sequence[_Line]) -> Chart:
-    """The median decode step, and up to its 95th percentile."""
-    chart = _bars(title, "time per token, ms (bar: median; line: up to the 95th percentile)", lines, "tpot")
-    ends = {}
+def _bars(title: str, what: str, lines: Sequence[_Line], name: str, end: str = "") -> Chart:
+    """A bar per configuration, with a line up to another number."""
+    measure, data = MEASURES[name], []
     for line in lines:
-        for one in line.of:
-            ends[_bar_name(line, one)] = one.number(MEASURES["tpot_p95"]).value
-    for trace in chart.data:
-        over = [max(0.0, (ends[name] or value) - value) for name, value in zip(trace["y"], trace["x"], strict=True)]
-        trace["error_x"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": over,
-            "arrayminus": [0.0] * len(over),
-            "thickness": 1,
-        }
-    return chart
-
-
-def _bars(title: str, what: str, lines: Sequence[_Line], name: str) -> Chart:
-    """A bar per configuration."""
-    data: list[dict[str, Any]] = []
-    for line in lines:
-        known = [(one, value) for one in line.of if (value := one.number(MEASURES[name]).value) is not None]
-        if known:
-            data.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": _safe(line.label),
-                    "y": [_bar_name(line, one) for one, _ in known],
-                    "x": [value for _, value in known],
-                    "marker": {"color": method_look(line.method).color},
-                    "showlegend": False,
-                }
-            )
-    layout = _layout(MEASURES[name].title, "")
-    bars = sum(len(trace["y"]) for trace in data)
-    layout["height"] = max(240, 110 + 22 * bars)
+        known = [(record, value) for record in line.of if (value := measure.of(record)) is not None]
+        over = [max(0.0, ((MEASURES[end].of(record) if end else None) or value) - value) for record, value in known]
+        bar: dict[str, Any] = {"type": "bar", "orientation": "h", "name": _safe(line.label), "showlegend": False}
+        bar |= {"y": [_name(line, record) for record, _ in known], "x": [value for _, value in known]}
+        bar |= {"marker": {"color": method_look(line.method).color}}
+        error = {"type": "data", "symmetric": False, "array": over, "arrayminus": [0.0] * len(over), "thickness": 1}
+        data += [{**bar, **({"error_x": error} if end else {})}] if known else []
+    layout = _layout(measure.title, "")
+    layout["height"] = max(240, 110 + 22 * sum(len(trace["y"]) for trace in data))
     layout["yaxis"] |= {"autorange": "reversed", "automargin": True}
     return Chart(f"{title}: {what}", "", data, layout)
 
 
-def _round_numbers(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, ... from below `low` to above `high`."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [
-        digit * 10.0**power for power in powers for digit in (1, 2, 5) if low / 2.5 <= digit * 10.0**power <= 2.5 * high
-    ]
-
-
-def _bar_name(line: _Line, one: Configuration) -> str:
-    return _safe(line.label if one.ignores_budget else f"{line.label} {one.budget}")
-
-
-def _sub_tasks(title: str, lines: Sequence[_Line]) -> Chart:
+def _sub_tasks(title: str, lines: Sequence[_Line], records: Sequence[Record]) -> Chart:
     """Scores by sub-task, a line per configuration."""
-    every = [(line, one) for line in lines for one in line.of]
-    names = list(dict.fromkeys(name for _, one in every for name in one.datasets if name != AVERAGE))
-    if not names:
-        return Chart("", "", [], {})
+    names = [name for name in dict.fromkeys(record["dataset"] for record in records) if name != AVERAGE]
+    every = [(line, record) for line in lines for record in line.of] if names else []
     names.append(AVERAGE)
-    score = MEASURES["score"]
-    z = [[one.number(score, name).value if name in one.datasets else None for name in names] for _, one in every]
-    text = [["" if value is None else f"{value:.1f}" for value in line] for line in z]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "heatmap",
-            "x": [_safe(name) for name in names],
-            "y": [_bar_name(line, one) for line, one in every],
-            "z": z,
-            "text": text,
-            "texttemplate": "%{text}",
-            "colorscale": SCALE,
-            "colorbar": {"title": {"text": "score"}},
-            "xgap": 1,
-            "ygap": 1,
-        }
-    ]
+    scores = {(record["row"]["folder"], record["dataset"]): MEASURES["score"].of(record) for record in records}
+    z = [[scores.get((record["row"]["folder"], name)) for name in names] for _, record in every]
+    rows = [_name(line, record) for line, record in every]
     known = [value for line in z for value in line if value is not None]
+    data = _heat_map([_safe(name) for name in names], rows, z)
+    data |= {"text": [["" if v is None else f"{v:.1f}" for v in line] for line in z], "texttemplate": "%{text}"}
     if known and min(known) >= 0 and max(known) <= 100:
-        data[0] |= {"zmin": 0, "zmax": 100}
+        data |= {"zmin": 0, "zmax": 100}
     layout = _layout("", "")
     layout["height"] = max(260, 150 + 26 * len(every))
     layout["yaxis"] |= {"autorange": "reversed", "automargin": True}
-    return Chart(f"{title}: score by sub-task", "", data, layout)
+    return Chart(f"{title}: score by sub-task", "", [data], layout)
 
 
 def _by_layer(title: str, lines: Sequence[_Line], name: str, label: str) -> Chart:
     """A diagnostic by layer, where it was measured."""
     data = []
     for line in lines:
-        for one in line.of:
-            by_layer = ((one.first["diagnostics"] or {}).get("by_layer") or {}).get(name)
-            if by_layer and any(value is not None for value in by_layer):
-                trace = _trace(line, list(range(len(by_layer))), by_layer, None)
-                data.append({**trace, "name": _bar_name(line, one)})
+        for record in line.of:
+            values = ((record["row"]["diagnostics"] or {}).get("by_layer") or {}).get(name)
+            if values and any(value is not None for value in values):
+                data.append({**_trace(line, range(len(values)), values), "name": _name(line, record)})
     return Chart(f"{title}: {label}, by layer", "", data, _layout("layer", label))
 
 
@@ -250,38 +205,23 @@ def _needle_maps(files: Iterable[Path]) -> list[Chart]:
     for path in sorted(files)[:NEEDLE_MAPS]:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            lengths, depths, scores = needle_grid(stored["samples"])
-            title = str(stored["title"])
+            grid, title = 100 * needle_grid(stored["samples"]), str(stored["title"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        z = [[None if value != value else 100 * value for value in line] for line in scores]
-        data = [
-            {
-                "type": "heatmap",
-                "x": [str(length) for length in lengths],
-                "y": [str(depth) for depth in depths],
-                "z": z,
-                "zmin": 0,
-                "zmax": 100,
-                "colorscale": SCALE,
-                "colorbar": {"title": {"text": "score"}},
-                "xgap": 1,
-                "ygap": 1,
-            }
-        ]
+        z = grid.astype(object).where(grid.notna(), None).to_numpy().tolist()
+        data = {**_heat_map(map(str, grid.columns), map(str, grid.index), z), "zmin": 0, "zmax": 100}
         layout = _layout("context length (tokens)", "depth of the needle (%)")
         layout["xaxis"]["type"] = layout["yaxis"]["type"] = "category"
         layout["yaxis"]["autorange"] = "reversed"
-        made.append(Chart(f"{title}: needle", "", data, layout))
+        made.append(Chart(f"{title}: needle", "", [data], layout))
     return made
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _trace(line: _Line, x: Sequence[float], y: Sequence[Any], tips: list[str] | None) -> dict[str, Any]:
+def _trace(line: _Line, x: Iterable[float], y: Iterable[Any]) -> dict[str, Any]:
     look = method_look(line.method)
-    symbol = SYMBOLS[look.marker] + ("-open" if line.index % 2 else "")
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -289,52 +229,48 @@ def _trace(line: _Line, x: Sequence[float], y: Sequence[Any], tips: list[str] | 
         "x": list(x),
         "y": list(y),
         "line": {"color": look.color, "dash": DASHES[line.index % len(DASHES)], "width": 1.6},
-        "marker": {"symbol": symbol, "size": 8, "color": look.color},
-        **({"text": tips, "hovertemplate": "%{text}<extra></extra>"} if tips else {}),
+        "marker": {
+            "symbol": SYMBOLS[look.marker] + ("-open" if line.index % 2 else ""),
+            "size": 8,
+            "color": look.color,
+        },
     }
 
 
-def _score(one: Configuration) -> Number:
-    return one.number(MEASURES["score"])
+def _heat_map(x: Iterable[str], y: Iterable[str], z: list[list[Any]]) -> dict[str, Any]:
+    bar = {"title": {"text": "score"}}
+    kind = {"type": "heatmap", "colorscale": SCALE, "colorbar": bar, "xgap": 1, "ygap": 1}
+    return {**kind, "x": list(x), "y": list(y), "z": z}
 
 
-def _tip(one: Configuration) -> str:
+def _tip(record: Record) -> str:
     """What a point says when it is pointed at."""
-    score = _score(one)
-    span = "" if score.low is None else f" [{score.low:.1f}, {score.high:.1f}]"
-    parts = [f"{one.first['method']}, budget {one.budget}", f"score {score.value:.1f}{span}"]
+    score = MEASURES["score"]
+    interval = score.interval(record)
+    span = "" if interval is None else f" [{interval[0]:.1f}, {interval[1]:.1f}]"
+    parts = [f"{record['method']}, budget {budget_text(record['row'])}", f"score {score.of(record):.1f}{span}"]
     for name in ("resident", "tpot", "tt2t"):
-        value = one.number(MEASURES[name]).value
+        value = MEASURES[name].of(record)
         parts += [f"{MEASURES[name].title} {value:.3g}"] if value is not None else []
-    seeds = ", ".join(str(row["seed"]) for row in one.rows)
-    samples = sum(row["n_samples"] for row in one.rows)
-    return "<br>".join(map(_safe, [*parts, f"{samples} samples, seed {seeds}"]))
+    parts.append(f"{record['samples']} samples, seed {record['seed']}")
+    return "<br>".join(map(_safe, parts))
 
 
-def _error(numbers: Sequence[Number]) -> dict[str, Any]:
-    over = [max(0.0, (n.high if n.high is not None else n.value or 0.0) - (n.value or 0.0)) for n in numbers]
-    under = [max(0.0, (n.value or 0.0) - (n.low if n.low is not None else n.value or 0.0)) for n in numbers]
-    visible = any(n.low is not None for n in numbers)
+def _error(records: Sequence[Record]) -> dict[str, Any]:
+    """The intervals of the scores."""
+    score = MEASURES["score"]
+    ends = [(value := score.of(record) or 0.0, *(score.interval(record) or (value, value))) for record in records]
+    over, under = (
+        [max(0.0, high - value) for value, _, high in ends],
+        [max(0.0, value - low) for value, low, _ in ends],
+    )
+    visible = any(score.interval(record) for record in records)
     return {"type": "data", "symmetric": False, "array": over, "arrayminus": under, "thickness": 1, "visible": visible}
 
 
 def _layout(x: str, y: str) -> dict[str, Any]:
-    return {
-        "xaxis": {"title": {"text": _safe(x)}, "automargin": True},
-        "yaxis": {"title": {"text": _safe(y)}, "automargin": True},
-    }
-
-
-def _smoke_mark() -> dict[str, Any]:
-    font = {"size": 30, "color": "rgba(176,0,32,0.3)"}
-    return {"text": "SMOKE RUN", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False, "font": font}
-
-
-def _points(chart: Chart) -> int:
-    count = 0
-    for trace in chart.data:
-        count += sum(map(len, trace["z"])) if "z" in trace else len(trace["x"])
-    return count
+    axes = {"xaxis": _safe(x), "yaxis": _safe(y)}
+    return {key: {"title": {"text": text}, "automargin": True} for key, text in axes.items()}
 
 
 def _safe(text: str) -> str:

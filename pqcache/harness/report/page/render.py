@@ -9,13 +9,14 @@ from typing import Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.options import Refused, masked
-from pqcache.harness.report.configurations import MEASURES, Configuration, configurations
+from pqcache.harness.report.any_table import MEASURES
 from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.footnotes import deviations
+from pqcache.harness.report.frame import budget_text, frame, pooled_groups
 from pqcache.harness.report.page.cells import CellView, cell_views
 from pqcache.harness.report.page.charts import charts
 from pqcache.harness.report.rows import Row, skipped_text
-from pqcache.harness.report.tables import budget_text, number, signed, spread
+from pqcache.harness.report.table import number, signed, spread
 from pqcache.registry import METHODS, method_class
 
 NAME = "report.html"
@@ -36,8 +37,9 @@ def page(root: Path, name: str) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     views = cell_views(root)
-    every, left_out = configurations([view.row for view in views if view.row is not None])
-    drawn = charts(every, [view.folder / "heatmap.json" for view in views if view.row is not None])
+    groups, left_out = pooled_groups(view.row for view in views if view.row is not None)
+    rows = [row for group in groups for row in group]
+    drawn = charts(rows, [view.folder / "heatmap.json" for view in views if view.row is not None])
     data = {
         "charts": [{"title": c.title, "note": c.note, "data": c.data, "layout": c.layout} for c in drawn],
         "cells": [_browsed(view) for view in views if view.samples],
@@ -52,10 +54,10 @@ def page(root: Path, name: str) -> str:
         skipped=[view for view in views if view.status == "not applicable"],
         table=_table(views),
         charts=drawn,
-        facts=_facts(every),
-        notes=_notes(every, left_out),
-        deviations=_deviations(every),
-        smoke=any(view.row is not None and view.row["smoke"] for view in views),
+        facts=_facts(rows),
+        notes=_notes(rows, left_out),
+        deviations=_deviations(rows),
+        smoke=any(row["smoke"] for row in rows),
     )
 
 
@@ -93,34 +95,29 @@ def _library() -> str:
 def _table(views: Iterable[CellView]) -> dict[str, Any]:
     """{head, lines}: a line per row. Each cell is (what is shown, what it is sorted by)."""
     rows = [(view, view.row) for view in views if view.row is not None]
-    measures = [MEASURES[key] for key in SHOWN]
-    known = [(view, row, Configuration([row], [])) for view, row in rows]
-    shown = [one for one in measures if any(c.number(one).value is not None for _, _, c in known)]
-    changed = {view.name: _changed(view) for view, _ in rows}
+    records = frame(row for _, row in rows).to_dict("records")
+    shown = [MEASURES[key] for key in SHOWN if any(MEASURES[key].of(record) is not None for record in records)]
     head = ["model", "task", "method", "budget", "seed", "options", "samples", "score", "95 %", "to Full", "95 % "]
     lines = []
-    for view, row, one in known:
+    for (view, row), record in zip(rows, records, strict=True):
         line: list[tuple[str, Any]] = [(row[key], row[key]) for key in ("model", "task", "method")]
-        line.append(
-            (budget_text(row), row["budget_ratio"] if row["budget_ratio"] is not None else row["budget_tokens"])
-        )
-        line += [(str(row["seed"]), row["seed"]), (changed[view.name], changed[view.name])]
-        line.append((f"{row['n_samples']}{skipped_text(row)}", row["n_samples"]))
-        line.append((number(row["score"]), row["score"]))
-        line.append((spread(row["score"], row["score_interval"]), _low(row["score_interval"])))
-        full = row["method"] == "full"
-        line.append(("" if full else signed(row["paired_difference"]), None if full else row["paired_difference"]))
-        interval = spread(row["paired_difference"], row["paired_interval"], signed)
-        line.append(("" if full else interval, _low(row["paired_interval"])))
-        for measure in shown:
-            value = one.number(measure).value
-            line.append((number(value, measure.digits), value))
+        ratio = row["budget_ratio"]
+        line += [
+            (budget_text(row), ratio if ratio is not None else row["budget_tokens"]),
+            (str(row["seed"]), row["seed"]),
+        ]
+        line += [(_changed(view), _changed(view)), (f"{row['n_samples']}{skipped_text(row)}", row["n_samples"])]
+        for name, show in (("score", number), ("to_full", signed)):
+            value, interval = MEASURES[name].of(record), MEASURES[name].interval(record)
+            texts = (
+                ("", "")
+                if name == "to_full" and row["method"] == "full"
+                else (show(value), spread(value, interval, show))
+            )
+            line += zip(texts, (value, interval[0] if interval else None), strict=True)
+        line += [(number(value, measure.digits), value) for measure in shown for value in [measure.of(record)]]
         lines.append({"id": view.name, "cells": line, "failed": not view.ended_well})
     return {"head": [*head, *(measure.title for measure in shown)], "lines": lines}
-
-
-def _low(interval: Sequence[float] | None) -> float | None:
-    return interval[0] if interval else None
 
 
 def _changed(view: CellView) -> str:
@@ -141,8 +138,7 @@ def _browsed(view: CellView) -> dict[str, Any]:
 # -- what must be known ------------------------------------------------------------------------------------------------
 
 
-def _facts(every: Sequence[Configuration]) -> list[tuple[str, str]]:
-    rows = [row for one in every for row in one.rows]
+def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
     texts = {
         "models": (row["model"] for row in rows),
         "tasks": (row["task"] for row in rows),
@@ -155,9 +151,8 @@ def _facts(every: Sequence[Configuration]) -> list[tuple[str, str]]:
     return [(name, "; ".join(dict.fromkeys(v for v in values if v))) for name, values in texts.items()]
 
 
-def _notes(every: Sequence[Configuration], left_out: int) -> list[str]:
+def _notes(rows: Sequence[Row], left_out: int) -> list[str]:
     """What a reader must know of these numbers."""
-    rows: list[Row] = [row for one in every for row in one.rows]
     notes = [
         "Score: 0 to 100, with a 95 % bootstrap interval over samples; n/a with one sample of a sub-task.",
         "To Full: the mean difference of the same samples, with its own interval. Compare differences, not scores.",
@@ -180,8 +175,8 @@ def _notes(every: Sequence[Configuration], left_out: int) -> list[str]:
     return notes
 
 
-def _deviations(every: Sequence[Configuration]) -> list[tuple[str, list[str]]]:
+def _deviations(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Where the shown methods differ from what was published."""
-    names = dict.fromkeys(one.first["method"] for one in every)
-    lists = [(name, deviations(method_class(name))) for name in names if name in METHODS]
+    names = dict.fromkeys(row["method"] for row in rows if row["method"] in METHODS)
+    lists = [(name, deviations(method_class(name))) for name in names]
     return [(name, lines) for name, lines in lists if lines]
