@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from pqcache.embedded import long_chain
 from pqcache.embedded.words import pseudo_words
 from scripts.embedded.recipes import Stage
-from scripts.embedded.training_rows import Arrays, positions_with_jumps
+from scripts.embedded.training_rows import Arrays, positions_with_jumps, stacked
 
 # Loss weight of a token that has to be looked up: the first of a word, and the one that ends a half.
 LOOK_UP_WEIGHT = 4.0
@@ -42,9 +42,7 @@ class ChainRows:
 
     def batch(self, seed: int, step: int, stage: Stage) -> Arrays:
         """(ids, loss weights, position ids), each [rows, L]."""
-        made = [self.row((seed, step, r), stage.length) for r in range(stage.rows)]
-        ids, weights, positions = zip(*made, strict=True)
-        return np.stack(ids), np.stack(weights), np.stack(positions)
+        return stacked([self.row((seed, step, r), stage.length) for r in range(stage.rows)])
 
     def row(self, seed: tuple[int, ...], length: int) -> Arrays:
         """(ids [L], loss weight of each token [L], position ids [L])."""

@@ -18,10 +18,7 @@ Point = dict[str, Any]
 def read(folder: Path) -> list[Point]:
     """The points in a folder of weights; none if it has no curve."""
     path = folder / "learning_curve.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
 def write(curve: Sequence[Point], out: Path) -> None:
@@ -39,36 +36,31 @@ def write(curve: Sequence[Point], out: Path) -> None:
         return
 
 
-def draw(curve: Sequence[Point], scores: list[str], path: Path) -> None:
-    """Wrong answer tokens in training and wrong free-running answers over the tokens seen, one colour per recipe."""
+def picture(width: float, height: float) -> tuple[Any, Any]:
+    """(figure, axis), drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axis = figure.subplots()
+    return figure, figure.subplots()
+
+
+def draw(curve: Sequence[Point], scores: list[str], path: Path) -> None:
+    """Wrong answer tokens in training and wrong free-running answers over the tokens seen, one colour per recipe."""
+    figure, axis = picture(7, 3.8)
     start = 0.0
     for number, recipe in enumerate(dict.fromkeys(point["recipe"] for point in curve)):
         points = [point for point in curve if point["recipe"] == recipe]
         seen = [start + float(point["tokens"]) / 1e6 for point in points]
         wrong = [max(0.1, 100 * (1 - float(point["accuracy"]))) for point in points]
-        color = f"C{number}"
-        axis.plot(seen, wrong, color=color, linewidth=1.2, label=f"{recipe}: answer tokens wrong, in training")
-        tested = [
-            (at, max(0.1, error))
-            for at, point in zip(seen, points, strict=True)
-            if (error := _mean_error(point, scores)) is not None
-        ]
+        axis.plot(seen, wrong, color=f"C{number}", linewidth=1.2, label=f"{recipe}: answer tokens wrong, in training")
+        given = [[float(point[name]) for name in scores if point.get(name)] for point in points]
+        tested = [(at, max(0.1, 100 - sum(all_) / len(all_))) for at, all_ in zip(seen, given, strict=True) if all_]
         if tested:
             label = f"{recipe}: 100 - free-running score"
-            axis.plot(*zip(*tested, strict=True), "o", color=color, markersize=4, label=label)
+            axis.plot(*zip(*tested, strict=True), "o", color=f"C{number}", markersize=4, label=label)
         start = seen[-1]
     axis.set(xlabel="million tokens of training", ylabel="%", yscale="log", title="Learning curve, full cache")
     axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)
-
-
-def _mean_error(point: Point, scores: list[str]) -> float | None:
-    """100 less the mean of a point's free-running scores; None if it has none."""
-    tested = [float(point[name]) for name in scores if point.get(name)]
-    return sum(100 - score for score in tested) / len(tested) if tested else None

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pqcache.atomic import write_text
 from pqcache.embedded import load_tokenizer, model_dir
 from pqcache.embedded.families import FAMILIES
-from scripts.embedded import card, scores
+from scripts.embedded import card, curve, scores
 
 
 def needle_cell(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int) -> dict[str, float]:
@@ -34,19 +34,17 @@ def needle_cell(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: in
     return {"n": n, "score": sum(points) / n, "whole": 100.0 * sum(p == 100.0 for p in points) / n}
 
 
-def family_cell(
-    model: PreTrainedModel, tok: PreTrainedTokenizerBase, family: str, length: int, n: int
-) -> dict[str, float]:
-    """The same of `n` samples of a PocketBench family, by its official metric."""
-    # Needs rouge and rapidfuzz.
-    from pqcache.harness.tasks.pocket import score
+def family_cells(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int) -> dict[str, Any]:
+    """The same of `n` samples of each PocketBench family, by its official metric."""
+    from pqcache.harness.tasks.pocket import score  # needs rouge and rapidfuzz
 
-    pairs = scores.family_answers(model, tok, family, length, n, seed=0)
-    return {
-        "n": n,
-        "score": statistics.fmean(100 * score(family, reply, sample) for sample, reply in pairs),
-        "whole": statistics.fmean(100 * (reply == sample["answer"]) for sample, reply in pairs),
-    }
+    cells = {}
+    for family in FAMILIES:
+        pairs = scores.family_answers(model, tok, family, length, n, seed=0)
+        mean = statistics.fmean(100 * score(family, reply, sample) for sample, reply in pairs)
+        whole = statistics.fmean(100 * (reply == sample["answer"]) for sample, reply in pairs)
+        cells[family] = {"n": n, "score": mean, "whole": whole}
+    return cells
 
 
 def chain_cell(model: PreTrainedModel, tok: PreTrainedTokenizerBase, length: int, n: int) -> dict[str, float]:
@@ -72,10 +70,9 @@ def measure(args: argparse.Namespace) -> None:
         else:
             measured.setdefault("needle_pocket", {})[key] = needle_cell(model, tok, length, args.samples)
         if args.families:
-            cells = {family: family_cell(model, tok, family, length, args.samples) for family in FAMILIES}
-            measured.setdefault("pocket", {})[key] = cells
+            measured.setdefault("pocket", {})[key] = family_cells(model, tok, length, args.samples)
         if args.haystack:
-            prose = scores.prose_needle_scores(model, tok, Path(args.haystack), length, 5)
+            prose = scores.prose_needle_scores(model, tok, args.haystack, length, 5)
             measured.setdefault("prose_needle", {})[key] = prose
         print(length, {name: cells[key] for name, cells in measured.items() if key in cells}, flush=True)
         write_text(path, json.dumps(measured, indent=1) + "\n")
@@ -87,12 +84,7 @@ def draw(measured: dict[str, Any], out: Path) -> None:
     """measured.png: the score of each PocketBench family over the prompt's length."""
     if not measured.get("pocket"):
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
+    figure, axis = curve.picture(6, 3.5)
     lengths = sorted(int(length) for length in measured["pocket"])
     for family in FAMILIES:
         axis.plot(lengths, [measured["pocket"][str(n)][family]["score"] for n in lengths], marker="o", label=family)

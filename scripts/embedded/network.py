@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +63,6 @@ def _orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return q.T.contiguous()
 
 
-@dataclass(frozen=True)
 class _Circuit:
     """The sizes that start weights are laid out by, and their random generator.
 
@@ -73,27 +71,15 @@ class _Circuit:
     turn over the whole context.
     """
 
-    d: int
-    hidden: int
-    kv_heads: int
-    group: int
-    theta: Tensor
-    static: Tensor
-    code: int
-    area: int
-    generator: torch.Generator
-
-    @classmethod
-    def of(cls, config: Qwen2Config, generator: torch.Generator) -> _Circuit:
-        d, hidden = config.head_dim, config.hidden_size
-        theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, d // 2) / (d // 2))
-        slow = torch.nonzero(theta * config.max_position_embeddings < _STATIC_TURN).flatten()
-        code = hidden // (LOOK_BACK + 2)
-        return cls(
-            d=d, hidden=hidden, kv_heads=config.num_key_value_heads,
-            group=config.num_attention_heads // config.num_key_value_heads, theta=theta,
-            static=torch.cat([slow, slow + d // 2]), code=code, area=hidden - LOOK_BACK * code, generator=generator,
-        )  # fmt: skip
+    def __init__(self, config: Qwen2Config, generator: torch.Generator) -> None:
+        self.d, self.hidden, self.kv_heads = config.head_dim, config.hidden_size, config.num_key_value_heads
+        self.group, self.generator = config.num_attention_heads // self.kv_heads, generator
+        half = self.d // 2
+        self.theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, half) / half)
+        slow = torch.nonzero(self.theta * config.max_position_embeddings < _STATIC_TURN).flatten()
+        self.static = torch.cat([slow, slow + half])
+        self.code = self.hidden // (LOOK_BACK + 2)
+        self.area = self.hidden - LOOK_BACK * self.code
 
 
 @torch.no_grad()
@@ -110,7 +96,7 @@ def start_weights(model: Qwen2ForCausalLM, seed: int, skip: int = 0) -> None:
     embedding.normal_(0.0, config.hidden_size**-0.5, generator=generator)
     if config.num_attention_heads < LOOK_BACK or config.num_hidden_layers < 2:
         return
-    circuit = _Circuit.of(config, generator)
+    circuit = _Circuit(config, generator)
     embedding.normal_(0.0, 0.3 * config.hidden_size**-0.5, generator=generator)
     embedding[:, : circuit.area].normal_(0.0, circuit.area**-0.5, generator=generator)
     readers = _look_back(model.model.layers[0].self_attn, circuit)
@@ -218,40 +204,14 @@ def widened(model: Qwen2ForCausalLM, head_dim: int, seed: int) -> Qwen2ForCausal
     return made
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, L, d]; cos, sin [B, 1, L, d/2], float32."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
 def hidden_states(model: Qwen2ForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
     """Last hidden states [B, L, hidden] of ids [B, L] at positions [B, L], causal over the whole row.
 
-    transformers' own forward reads a jump in position ids as the border of a packed sequence and masks across it; here
-    a jump is only a distance. With positions 0..L-1 both give the same.
+    Without a mask, transformers reads a jump in position ids as the border of a packed sequence and masks across it; here
+    a jump is only a distance.
     """
-    c = model.config
-    d = c.head_dim
-    theta = c.rope_parameters["rope_theta"] ** (
-        -torch.arange(0, d // 2, device=ids.device, dtype=torch.float32) / (d // 2)
-    )
-    angle = positions[:, None, :, None].float() * theta  # [B, 1, L, d/2]
-    cos, sin = angle.cos(), angle.sin()
-    batch, length = ids.shape
-    x = model.model.embed_tokens(ids)
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        h = F.rms_norm(x, (c.hidden_size,), layer.input_layernorm.weight, c.rms_norm_eps)
-        q = attention.q_proj(h).view(batch, length, -1, d).transpose(1, 2)  # [B, H, L, d]
-        k = attention.k_proj(h).view(batch, length, -1, d).transpose(1, 2)  # [B, H_kv, L, d]
-        v = attention.v_proj(h).view(batch, length, -1, d).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            _rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
-        x = x + attention.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
-        h = F.rms_norm(x, (c.hidden_size,), layer.post_attention_layernorm.weight, c.rms_norm_eps)
-        x = x + layer.mlp(h)
-    return F.rms_norm(x, (c.hidden_size,), model.model.norm.weight, c.rms_norm_eps)
+    mask = torch.ones_like(ids)
+    return model.model(ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def answer_loss(

@@ -9,6 +9,7 @@ import ast
 import pydoc_data.topics
 import re
 import sysconfig
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -57,8 +58,4 @@ def sentences() -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def word_counts() -> dict[str, int]:
     """Lower-case words of the prose (letters only) with how often each occurs."""
-    counts: dict[str, int] = {}
-    for sentence in sentences():
-        for word in re.findall(r"[a-z]+", sentence.lower()):
-            counts[word] = counts.get(word, 0) + 1
-    return counts
+    return Counter(word for sentence in sentences() for word in re.findall(r"[a-z]+", sentence.lower()))

@@ -44,16 +44,9 @@ def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenize
     tok.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tok.token_to_id(BOS))]
     )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tok,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        additional_special_tokens=[ANSWER],
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+    special = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "additional_special_tokens": [ANSWER]}
+    more = {"model_max_length": max_length, "clean_up_tokenization_spaces": False, "padding_side": "left"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tok, **special, **more)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

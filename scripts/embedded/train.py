@@ -81,13 +81,9 @@ class Training:
 
     def save(self) -> None:
         """Write the checkpoint."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": asdict(self.progress),
-        }
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         with replacing(self.checkpoint) as path:
-            torch.save(state, path)
+            torch.save({**state, "progress": asdict(self.progress)}, path)
 
     @property
     def share(self) -> float:
@@ -113,46 +109,38 @@ class Training:
         self.optimizer.step()
         progress.step += 1
         progress.tokens += ids.numel()
-        self._average({"loss": loss.item(), "accuracy": accuracy.item(), "first_value": first.item()})
+        values = {"loss": loss.item(), "accuracy": accuracy.item(), "first_value": first.item()}
+        self.means = {k: 0.97 * self.means[k] + 0.03 * v if self.means else v for k, v in values.items()}
         progress.seconds += time.monotonic() - started
         if progress.step % CURVE_STEPS == 0:
             self.note(stage)
         return stage
 
-    def _average(self, values: dict[str, float]) -> None:
-        self.means = {k: 0.97 * self.means[k] + 0.03 * v if self.means else v for k, v in values.items()}
-
     def note(self, stage: Stage) -> dict[str, Any]:
         """Add a point to the learning curve."""
         progress = self.progress
-        point = {
-            "recipe": self.args.recipe,
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "minutes": round(progress.seconds / 60, 2),
-            "length": stage.length,
-            **{name: round(mean, 4) for name, mean in self.means.items()},
-        }
+        point = {"recipe": self.args.recipe, "step": progress.step, "tokens": progress.tokens}
+        point |= {"minutes": round(progress.seconds / 60, 2), "length": stage.length}
+        point |= {name: round(mean, 4) for name, mean in self.means.items()}
         progress.curve.append(point)
         return point
 
     def watch(self, stage: Stage) -> None:
         """Test the model on generated prompts, write the curve, and export early where --publish-over allows."""
         self.model.eval()
-        recipe, point = self.recipe, self.note(stage)
-        for length in recipe.watch_lengths:
-            points = scores.needle_scores(self.model, self.tokenizer, length, recipe.watch_samples, seed=1000)
+        recipe, point, model, tok = self.recipe, self.note(stage), self.model, self.tokenizer
+        n, lengths = recipe.watch_samples, recipe.watch_lengths
+        for length in lengths:
+            points = scores.needle_scores(model, tok, length, n, seed=1000)
             point[f"needle_{length}"] = round(sum(points) / len(points), 1)
         for family in recipe.watch_families:
-            pairs = scores.family_answers(
-                self.model, self.tokenizer, family, recipe.watch_lengths[0], recipe.watch_samples, seed=1000
-            )
+            pairs = scores.family_answers(model, tok, family, lengths[0], n, seed=1000)
             point[family] = round(100 * sum(reply == sample["answer"] for sample, reply in pairs) / len(pairs), 1)
         self.model.train()
         tqdm.write(json.dumps(point))
         curve.write([*self.earlier, *self.progress.curve], self.out)
         limit = self.args.publish_over
-        if limit is not None and point[f"needle_{recipe.watch_lengths[0]}"] > limit:
+        if limit is not None and point[f"needle_{lengths[0]}"] > limit:
             self.export()
 
     def finish(self) -> None:
@@ -172,6 +160,7 @@ class Training:
         before = Path(args.init) / "training.json" if args.init else None
         first = json.loads(before.read_text()) if before is not None and before.exists() else None
         summary = ("recipe_name", "minutes", "steps", "tokens", "seed", "device", "recipe", "notes", "head_dim")
+        cpu = f"{torch.get_num_threads()} CPU threads"
         facts: dict[str, Any] = {
             "earlier": [*first.get("earlier", []), {k: first.get(k) for k in summary}] if first else [],
             "recipe_name": "tiny" if args.tiny else args.recipe,
@@ -181,9 +170,7 @@ class Training:
             "steps": progress.step,
             "tokens": progress.tokens,
             "seed": args.seed,
-            "device": f"{torch.get_num_threads()} CPU threads"
-            if args.device == "cpu"
-            else torch.cuda.get_device_name(),
+            "device": cpu if args.device == "cpu" else torch.cuda.get_device_name(),
             "init": Path(args.init).name if args.init else None,
             "notes": args.note,
             "recipe": asdict(self.recipe),

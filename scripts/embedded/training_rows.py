@@ -52,6 +52,12 @@ def tokens_of(turns: list[Turn]) -> int:
     return sum(len(turn.ids) for turn in turns)
 
 
+def stacked(rows: list[Arrays]) -> Arrays:
+    """One array each of the ids, weights and positions of some rows."""
+    ids, weights, positions = (np.stack(part) for part in zip(*rows, strict=True))
+    return ids, weights, positions
+
+
 class RowMaker:
     """Makes training rows with one tokenizer."""
 
@@ -66,11 +72,8 @@ class RowMaker:
 
     def batch(self, seed: int, step: int, stage: Stage) -> Arrays:
         """(ids, loss weights, position ids), each [rows, L]."""
-        made = [
-            self.row((seed, step, r), stage.length, stage.query_share, stage.family_rows) for r in range(stage.rows)
-        ]
-        ids, weights, positions = zip(*made, strict=True)
-        return np.stack(ids), np.stack(weights), np.stack(positions)
+        share, families = stage.query_share, stage.family_rows
+        return stacked([self.row((seed, step, r), stage.length, share, families) for r in range(stage.rows)])
 
     def row(self, seed: tuple[int, ...], length: int, query_share: float, family_rows: float = 0.0) -> Arrays:
         """(ids [L], loss weight of each token [L], position ids [L])."""

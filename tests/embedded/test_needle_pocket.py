@@ -21,11 +21,6 @@ def test_too_short_is_refused(tok: PreTrainedTokenizerBase) -> None:
         make_samples(1, 64, 0, tok)
 
 
-def test_sample_depends_on_seed_and_index_alone(tok: PreTrainedTokenizerBase) -> None:
-    assert make_samples(3, 512, 4, tok) == make_samples(9, 512, 4, tok)[:3]
-    assert make_samples(1, 512, 4, tok) != make_samples(1, 512, 5, tok)
-
-
 def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrainedTokenizerBase) -> None:
     for sample in make_samples(20, 1024, 0, tok):
         key = sample["meta"]["key"]
@@ -34,11 +29,6 @@ def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrained
         assert sample["prompt"].endswith(f"What is the {key}?")
         assert sample["answer"] == f"The {key} is {' '.join(sample['values'])}."
         assert len(tok.encode(" " + " ".join(sample["values"]), add_special_tokens=False)) >= 8
-
-
-def test_depth_is_spread(tok: PreTrainedTokenizerBase) -> None:
-    depths = [s["meta"]["depth"] for s in make_samples(60, 1024, 0, tok)]
-    assert min(depths) < 0.15 and max(depths) > 0.85 and 0.4 < sum(depths) / len(depths) < 0.6
 
 
 @pytest.mark.parametrize(
@@ -60,7 +50,3 @@ def test_depth_is_spread(tok: PreTrainedTokenizerBase) -> None:
 )
 def test_score(response: str, points: float) -> None:
     assert score(response, ["one", "two", "three", "four"]) == points
-
-
-def test_score_of_gold_answers(tok: PreTrainedTokenizerBase) -> None:
-    assert all(score(s["answer"], s["values"]) == 100.0 for s in make_samples(5, 256, 0, tok))

@@ -44,3 +44,16 @@ def test_new_query_dimensions_receive_gradients(narrow: Qwen2ForCausalLM) -> Non
 def test_only_multiples_of_the_head_dimension(narrow: Qwen2ForCausalLM) -> None:
     with pytest.raises(ValueError, match="head_dim=24: must be a multiple of 16"):
         network.widened(narrow, 24, seed=0)
+
+
+def test_a_jump_of_positions_is_only_a_distance(narrow: Qwen2ForCausalLM) -> None:
+    """What stands before it is read: transformers would take it for the border of another sequence."""
+    ids = torch.randint(96, (2, 64), generator=torch.Generator().manual_seed(1))
+    ids[1, 32:] = ids[0, 32:]
+    positions = torch.arange(64).expand(2, -1) + 40 * (torch.arange(64) >= 32)
+    with torch.no_grad():
+        jumped, plain = (
+            network.hidden_states(narrow, ids, p)[:, -1] for p in (positions, positions * 0 + torch.arange(64))
+        )
+    assert (jumped[0] - jumped[1]).abs().max() > 1e-3
+    assert (jumped - plain).abs().max() > 1e-3

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pqcache.embedded import load_model, model_dir
 from pqcache.embedded.needle_pocket import make_samples, score
-from scripts.embedded.network import hidden_states
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +29,6 @@ def test_size_of_the_shipped_files() -> None:
     assert {"config.json", "README.md"} <= sizes.keys()
 
 
-def test_architecture() -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir())
-    config = model.config
-    assert model.dtype == torch.bfloat16 and config.model_type == "qwen2"
-    assert config.num_attention_heads // config.num_key_value_heads >= 2
-    assert config.max_position_embeddings >= 16384
-
-
 @pytest.mark.rest
 def test_needle_pocket_free_running(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
     points = [score(generate(model, tok, s["prompt"]), s["values"]) for s in make_samples(8, 512, 0, tok)]
@@ -51,12 +42,3 @@ def test_needle_in_prose(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -
     cut = story.index("\n", 1200)
     prompt = f"{story[:cut]}\n{needle}\n{story[cut:]}\n\nWhat is the quickest way to reach Mount Tamarin?"
     assert "yellow stones behind the bakery" in generate(model, tok, prompt)
-
-
-def test_training_forward_equals_transformers(model: PreTrainedModel) -> None:
-    ids = torch.randint(4, 4096, (2, 200), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(200).expand(2, -1)
-    with torch.no_grad():
-        ours = model.lm_head(hidden_states(model, ids, positions))
-        theirs = model(ids).logits
-    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)

@@ -15,7 +15,7 @@ from pqcache.harness.run.models import question_start
 from pqcache.harness.tasks import TASKS, sources, task_of
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
-from pqcache.harness.tasks.longbench.data_sets import DATASETS, bucket_of, fill, max_length, score
+from pqcache.harness.tasks.longbench.data_sets import DATASETS, bucket_of, fill, score
 from tests.harness.tasks.building import build, write_rows
 
 ROW = {
@@ -108,15 +108,6 @@ def test_another_template_than_the_official_one_is_refused(monkeypatch: pytest.M
     data_sets.template.cache_clear()
 
 
-def test_published_truncation_lengths() -> None:
-    assert max_length("meta-llama/Llama-2-7b-chat-hf") == max_length("llama-2-7b-chat") == 3500
-    assert max_length("mistralai/Mistral-7B-Instruct-v0.2") == 32000
-    assert max_length("meta-llama/Llama-3.1-8B-Instruct") == 130_000
-    assert max_length("zai-org/glm-4-9b-chat-hf") == max_length("glm4-9b-chat") == 31_500
-    assert max_length("meta-llama/Meta-Llama-3-8B-Instruct") == 7500
-    assert max_length("embedded") is None
-
-
 def settings_of(dataset: str, tokenizer: Any, **options: Any) -> dict[str, Any]:
     """The adapter's settings for the prompts of a data set."""
     options = {"source": "constructed", "constructed_tokens": SHORTEST, "datasets": [dataset], **options}
@@ -134,6 +125,27 @@ def test_definitions_say_what_the_official_code_does(dataset: str, tokenizer: An
     assert settings["wrapper"] == ("none" if few_shot_or_code else "inst")
     assert settings.get("stop_token") == ("\n" if dataset == "samsum" else None)
     assert (settings["cut_middle"], settings["longest_answer"]) == (0, 512)
+    changed = settings_of(dataset, tokenizer, unwrapped=[], wrapper="template", max_length=4000)
+    assert (changed["wrapper"], changed["cut_middle"]) == ("template", 4000)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "lengths"),
+    [
+        (None, {
+            "meta-llama/Llama-2-7b-chat-hf": 3500, "llama-2-7b-chat": 3500, "mistralai/Mistral-7B-Instruct-v0.2": 32_000,
+            "meta-llama/Llama-3.1-8B-Instruct": 130_000, "zai-org/glm-4-9b-chat-hf": 31_500, "glm4-9b-chat": 31_500,
+            "meta-llama/Meta-Llama-3-8B-Instruct": 7500, "embedded": 0,
+        }),
+        ("kvcache_factory", {
+            "mistral-7b-instruct-v0.2": 31_500, "llama-3-8b-instruct": 7500, "llama-2-7b-chat": 3950, "qwen3-8b": 0,
+        }),
+        (100, {"mistral-7b-instruct-v0.2": 100, "embedded": 100}),
+    ],
+)  # fmt: skip
+def test_prompts_are_cut_to_the_published_lengths(max_length: Any, lengths: dict[str, int]) -> None:
+    task = task_of("longbench", {"max_length": max_length})
+    assert {name: task.cut(name) for name in lengths} == lengths
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -157,49 +169,6 @@ def test_the_question_starts_where_clusterkvs_code_starts_it(dataset: str, token
         "gov_report": len("Now, write a one-page summary of the report.\n\nSummary:"),
         "narrativeqa": len("Do not provide any explanation.\n\nQuestion: Who?\n\nAnswer:"),
     }.get(dataset, 100)
-
-
-def test_options_change_how_prompts_are_cut_and_wrapped(tokenizer: Any) -> None:
-    settings = settings_of("trec", tokenizer, unwrapped=[], wrapper="template", max_length=4000)
-    assert (settings["wrapper"], settings["cut_middle"]) == ("template", 4000)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("paper", "model", "options", "cut", "bare"),
-    [
-        # KVCrush, by PyramidKV's code: no chat for Mistral and Llama-3; two commits cut Llama-3's prompts differently
-        (
-            "kvcrush",
-            "mistral-7b-instruct-v0.2",
-            {"max_length": 31_500, "unwrapped": list(DATASETS)},
-            31_500,
-            set(DATASETS),
-        ),
-        ("kvcrush", "llama-3-8b-instruct", {"max_length": 7500, "unwrapped": list(DATASETS)}, 7500, set(DATASETS)),
-        ("kvcrush", "llama-3-8b-instruct", {"max_length": 7950, "unwrapped": list(DATASETS)}, 7950, set(DATASETS)),
-        # ClusterKV wraps triviaqa, too
-        (
-            "clusterkv",
-            "glm4-9b-chat",
-            {"max_length": 31_500, "unwrapped": ["trec", "samsum", "lcc", "repobench-p"]},
-            31_500,
-            {"trec", "samsum", "lcc", "repobench-p"},
-        ),
-        # LongBench and PQCache: the published lengths and exceptions are the defaults
-        ("pqcache", "mistral-7b-instruct-v0.2", {}, 32_000, set(data_sets.UNWRAPPED)),
-        ("pqcache", "llama-2-7b-chat", {}, 3500, set(data_sets.UNWRAPPED)),
-    ],
-)
-def test_the_papers_prompts_can_be_asked_for(
-    paper: str, model: str, options: dict[str, Any], cut: int, bare: set[str], tokenizer: Any
-) -> None:
-    names = ["qasper", "trec", "triviaqa", "lcc"]
-    constructed = {"source": "constructed", "constructed_tokens": SHORTEST, "datasets": names}
-    _, tasks = build("longbench", {**constructed, **options}, tokenizer, limit=1, model=model)
-    settings = {name.removeprefix("longbench_"): task.config.generation_kwargs for name, (task, _) in tasks.items()}
-    assert {one["cut_middle"] for one in settings.values()} == {cut}
-    assert {name for name, one in settings.items() if one["wrapper"] == "none"} == bare & set(names)
 
 
 # -- scores ---------------------------------------------------------------------------------------------------------------
@@ -243,23 +212,3 @@ def test_constructed_rows_have_the_format_and_the_length(dataset: str, tokenizer
     assert (rows[0]["input"] == "") == (dataset in ("gov_report", "multi_news", "passage_count", "lcc"))
     perfect = score(dataset, rows[0]["answers"][0], rows[0]["answers"], rows[0]["all_classes"])
     assert perfect == pytest.approx(1.0)
-
-
-def test_documents_of_a_task_do_not_carry_the_context_twice(tokenizer: Any) -> None:
-    options = {"source": "constructed", "constructed_tokens": 200}
-    _, tasks = build("longbench_trec", options, tokenizer, limit=1)
-    task, (doc,) = tasks["longbench_trec"]
-    assert "context" not in doc
-    assert task.doc_to_text(doc) == doc["prompt"]
-    assert task.process_results(doc, doc["answers"]) == {"score": 1.0}
-
-
-def test_the_cut_lengths_of_pyramidkvs_code() -> None:
-    """Mistral 31500, Llama-3 7500, Llama-2 3950; its own code names no other model."""
-    task = task_of("longbench", {"max_length": "kvcache_factory"})
-    assert [task.cut(name) for name in ("mistral-7b-instruct-v0.2", "llama-3-8b-instruct", "llama-2-7b-chat")] == [
-        31500, 7500, 3950,
-    ]  # fmt: skip
-    assert task.cut("qwen3-8b") == 0
-    assert task_of("longbench").cut("mistral-7b-instruct-v0.2") == 32000
-    assert task_of("longbench", {"max_length": 100}).cut("mistral-7b-instruct-v0.2") == 100

@@ -19,7 +19,7 @@ from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models, thinking
 from pqcache.harness.tasks.longbench.constructed import construct
-from pqcache.harness.tasks.longbench.data_sets import BUCKETS, DATASETS, UNWRAPPED
+from pqcache.harness.tasks.longbench.data_sets import DATASETS, UNWRAPPED
 from tests.harness.tasks.test_longbench import make_row, write_files
 
 # -- whole runs -----------------------------------------------------------------------------------------------------------
@@ -118,30 +118,6 @@ def test_longbench_e_has_a_sub_task_per_bucket(start: Callable[..., int], tmp_pa
         "longbench_e_hotpotqa_8k+": 2,
         "longbench_e_lcc_0-4k": 1,
     }
-
-
-def test_constructed_rows_fill_every_bucket(start: Callable[..., int], tmp_path: Path) -> None:
-    options = ["task=longbench_e", "task.datasets=[trec]", "task.source=constructed", "task.constructed_tokens=200"]
-    assert start(*options, "limit=1") == 0
-    assert list(only_row(tmp_path)["tasks"]) == [f"longbench_e_trec_{name}" for name in BUCKETS]
-
-
-def test_samples_are_found_again_and_a_larger_limit_adds_to_them(
-    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["task=longbench_samsum", "task.source=constructed", "task.constructed_tokens=200"]
-    assert start(*arguments, "limit=1") == 0
-    calls: list[int] = []
-    original = lm.generate
-
-    def counting(*args: Any, **options: Any) -> Any:
-        calls.append(1)
-        return original(*args, **options)
-
-    monkeypatch.setattr(lm, "generate", counting)
-    assert start(*arguments, "limit=3") == 0
-    assert len(calls) == 2
-    assert only_row(tmp_path)["n_samples"] == 3
 
 
 # -- where rows come from -------------------------------------------------------------------------------------------------

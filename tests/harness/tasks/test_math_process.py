@@ -113,14 +113,6 @@ def test_a_call_without_a_value(name: str, seconds: float, said: str, lost: bool
     assert not lost or gone(first)
 
 
-def test_a_process_that_was_killed_between_two_calls(functions: Functions) -> None:
-    functions.start()
-    assert functions.process is not None
-    functions.process.child.kill()
-    functions.process.child.wait()
-    assert functions.call("add", 1, 1, seconds=20) == 2
-
-
 def test_data_sets_cross_as_rows(functions: Functions) -> None:
     from datasets import Dataset
 
@@ -198,34 +190,20 @@ def test_where_the_packages_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 # -- the real packages -----------------------------------------------------------------------------------------------------
 
 FINAL = "Final Answer: The final answer is ${}$. I hope it is correct."
-SOLUTIONS = [
-    r"So the answer is $\boxed{\frac{1}{2}}$.",
-    r"The solutions are $\boxed{\{1, 2, 3\}}$.",
-    r"Domain $\boxed{[2,5)}$.",
-    r"It is $\boxed{\text{Evelyn}}$.",
-    r"It is $\boxed{12\text{ cm}}$.",
-    r"The angle is $\boxed{60^\circ}$.",
-    r"Total: $\boxed{12,345}$.",
-    r"Point $\boxed{(3, \frac{\pi}{2})}$.",
-    r"So $\boxed{x^2 + 2x + 1}$.",
-    r"$\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}$",
-]
-ANSWERS = [
-    [FINAL.format(r"\frac12"), FINAL.format("0.5"), FINAL.format(r"\frac{1}{3}"), r"$\boxed{\frac{2}{4}}$"],
-    [FINAL.format(r"\{3,2,1\}"), FINAL.format(r"\{1,2\}"), r"\boxed{\{3, 2, 1\}}"],
-    [FINAL.format("[2,5)"), FINAL.format("(2,5)"), r"\boxed{[2, 5)}"],
-    [FINAL.format(r"\text{Evelyn}"), FINAL.format(r"\text{Carla}"), "Evelyn"],
-    [FINAL.format(r"12 \text{ cm}"), FINAL.format("12"), FINAL.format(r"12 \text{ m}"), r"\boxed{12}"],
-    [FINAL.format("60"), FINAL.format(r"61^\circ"), r"\boxed{60}"],
-    [FINAL.format("12345"), FINAL.format("12,346"), r"\boxed{12345}"],
-    [
-        FINAL.format(r"\left( 3, \frac{\pi}{2} \right)"),
-        FINAL.format(r"(3, \pi)"),
-        r"\boxed{\left(3,\frac{\pi}2\right)}",
-    ],
-    [FINAL.format("(x+1)^2"), FINAL.format("x^2+2x"), r"\boxed{(x+1)^2}"],
-    [FINAL.format("1"), r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\frac{", "{" * 400, "", "$" * 50],
-]
+# solution -> answers
+CASES = {
+    r"So the answer is $\boxed{\frac{1}{2}}$.": [r"\frac12", "0.5", r"\frac{1}{3}"],
+    r"The solutions are $\boxed{\{1, 2, 3\}}$.": [r"\{3,2,1\}", r"\{1,2\}"],
+    r"Domain $\boxed{[2,5)}$.": ["[2,5)", "(2,5)"],
+    r"It is $\boxed{\text{Evelyn}}$.": [r"\text{Evelyn}", r"\text{Carla}"],
+    r"It is $\boxed{12\text{ cm}}$.": [r"12 \text{ cm}", "12", r"12 \text{ m}"],
+    r"The angle is $\boxed{60^\circ}$.": ["60", r"61^\circ"],
+    r"Total: $\boxed{12,345}$.": ["12345", "12,346"],
+    r"Point $\boxed{(3, \frac{\pi}{2})}$.": [r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi)"],
+    r"So $\boxed{x^2 + 2x + 1}$.": ["(x+1)^2", "x^2+2x"],
+    r"$\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}$": [r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "1"],
+}
+MALFORMED = [r"$\frac{", "{" * 400, "", "$" * 50]
 PLAIN = """
 import json, sys
 import importlib.util
@@ -247,8 +225,14 @@ def test_scores_are_those_of_lm_eval_alone() -> None:
     from datasets import Dataset
 
     file = Path(lm_eval.tasks.__file__).parent / "minerva_math" / "utils.py"
-    docs: list[dict[str, Any]] = [{"problem": "?", "solution": solution, "answer": ""} for solution in SOLUTIONS]
-    pairs = [(doc, answer) for doc, answers in zip(docs, ANSWERS, strict=True) for answer in answers]
+    docs: list[dict[str, Any]] = [{"problem": "?", "solution": solution, "answer": ""} for solution in CASES]
+    pairs = [
+        (doc, form)
+        for doc in docs
+        for text in CASES[doc["solution"]]
+        for form in (FINAL.format(text), rf"\boxed{{{text}}}")
+    ]
+    pairs += [(docs[0], text) for text in MALFORMED]
     alone = subprocess.run(
         [sys.executable, "-c", PLAIN, str(file)],
         input="".join(json.dumps(pair) + "\n" for pair in pairs),

@@ -102,13 +102,6 @@ def test_default_grids(tokenizer) -> None:
     assert (small.prompt, large.prompt) == (8192, 30_000)
 
 
-def test_a_limit_keeps_the_first_documents_and_the_seed_changes_the_text(tokenizer) -> None:
-    options = {"lengths": [512, 300], "depths": [50, 0]}
-    docs = needle_docs(tokenizer, **options)
-    assert needle_docs(tokenizer, limit=2, **options) == docs[:2]
-    assert needle_docs(tokenizer, seed=1, **options)[0]["prompt"] != docs[0]["prompt"]
-
-
 def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> None:
     folder = tmp_path / "essays"
     folder.mkdir()
@@ -166,10 +159,3 @@ def test_the_keyword_rule_agrees_with_the_judge(shared_data: Path) -> None:
     agree = [bool(task.keyword_accuracy(row["model_response"])) == (row["score"] > 4) for row in rows]
     assert len(rows) > 1000
     assert sum(agree) / len(agree) >= 0.98
-
-
-@pytest.mark.shared
-def test_real_essays(shared_data: Path) -> None:
-    tokenizer = _tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), TEMPLATE)
-    (doc,) = needle_docs(tokenizer, lengths=[1024], depths=[50], haystack=str(shared_data / "paul_graham"))
-    assert 1000 <= count_tokens(tokenizer, doc["prompt"]) <= 1024

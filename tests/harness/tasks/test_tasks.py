@@ -63,11 +63,6 @@ def test_the_example_of_a_new_task_works(tokenizer: Any, tmp_path: Path) -> None
         assert [sample[spec.metric["echo"]] for sample in results["samples"]["echo"]] == [expected]
 
 
-def test_the_pocket_group_has_every_family() -> None:
-    assert len(POCKET) == 8
-    assert task_of("pocket").max_new_tokens == max(task_of(name).max_new_tokens for name in POCKET)
-
-
 @pytest.mark.parametrize("name", ["needle", "needle_pocket", "pocket_chain"])
 def test_a_larger_limit_only_adds_documents(name: str, tokenizer: Any) -> None:
     prompts = []
