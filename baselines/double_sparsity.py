@@ -156,17 +156,10 @@ class DoubleSparsity(RetrievalMethod):
     round_query: bool | None = added(None, absent=False)
 
     def fill(self) -> None:
-        release = self.protocol == "release"
-        defaults = {
-            "n_sink": 0 if release else 32,
-            "recent_ratio": 0.0 if release else 0.5,
-            "reduce": "none" if release else "sum_softmax",
-            "per_query_head": release,
-            "round_query": release,
-        }
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        self.by_protocol(
+            n_sink=(32, 32, 0), recent_ratio=(0.5, 0.5, 0.0), reduce=("sum_softmax", "sum_softmax", "none")
+        )
+        self.by_protocol(per_query_head=(False, False, True), round_query=(False, False, True))
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         plan = super().plan(s, layer_idx, n_layers)
@@ -182,7 +175,6 @@ class DoubleSparsity(RetrievalMethod):
         self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
 
     def setup(self) -> None:
-        super().setup()
         self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (H, r)
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:

@@ -29,7 +29,7 @@ from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.drop import Lightest
 
@@ -123,32 +123,20 @@ class H2O(EvictionMethod):
     # K and V once per query head, each of which keeps tokens of its own; null: only in the protocol release
     repeat_kv: bool | None = added(None, absent=False)
 
+    def fill(self) -> None:
+        self.by_protocol(n_sink=(32, 0), repeat_kv=(False, False, True))
+
     def validate(self) -> None:
         self.require_one_of("mode", MODES)
         self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a number in [0, 1]")
         self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for recent_ratio")
         self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
 
-    def setup(self) -> None:
-        if self.n_sink is None:
-            self.n_sink = self.by_protocol(aligned=32, paper=0)
-        if self.repeat_kv is None:
-            self.repeat_kv = self.by_protocol(aligned=False, paper=False, release=True)
-
-    @property
-    def repeats_kv(self) -> bool:
-        return bool(self.repeat_kv)
-
     def window(self, total: int) -> int:
         return max(1, floor_share(total, self.recent_ratio))
 
     def check_budget(self) -> None:
-        assert self.n_sink is not None
-        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + (self.recent or 1):
-            raise NotApplicable(
-                f"budget={self.budget.tokens}: {self.name} needs more tokens than its {self.n_sink} sinks"
-                f" and its window of {self.recent or 1}"
-            )
+        self.require_room(self.n_sink or 0, self.recent or 1)
 
     def compensation(self, s: int) -> float:
         """Tokens on top of the budget at a prompt of `s` tokens."""

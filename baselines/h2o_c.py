@@ -47,7 +47,6 @@ class H2OC(H2O):
         self.require("b", self.b >= 1, "an int >= 1")
 
     def setup(self) -> None:
-        super().setup()
         self.d = 128  # head dimension, until check_model
 
     def check_model(self, config: PreTrainedConfig) -> None:

@@ -241,12 +241,8 @@ class InfiniGen(RetrievalMethod):
     cap: float | None = None
 
     def fill(self) -> None:
-        if self.reduce is None:
-            self.reduce = self.by_protocol(aligned="sum_softmax", paper="sum_softmax", release="none")
-        if self.partial_ratio is None:
-            self.partial_ratio = self.by_protocol(aligned=0.2, paper=0.3, release=0.2)
-        if self.column_rule is None:
-            self.column_rule = self.by_protocol(aligned="q", paper="abs_sum", release="union")
+        self.by_protocol(reduce=("sum_softmax", "sum_softmax", "none"), partial_ratio=(0.2, 0.3, 0.2))
+        self.by_protocol(column_rule=("q", "abs_sum", "union"), alpha=(None, 5.0), cap=(None, 0.2))
 
     def validate(self) -> None:
         super().validate()
@@ -261,9 +257,6 @@ class InfiniGen(RetrievalMethod):
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")
 
     def setup(self) -> None:
-        if self.protocol != "aligned":
-            self.alpha = 5.0 if self.alpha is None else self.alpha
-            self.cap = 0.2 if self.cap is None else self.cap
         self.bases: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (h_kv, d, r)
         self.similarity = 0.0  # of consecutive layers' attention inputs, mean cosine on the calibration text
 

@@ -137,6 +137,10 @@ class KVCrush(ComposedMethod, EvictionMethod):
     # K and V once per query head, each of which keeps tokens of its own, as the code in which table III was run
     repeat_kv: bool = added(False, absent=False)
 
+    def fill(self) -> None:
+        self.by_protocol(bit_quantile=(0.5, "budget", 0.5), page=(1, 1, 16), pick=("even", "random", "even"))
+        self.by_protocol(signature=("query", "query", "kv"))
+
     def validate(self) -> None:
         self.part_class("base", ranks_by_scores)
         self.require("rep_ratio", 0 <= self.rep_ratio <= 1, "a number in [0, 1]")
@@ -144,23 +148,13 @@ class KVCrush(ComposedMethod, EvictionMethod):
         self.require_one_of("anchor", ANCHORS)
         quantile = self.bit_quantile
         in_range = isinstance(quantile, int | float) and 0 <= quantile <= 1
-        self.require("bit_quantile", quantile in (None, "budget") or in_range, "a number in [0, 1] or budget")
+        self.require("bit_quantile", quantile == "budget" or in_range, "a number in [0, 1] or budget")
         self.require("page", self.page is None or self.page >= 1, "an int >= 1")
-        if self.pick is not None:
-            self.require_one_of("pick", PICKS)
-        if self.signature is not None:
-            self.require_one_of("signature", SIGNATURES)
+        self.require_one_of("pick", PICKS)
+        self.require_one_of("signature", SIGNATURES)
         self.require_one_of("grouping", GROUPINGS)
 
     def setup(self) -> None:
-        if self.bit_quantile is None:
-            self.bit_quantile = self.by_protocol(aligned=0.5, paper="budget", release=0.5)
-        if self.page is None:
-            self.page = self.by_protocol(aligned=1, paper=1, release=16)
-        if self.pick is None:
-            self.pick = self.by_protocol(aligned="even", paper="random", release="even")
-        if self.signature is None:
-            self.signature = self.by_protocol(aligned="query", paper="query", release="kv")
         self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
         cls = self.part_class("base", ranks_by_scores)
         self.base_options = {**cls.static_options, **self.base_options}
@@ -172,10 +166,6 @@ class KVCrush(ComposedMethod, EvictionMethod):
         defaults = {name: value for name, value in defaults.items() if name in known}
         self.evictor = self.make_part("base_options", cls, common, **defaults)
         self.require("base_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
-
-    @property
-    def repeats_kv(self) -> bool:
-        return self.repeat_kv
 
     @property
     def prunes_turns(self) -> bool:

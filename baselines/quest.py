@@ -133,16 +133,13 @@ class Quest(RetrievalMethod):
     # whether the page of the newest past token is always attended; null: true, in the release's protocol false
     newest: bool | None = added(None, absent=True)
 
+    def fill(self) -> None:
+        self.by_protocol(least_pages=(1, 1, 3), newest=(True, True, False))
+
     def validate(self) -> None:
         super().validate()
         self.require("page", self.page >= 1, "an int >= 1")
         self.require("least_pages", self.least_pages is None or self.least_pages >= 1, "null or an int >= 1")
-
-    def setup(self) -> None:
-        if self.least_pages is None:
-            self.least_pages = self.by_protocol(aligned=1, paper=1, release=3)
-        if self.newest is None:
-            self.newest = self.by_protocol(aligned=True, paper=True, release=False)
 
     @property
     def keeps_rule(self) -> bool:

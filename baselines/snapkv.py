@@ -32,7 +32,7 @@ from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 
 # w, kernel, pooling of the authors' LongBench runs, of PyramidKV's runs of all baselines, of the released class's defaults
 PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}
@@ -102,42 +102,25 @@ class SnapKV(EvictionMethod):
     # K and V once per query head, each of which keeps tokens of its own; null: only in the protocol release
     repeat_kv: bool | None = added(None, absent=False)
 
-    def validate(self) -> None:
+    def fill(self) -> None:
         self.require_one_of("published", tuple(PUBLISHED))
+        w, kernel, pooling = PUBLISHED[self.published]
+        self.by_protocol(w=(w,), kernel=(kernel,), pooling=(pooling,), n_sink=(32, 0), repeat_kv=(False, False, True))
+
+    def validate(self) -> None:
         self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for the window")
         self.require("w", self.w is None or self.w >= 1, "an int >= 1")
         odd = self.kernel is None or (self.kernel >= 1 and self.kernel % 2 == 1)
         self.require("kernel", odd, "an odd int >= 1")
-        if self.pooling is not None:
-            self.require_one_of("pooling", POOLING)
+        self.require_one_of("pooling", POOLING)
         self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
-
-    def setup(self) -> None:
-        w, kernel, pooling = PUBLISHED[self.published]
-        self.w = w if self.w is None else self.w
-        self.kernel = kernel if self.kernel is None else self.kernel
-        self.pooling = pooling if self.pooling is None else self.pooling
-        if self.n_sink is None:
-            self.n_sink = self.by_protocol(aligned=32, paper=0)
-        if self.repeat_kv is None:
-            self.repeat_kv = self.by_protocol(aligned=False, paper=False, release=True)
-
-    @property
-    def repeats_kv(self) -> bool:
-        return bool(self.repeat_kv)
 
     @property
     def prunes_turns(self) -> bool:
         return self.protocol != "release"
 
     def check_budget(self) -> None:
-        assert self.n_sink is not None and self.w is not None
-        newest = self.recent or self.w
-        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + newest:
-            raise NotApplicable(
-                f"budget={self.budget.tokens}: {self.name} needs more tokens than its {self.n_sink} sinks"
-                f" and its window of {newest}"
-            )
+        self.require_room(self.n_sink or 0, self.recent or self.w or 0)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         assert self.n_sink is not None and self.w is not None

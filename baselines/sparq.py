@@ -200,8 +200,7 @@ class SparQ(RetrievalMethod):
         return self.reallocate
 
     def fill(self) -> None:
-        if self.reduce is None:
-            self.reduce = self.by_protocol(aligned="sum_softmax", paper="sum_softmax", release="sum_logit")
+        self.by_protocol(reduce=("sum_softmax", "sum_softmax", "sum_logit"))
 
     def validate(self) -> None:
         super().validate()

@@ -24,7 +24,7 @@ from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import check_rotated
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
@@ -60,22 +60,14 @@ class StreamingLLM(EvictionMethod):
             self.require_one_of("mode", MODES)
 
     def setup(self) -> None:
-        if self.n_sink is None:
-            self.n_sink = self.by_protocol(aligned=32, paper=4)
-        if self.mode is None:
-            aligned = "dynamic" if self.replans else "static"
-            self.mode = self.by_protocol(aligned=aligned, paper="static", release="rolling")
+        self.by_protocol(n_sink=(32, 4), mode=("dynamic" if self.replans else "static", "static", "rolling"))
 
     def revisions(self) -> dict[str, int]:
         """The aligned protocol, where sinks come on top of the budget, computes what it always did."""
         return {} if self.protocol == "aligned" else super().revisions()
 
     def check_budget(self) -> None:
-        assert self.n_sink is not None
-        if self.budget.tokens is not None and self.budget.tokens <= self.n_sink:
-            raise NotApplicable(
-                f"budget={self.budget.tokens}: streaming needs more tokens than its {self.n_sink} sinks"
-            )
+        self.require_room(self.n_sink or 0)
 
     def check_model(self, config: PreTrainedConfig) -> None:
         if self.mode == "rolling":

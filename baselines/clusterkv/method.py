@@ -294,16 +294,9 @@ class ClusterKV(RetrievalMethod):
 
     def setup(self) -> None:
         resident = self.store == "resident"  # which of the two released programs this is
-        if self.clusters is None and self.protocol == "release":
-            self.clusters = 400 if resident else 200
-        if self.window is None:
-            self.window = self.by_protocol(aligned=320, paper=320, release=0 if resident else 320)
-        if self.window_clusters is None:
-            self.window_clusters = self.by_protocol(aligned=4, paper=4, release=8)
-        if self.init is None:
-            self.init = self.by_protocol(
-                aligned="random", paper="random", release="plusplus" if resident else "repeated"
-            )
+        self.by_protocol(clusters=(None, None, 400 if resident else 200), window_clusters=(4, 4, 8))
+        self.by_protocol(window=(320, 320, 0 if resident else 320))
+        self.by_protocol(init=("random", "random", "plusplus" if resident else "repeated"))
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> ClusterPlan:
         aligned = partition_plan(self.budget_at(s), s, self.n_sink, 0.0)

@@ -79,6 +79,9 @@ class InfLLM(Method):
     # tokens outside the window keep their true distance instead of n_local - 1
     true_positions: bool = False
 
+    def fill(self) -> None:
+        self.by_protocol(n_init=(32, 128), reps=(1, 4), n_local=(None, 4096), topk=(None, 16))
+
     def validate(self) -> None:
         self.require("n_init", self.n_init is None or self.n_init >= 0, "an int >= 0")
         self.require("n_local", self.n_local is None or self.n_local >= 1, "null or an int >= 1")
@@ -89,15 +92,6 @@ class InfLLM(Method):
         fits = self.reps is None or 1 <= self.reps <= self.block
         self.require("reps", fits, f"an int in 1..{self.block}, the tokens of a block")
         self.require_one_of("store", ("resident", "host"))
-
-    def setup(self) -> None:
-        paper = self.protocol != "aligned"
-        self.n_init = (128 if paper else 32) if self.n_init is None else self.n_init
-        self.reps = (4 if paper else 1) if self.reps is None else self.reps
-        if paper:
-            self.n_local = 4096 if self.n_local is None else self.n_local
-            self.topk = 16 if self.topk is None else self.topk
-        self.require("reps", self.reps <= self.block, f"an int in 1..{self.block}, the tokens of a block")
 
     @property
     def traceable(self) -> bool:

@@ -52,6 +52,9 @@ class ZipCache(SalientMethod):
     # token ids for probes=special; empty: the tokenizer's special tokens and punctuation
     special_ids: list = field(default_factory=list)
 
+    def fill(self) -> None:
+        self.by_protocol(norm=("probes", "probes", "full"))
+
     def validate(self) -> None:
         super().validate()
         self.require_one_of("probes", PROBES)
@@ -61,8 +64,7 @@ class ZipCache(SalientMethod):
             0 <= self.random_share <= 1 - self.recent_share,
             "a number >= 0, with recent_share at most 1",
         )
-        if self.norm is not None:
-            self.require_one_of("norm", ("probes", "full"))
+        self.require_one_of("norm", ("probes", "full"))
         self.require(
             "special_ids",
             not self.special_ids
@@ -71,9 +73,6 @@ class ZipCache(SalientMethod):
         )
 
     def setup(self) -> None:
-        super().setup()
-        if self.norm is None:
-            self.norm = self.by_protocol(aligned="probes", paper="probes", release="full")
         self.tokenizer_ids: tuple[int, ...] | None = None  # special tokens by `know_tokenizer`
 
     def know_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -87,5 +86,4 @@ class ZipCache(SalientMethod):
         return ProbeRule(self.probes, self.recent_share, self.random_share, self.seed, ids or ())
 
     def saliency_norm(self) -> str:
-        assert self.norm is not None
-        return self.norm
+        return str(self.norm)

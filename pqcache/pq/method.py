@@ -75,8 +75,7 @@ class PQCache(RetrievalMethod):
     refit_every: int = added(0, absent=0)
 
     def fill(self) -> None:
-        if self.cache_policy is None:
-            self.cache_policy = self.by_protocol(aligned="lru", paper="lru", release="lfu")
+        self.by_protocol(cache_policy=("lru", "lru", "lfu"))
 
     def validate(self) -> None:
         super().validate()

@@ -18,7 +18,7 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
 from pqcache.selective.row_state import map_state
 from pqcache.selective.scorer import Prompt, Scorer
-from pqcache.selective.shape import ModelShape
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
@@ -43,7 +43,7 @@ class EvictionPolicy(Method):
     @property
     def repeats_kv(self) -> bool:
         """Whether K and V are stored once per query head, so that every query head keeps tokens of its own."""
-        return False
+        return bool(getattr(self, "repeat_kv", False))
 
     @property
     def prunes_turns(self) -> bool:
@@ -89,6 +89,14 @@ class EvictionPolicy(Method):
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         """Tokens kept of a prompt (or prompt + turns) of `s` tokens."""
         raise NotImplementedError
+
+    def require_room(self, sinks: int, window: int = 0) -> None:
+        """Raise NotApplicable for a token budget that sinks and local window use up."""
+        if self.budget.tokens is not None and self.budget.tokens <= sinks + window:
+            also = f" and its window of {window}" if window else ""
+            raise NotApplicable(
+                f"budget={self.budget.tokens}: {self.name} needs more tokens than its {sinks} sinks{also}"
+            )
 
     def at(self, tokens: int) -> Self:
         """This method with a budget of `tokens`, however few: for plans alone."""

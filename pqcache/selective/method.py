@@ -23,9 +23,6 @@ WITHOUT_BUDGET = ("ignored", "own")  # rules of methods that a budget does not d
 TOKEN_RULES = tuple(rule for rule in RULES if rule not in ("prompt", "context", *WITHOUT_BUDGET))
 
 
-PAPER = object()  # a default of protocol=release that is the paper's
-
-
 @dataclass(kw_only=True)
 class Method:
     """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters; `name` is what users type.
@@ -70,6 +67,7 @@ class Method:
         self.require_one_of("budget_of", SOURCES)
         if self.protocol == "release" and not self.released:
             raise NotApplicable(f"protocol=release: no code of {self.name} is published; aligned and paper apply")
+        self.fill()
         if self.dense_layers is None:
             self.dense_layers = self.default_dense_layers(self.protocol)
         self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
@@ -133,6 +131,9 @@ class Method:
         return False
 
     # -- what a subclass may override -------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Set hyper-parameters that are null to their default, before they are checked; see `by_protocol`."""
 
     def validate(self) -> None:
         """Check the hyper-parameters with `require`. Sets nothing."""
@@ -207,11 +208,12 @@ class Method:
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
-    def by_protocol(self, *, aligned: Any, paper: Any, release: Any = PAPER) -> Any:
-        """A default that depends on the protocol. release: the paper's, unless given."""
-        if self.protocol == "aligned":
-            return aligned
-        return paper if self.protocol == "paper" or release is PAPER else release
+    def by_protocol(self, **defaults: tuple[Any, ...]) -> None:
+        """Set those of these hyper-parameters that are null: to the value of (aligned, paper[, release: the paper's])."""
+        place = PROTOCOLS.index(self.protocol)
+        for name, values in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, values[min(place, len(values) - 1)])
 
     def require(self, name: str, ok: bool, allowed: str) -> None:
         """Raise one line that names the hyper-parameter, its value and what is allowed."""

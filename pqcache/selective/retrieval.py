@@ -99,13 +99,6 @@ class RetrievalMethod(Method):
     def traceable(self) -> bool:
         return not self.estimates_rest  # else the output is more than attention to the selected tokens
 
-    def __post_init__(self) -> None:
-        self.fill()
-        super().__post_init__()
-
-    def fill(self) -> None:
-        """Set the options that are null to their default under the protocol, before they are checked."""
-
     def validate(self) -> None:
         self.require("n_sink", self.n_sink >= 0, "an int >= 0")
         self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a float in [0, 1]")

@@ -17,9 +17,8 @@ class Unpublished(Method):
 
     n_sink: int | None = None
 
-    def setup(self) -> None:
-        if self.n_sink is None:
-            self.n_sink = self.by_protocol(aligned=32, paper=4)
+    def fill(self) -> None:
+        self.by_protocol(n_sink=(32, 4))
 
 
 @dataclass(kw_only=True)
@@ -29,9 +28,9 @@ class Released(Unpublished):
 
     window: int | None = None
 
-    def setup(self) -> None:
-        super().setup()
-        self.window = self.by_protocol(aligned=1, paper=2, release=3)
+    def fill(self) -> None:
+        super().fill()
+        self.by_protocol(window=(1, 2, 3))
 
 
 def test_each_protocol_has_its_own_defaults() -> None:
