@@ -71,7 +71,7 @@ def _runs(
         head = form.addresses(every, 0, 2, 3)  # of each row's first block
         step = every.stride(1) * every.element_size()
         start = 1 + len(far)
-        runs[:, :, start:, form.TOKENS], runs[:, :, start:, form.QUERY] = memory.method.block, 1
+        runs[:, :, start:, form.TOKENS], runs[:, :, start:, form.QUERY] = memory.sizes.block, 1
         for side, column in enumerate((form.KEYS, form.VALUES)):
             runs[:, :, start:, column] = head[:, side, :, None] + ids.numpy() * step
     return runs

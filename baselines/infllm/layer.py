@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,25 +14,37 @@ from pqcache.selective.dense import dense_prefill, prefill_and_sum
 from pqcache.selective.index import Candidates, Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, Step
 from pqcache.selective.shape import ModelShape
+from pqcache.store.base import joined
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
 from .block_store import HostBlockStore
 from .in_place import attend_in_place
-from .memory import MASS, ROTATED, VALUE, BlockMemory, pure_rotation
-
-if TYPE_CHECKING:
-    from .method import InfLLM
+from .memory import MASS, ROTATED, VALUE, BlockMemory, BlockPlan, Sizes, pure_rotation
 
 QUERIES = 128  # queries whose logits exist at a time during prefill
 
 
 class InfLLMLayer(SelectiveLayer):
-    """One transformer layer under InfLLM. Its tokens are in `memory`, made when the first block of a prompt arrives."""
+    """One transformer layer under InfLLM. Its tokens are in `memory`, made when the first block of a prompt arrives.
 
-    def __init__(self, layer_idx: int, shape: ModelShape, method: InfLLM) -> None:
+    plan: of a prompt, or of a step after so many tokens, where the method `replans`. dense_prefill: as the method's option.
+    most: tokens that a step may attend, with whole blocks; None: as planned.
+    """
+
+    def __init__(
+        self,
+        layer_idx: int,
+        shape: ModelShape,
+        sizes: Sizes,
+        plan: Callable[[int], BlockPlan],
+        *,
+        dense_prefill: bool,
+        replans: bool,
+        most: int | None,
+    ) -> None:
         super().__init__(layer_idx, shape)
-        self.method = method
+        self.sizes, self.plan, self.dense_prefill, self.replans, self.most = sizes, plan, dense_prefill, replans, most
         self.clear()
 
     def clear(self) -> None:
@@ -43,12 +54,12 @@ class InfLLMLayer(SelectiveLayer):
 
     def check_step(self, step: Step) -> None:
         """Refuse a pass that ends inside an execution chunk: the mean of the chunk's queries chooses its blocks."""
-        if step.decode or self.method.dense_prefill:
+        if step.decode or self.dense_prefill:
             return
         for row, (total, final) in enumerate(zip(step.total, step.final, strict=True)):
-            plan = self.method.plan(final, self.layer_idx, self.shape.n_layers)
+            plan = self.plan(final)
             left = max(plan.left(final), self.memory.left[row] if self.memory is not None and not step.first else 0)
-            chooses = left >= self.method.n_sink + self.method.block * (plan.topk + 1)
+            chooses = left >= self.sizes.n_sink + self.sizes.block * (plan.topk + 1)
             if chooses and 0 < total < final and total % plan.exc:
                 raise ValueError(
                     f"a chunk of the prompt ends at token {total} of row {row}, inside one of infllm's execution chunks of"
@@ -62,7 +73,7 @@ class InfLLMLayer(SelectiveLayer):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
         memory = self._begin(k, ctx)
-        if self.method.dense_prefill:
+        if self.dense_prefill:
             out = self._dense_prefill(q, k, v, mask, memory, ctx)
         else:
             out = self._sparse_prefill(q, k, v, memory, ctx)
@@ -84,10 +95,10 @@ class InfLLMLayer(SelectiveLayer):
         """Plan a prompt or a new turn when its first block arrives; make the memory of a new request."""
         final = ctx.step.final
         if self.memory is None:
-            self.memory = BlockMemory(self.method, self.shape, k, ctx.cache.ledger.move)
+            self.memory = BlockMemory(self.sizes, self.shape, k, ctx.cache.ledger.move)
         if self.final != final:
             self.final = final
-            self.memory.plans = [self.method.plan(s, self.layer_idx, self.shape.n_layers) for s in final]
+            self.memory.plans = [self.plan(s) for s in final]
             self.memory.cut = [0] * len(final)
         self.memory.reserve(final)
         return self.memory
@@ -170,12 +181,12 @@ class InfLLMLayer(SelectiveLayer):
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         memory = self.memory
         assert memory is not None
-        if self.method.replans:
+        if self.replans:
             self._replan(memory)
         self._append(k, v, memory, ctx)
-        if self.method.effective_rule == "whole" and self.method.budget.tokens is not None:
+        if self.most is not None:
             for row in range(len(memory.lengths)):
-                memory.fit(row, self.method.budget.tokens)
+                memory.fit(row, self.most)
         rows, lengths = range(len(memory.lengths)), memory.lengths
         edges = [max(x, plan.left(length)) for x, plan, length in zip(memory.left, memory.plans, lengths, strict=True)]
         far_q = ids = fetched = None
@@ -198,13 +209,13 @@ class InfLLMLayer(SelectiveLayer):
     def _replan(self, memory: BlockMemory) -> None:
         """Plan the step that comes. Where the window is shorter now, what has left it forms blocks at once."""
         for row, (plan, c) in enumerate(zip(memory.plans, memory.lengths, strict=True)):
-            memory.plans[row] = self.method.replan(plan, c, self.layer_idx, self.shape.n_layers)
+            memory.plans[row] = self.plan(c)
             if memory.plans[row].window < plan.window:
                 memory.advance(row, c)
 
     def _report(self, memory: BlockMemory, edges: list[int], ids: torch.Tensor | None, ctx: LayerContext) -> None:
         """Report to ledger and observers what this step attended; called before the rows advance."""
-        sinks, block, starts = self.method.n_sink, self.method.block, memory.starts()
+        sinks, block, starts = self.sizes.n_sink, self.sizes.block, memory.starts()
         taken = [min(plan.topk, count) * block for plan, count in zip(memory.plans, memory.blocks.counts, strict=True)]
         attended = [
             min(sinks, edge) + max(0, edge - start) + k + length - edge
@@ -290,10 +301,7 @@ class InfLLMLayer(SelectiveLayer):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         if self.memory is None:
             return {}
-        tiers = self.memory.tensors()
-        if self.staged is not None:
-            tiers["device"] += self.staged.tensors()["device"]
-        return tiers
+        return joined(self.memory.tensors(), {} if self.staged is None else self.staged.tensors())
 
 
 def add_mass(sums: torch.Tensor, local: Part, joint: Part) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +12,15 @@ from pqcache.selective.budget import Plan
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext
+from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape
+from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
 from .block_store import BlockStore, HostBlockStore, block_step
 from .columns import Columns
-
-if TYPE_CHECKING:
-    from .method import InfLLM
 
 ROTATED, RAW, VALUE, MASS = range(4)  # the tensors of `near`: K as the model gives it, K before RoPE, V, scores
 
@@ -38,6 +36,18 @@ class BlockPlan(Plan):
     def left(self, length: int) -> int:
         """How many of `length` tokens are outside the window of the last of them."""
         return max(0, length - self.window)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hyper-parameters of InfLLM that its memory needs."""
+
+    n_sink: int
+    block: int  # tokens per block
+    reps: int  # tokens of a block whose mean key represents it
+    per_head: bool  # every query head chooses its own blocks
+    true_positions: bool  # tokens outside the window keep their distance
+    cached: int | None  # blocks on the device, the others on the host; None: all are on the device
 
 
 @dataclass(frozen=True)
@@ -63,30 +73,30 @@ class BlockMemory:
     `near` holds remainder and window of all rows. Sizes are per row, in Python integers.
     """
 
-    def __init__(self, method: InfLLM, shape: ModelShape, k: torch.Tensor, moved: Callable[[str, int], None]) -> None:
+    def __init__(self, sizes: Sizes, shape: ModelShape, k: torch.Tensor, moved: Callable[[str, int], None]) -> None:
         """k (n, h_kv, t, d): rows, heads, dtype and device of the keys to come. moved: counts bytes sent to or from the host."""
         n, h_kv, _, d = k.shape
-        self.method, self.shape = method, shape
-        self.far = ROTATED if method.true_positions else RAW  # the form in which far keys are kept
-        self.units = shape.h if method.per_head else 1  # each unit chooses its own blocks
+        self.sizes, self.shape = sizes, shape
+        self.far = ROTATED if sizes.true_positions else RAW  # the form in which far keys are kept
+        self.units = shape.h if sizes.per_head else 1  # each unit chooses its own blocks
         self.lengths = [0] * n  # tokens per row
         self.left = [0] * n  # tokens that have left the window, for good
         self.plans: list[BlockPlan] = []
         self.cut = [0] * n  # tokens before this position are not attended outside of blocks, sinks apart
         self.near = Columns([k, k, k, k.new_zeros((n, shape.h, 0), dtype=accumulator_dtype(k))])
-        self.sinks = [k.new_zeros((n, h_kv, method.n_sink, d)) for _ in "kv"]
-        self.reps = Buffer(n, shape.h, (d,), k.dtype, k.device, step=block_step(method.block))  # (n, h, blocks, d)
+        self.sinks = [k.new_zeros((n, h_kv, sizes.n_sink, d)) for _ in "kv"]
+        self.reps = Buffer(n, shape.h, (d,), k.dtype, k.device, step=block_step(sizes.block))  # (n, h, blocks, d)
         self.blocks: BlockStore
-        if method.store == "host":
-            self.blocks = HostBlockStore(n, k, method.block, self.units, method.max_cached_blocks, moved)
+        if sizes.cached is not None:
+            self.blocks = HostBlockStore(n, k, sizes.block, self.units, sizes.cached, moved)
         else:
-            self.blocks = BlockStore(n, k, method.block)
+            self.blocks = BlockStore(n, k, sizes.block)
 
     # -- positions --------------------------------------------------------------------------------------------------
 
     def block_ends(self) -> list[int]:
         """Per row, the position behind the last block."""
-        return [self.method.n_sink + self.method.block * count for count in self.blocks.counts]
+        return [self.sizes.n_sink + self.sizes.block * count for count in self.blocks.counts]
 
     def starts(self) -> list[int]:
         """Per row, the first position that is attended without being in a block or a sink."""
@@ -100,9 +110,9 @@ class BlockMemory:
         plan, c = self.plans[row], self.lengths[row] - 1
         edge = max(self.left[row], plan.left(self.lengths[row]))
         start = self.block_ends()[row]
-        room = tokens - min(self.method.n_sink, edge) - max(0, edge - start) - (c - edge)
+        room = tokens - min(self.sizes.n_sink, edge) - max(0, edge - start) - (c - edge)
         self.cut[row] = min(edge, start - room) if room < 0 else 0
-        self.plans[row] = replace(plan, topk=max(0, room) // self.method.block)
+        self.plans[row] = replace(plan, topk=max(0, room) // self.sizes.block)
 
     def oldest(self) -> int:
         """The first column that `near` must still hold."""
@@ -123,7 +133,7 @@ class BlockMemory:
         hi = max(p + a + t for p, a in zip(pads, at, strict=True))
         behind = [(p + start, p + e) for p, start, e in zip(pads, starts, last, strict=True) if e > start]
         begin, end = (min(a for a, _ in behind), max(b for _, b in behind)) if behind else (lo, lo)
-        sinks = min(self.method.n_sink, max(last))
+        sinks = min(self.sizes.n_sink, max(last))
         ragged = ids is not None and len({self.blocks.counts[row] for row in rows}) > 1
         if t == 1 and not ragged and len(set(zip(pads, edges, starts, strict=True))) == 1:
             return Reach(span, (lo, hi), (begin, end), sinks)
@@ -141,7 +151,7 @@ class BlockMemory:
             ((column >= start) & (column < edge))[:, None],
         ]
         if ids is not None:
-            chosen = (ids >= 0).repeat_interleave(self.method.block, -1)[:, :, None].expand(-1, -1, t, -1)
+            chosen = (ids >= 0).repeat_interleave(self.sizes.block, -1)[:, :, None].expand(-1, -1, t, -1)
             parts = [x.expand(-1, self.units, -1, -1) for x in parts]
             parts.insert(1, chosen)
         return Reach(span, (lo, hi), (begin, end), sinks, window_mask, torch.cat(parts, -1))
@@ -151,7 +161,7 @@ class BlockMemory:
     def reserve(self, final: Sequence[int]) -> None:
         """Make room for the blocks of rows that will hold final[r] tokens, by their plans."""
         ends = [max(left, plan.left(s)) for left, plan, s in zip(self.left, self.plans, final, strict=True)]
-        blocks = max(0, max(ends) - self.method.n_sink) // self.method.block
+        blocks = max(0, max(ends) - self.sizes.n_sink) // self.sizes.block
         self.blocks.reserve(blocks)
         self.reps.reserve(blocks)
 
@@ -160,28 +170,27 @@ class BlockMemory:
         step, t = ctx.step, k.shape[2]
         sums = k.new_zeros((k.shape[0], self.shape.h, t), dtype=accumulator_dtype(k))
         self.near.append((k, raw, v, sums), step.counts, self.oldest())
-        if min(step.past) < self.method.n_sink:
+        if min(step.past) < self.sizes.n_sink:
             for row, (past, count) in enumerate(zip(step.past, step.counts, strict=True)):
-                end = min(past + count, self.method.n_sink)
+                end = min(past + count, self.sizes.n_sink)
                 for x, sinks in zip((k if self.far == ROTATED else raw, v), self.sinks, strict=True):
                     sinks[row, :, past:end] = x[row, :, t - count : t - count + max(0, end - past)].detach()
         self.lengths = step.total
 
     def advance(self, row: int, length: int) -> None:
         """`length` tokens of a row are processed: those that have left the window for good may form blocks."""
-        method, block, first = self.method, self.method.block, self.blocks.counts[row]
+        sizes, block, first = self.sizes, self.sizes.block, self.blocks.counts[row]
         self.left[row] = max(self.left[row], self.plans[row].left(length))
-        m = (self.left[row] - method.n_sink) // block - first
+        m = (self.left[row] - sizes.n_sink) // block - first
         if m <= 0:
             return
-        assert method.reps is not None
-        lo = self.near.end - self.lengths[row] + method.n_sink + block * first
+        lo = self.near.end - self.lengths[row] + sizes.n_sink + block * first
         raw, far, value, mass = (
             self.near.view(i, lo, lo + m * block, slice(row, row + 1))[0] for i in (RAW, self.far, VALUE, MASS)
         )
         h, (h_kv, _, d) = self.shape.h, raw.shape
-        top = top_tokens(mass.unflatten(1, (m, block)), [method.reps] * h)
-        share = mass.new_zeros((h, m, block)).scatter_(2, top, 1 / method.reps)
+        top = top_tokens(mass.unflatten(1, (m, block)), [sizes.reps] * h)
+        share = mass.new_zeros((h, m, block)).scatter_(2, top, 1 / sizes.reps)
         keys = raw.to(share.dtype).unflatten(1, (m, block))
         rep = share.view(h_kv, h // h_kv, m, 1, block) @ keys[:, None]
         self.reps.reserve(first + m)
@@ -205,7 +214,7 @@ class BlockMemory:
             return ids if valid is None else torch.where(valid, ids, -1)
         reps = self.reps.data[rows[0] : rows[-1] + 1, :, : max(counts)].to(q.dtype)
         scores = (reps @ q[..., None])[..., 0]
-        if not self.method.per_head:
+        if not self.sizes.per_head:
             scores = scores.sum(1, keepdim=True)
         return top_tokens(scores if valid is None else scores.masked_fill(~valid, -torch.inf), k)
 
@@ -253,15 +262,11 @@ class BlockMemory:
         for part in (self.near, self.blocks, self.reps):
             part.map_rows(index)
         self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
-        rows = index.tolist()
-        self.lengths, self.left = [self.lengths[i] for i in rows], [self.left[i] for i in rows]
-        self.plans, self.cut = [self.plans[i] for i in rows], [self.cut[i] for i in rows]
+        map_state(self, ("lengths", "left", "plans", "cut"), index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Tier -> every tensor kept between steps."""
-        tiers = self.blocks.tensors()
-        device = [*tiers.get("device", ()), *self.near.tensors(), *self.sinks, self.reps.data]
-        return {**tiers, "device": device}
+        return joined(self.blocks.tensors(), {"device": [*self.near.tensors(), *self.sinks, self.reps.data]})
 
 
 def pure_rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

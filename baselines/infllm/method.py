@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 from .layer import InfLLMLayer
-from .memory import BlockPlan
+from .memory import BlockPlan, Sizes
 
 
 @dataclass(kw_only=True)
@@ -141,7 +141,19 @@ class InfLLM(Method):
         return 1 if self.dense_prefill or self.budget.is_everything else self.plan(s, 0, 1).exc
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
-        return DenseLayer(layer_idx, shape) if self.budget.is_everything else InfLLMLayer(layer_idx, shape, self)
+        if self.budget.is_everything:
+            return DenseLayer(layer_idx, shape)
+        assert self.reps is not None
+        cached = self.max_cached_blocks if self.store == "host" else None
+        return InfLLMLayer(
+            layer_idx,
+            shape,
+            Sizes(self.n_sink, self.block, self.reps, self.per_head, self.true_positions, cached),
+            lambda s: self.plan(s, layer_idx, shape.n_layers),
+            dense_prefill=self.dense_prefill,
+            replans=self.replans,
+            most=self.budget.tokens if self.effective_rule == "whole" else None,
+        )
 
     @classmethod
     def noop(cls, **hyper: Any) -> Self:
