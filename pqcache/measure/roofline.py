@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pqcache.measure.geometries import geometry
 from pqcache.measure.machine import Ceilings
-from pqcache.selective.decode import GenerationResult
+from pqcache.selective.result import GenerationResult
 from pqcache.selective.shape import ModelShape
 
 # First decode steps of a run, which pay for warming up and are left out of times.

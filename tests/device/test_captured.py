@@ -12,8 +12,8 @@ from baselines.h2o import H2O
 from baselines.snapkv import SnapKV
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, captured, generate
-from pqcache.selective.batch import Request, generate_batch
 from pqcache.selective.captured import CapturedSteps
+from pqcache.selective.decode import Request, generate_batch
 from pqcache.selective.method import Method
 from pqcache.selective.sampling import Sampling
 from tests.invariants.drive import tokens

@@ -71,5 +71,5 @@ def test_another_prompt_is_refused(
     llama: PreTrainedModel, ids: torch.Tensor, recording: Callable[[PreTrainedModel], Prefill]
 ) -> None:
     recorded = recording(llama)
-    with pytest.raises(ValueError, match="prefill of 90 tokens: allowed is the prompt's 80"):
+    with pytest.raises(ValueError, match="prefill of other prompts: allowed are prompts of 80 tokens"):
         generate(llama, Full(), ids[:, :80], max_new_tokens=2, prefill=recorded)

@@ -1,0 +1,94 @@
+"""Scoring of given tokens under a method: their log-probabilities, timed by a synchronised clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pqcache.selective.attach import attach
+from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.decode import chunk_of
+from pqcache.selective.layer import Watcher
+from pqcache.selective.method import Method
+from pqcache.selective.placement import home
+from pqcache.selective.result import Clock, GenerationResult, NonFinite, report
+
+ROWS = 512  # of logits turned into log-probabilities at a time: vocabularies are large
+
+
+@dataclass
+class Likelihood:
+    """Log-probabilities of tokens under a method, and the cost of computing them."""
+
+    logprobs: list[float]  # natural logarithm, one per scored token, from fp32 logits
+    greedy: list[bool]  # whether the token is the likeliest one
+    result: GenerationResult  # step_s: each token fed; token_ids: those scored
+
+
+@torch.no_grad()
+def score_loop(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, *, first: int, prefill: int, prefill_chunk: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Log-probabilities of ids[0, first:] and whether each is the likeliest token, with the time of each forward pass.
+
+    ids (1, t). The first `prefill` tokens are one block, or blocks of prefill_chunk tokens. The others go one by one through the
+    decode path; the last one is only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end, as
+    `decode_loop` does.
+    """
+    ids = ids.to(home(model))
+    clock = Clock(ids.device)
+    logprobs, greedy = [], []
+    finite = torch.ones((), dtype=torch.bool, device=ids.device)
+    size = prefill_chunk or prefill
+    blocks = [(start, min(prefill, start + size)) for start in range(0, prefill, size)]
+    for start, end in [*blocks, *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
+        # the logits that predict scored tokens; at least the last ones
+        kept = min(end - start, max(1, end - first + 1))
+        out = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=kept)
+        targets = ids[0, end - kept + 1 : end + 1]
+        if end >= first:
+            for logits, target in zip(out.logits[0].split(ROWS), targets.split(ROWS), strict=True):
+                finite &= logits.amax() < torch.inf
+                scores = logits.float().log_softmax(-1)
+                logprobs.append(scores.gather(-1, target[:, None])[:, 0])
+                greedy.append(logits.argmax(-1) == target)
+        if end >= prefill:  # the first mark is the whole prompt's
+            clock.mark()
+    if not finite:
+        raise NonFinite("NaN or infinity in the logits")
+    return torch.cat(logprobs), torch.cat(greedy), clock.marks
+
+
+def likelihood(
+    model: PreTrainedModel,
+    method: Method,
+    ids: torch.Tensor,
+    *,
+    first: int,
+    prefill: int,
+    attn: str = "auto",
+    watchers: Collection[Watcher] = (),
+    prefill_chunk: int | None = None,
+    kernels: str = "torch",
+) -> Likelihood:
+    """Log-probabilities of ids[0, first:], each given all tokens before it, under `method`; ids (1, t).
+
+    The first `prefill` tokens are the prompt; the others are fed one by one through the decode path, so what they
+    predict is computed from the method's cache. What the prompt itself predicts (first < prefill) is exact attention.
+    prefill_chunk, kernels: as in `generate`.
+    """
+    s = ids.shape[-1]
+    if ids.ndim != 2 or ids.shape[0] != 1 or not 1 <= first < s or not 1 <= prefill < s:
+        raise ValueError(f"ids {tuple(ids.shape)}, first={first}, prefill={prefill}: allowed is (1, t), both 1..t-1")
+    cache = SelectiveCache(model, method, attn=attn, kernels=kernels)
+    cache.watchers.extend(watchers)
+    cache.begin([prefill], token_ids=ids[:, :prefill], max_new_tokens=s - prefill)
+    with attach(model):
+        chunk = chunk_of(method, prefill, prefill_chunk)
+        logprobs, greedy, marks = score_loop(model, cache, ids, first=first, prefill=prefill, prefill_chunk=chunk)
+    result = report(cache, ids[0, first:].tolist(), marks, s, prefill)
+    return Likelihood(logprobs.tolist(), greedy.tolist(), replace(result, prompt_tokens=max(first, prefill)))
