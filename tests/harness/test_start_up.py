@@ -22,7 +22,7 @@ from pqcache.harness.config import cuda
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
-from pqcache.harness.tasks import hub, lm_eval_names
+from pqcache.harness.tasks import definitions, hub
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 
@@ -249,7 +249,7 @@ def test_the_definitions_text_holds_every_name_that_lm_eval_knows() -> None:
 
     known = set(manager(None).task_index)
     assert known
-    assert known <= lm_eval_names.names()
+    assert known <= definitions.names()
 
 
 def refused(line: str, configs: Path = run.CONFIGS) -> list[str]:

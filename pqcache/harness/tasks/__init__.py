@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pqcache.harness.tasks import longbench
 from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyLmEval
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec
-from pqcache.harness.tasks.gsm8k.cot import Gsm8kCot
-from pqcache.harness.tasks.gsm8k.cot_long import Gsm8kCotLong
+from pqcache.harness.tasks.gsm8k_cot import Gsm8kCot
+from pqcache.harness.tasks.gsm8k_cot_long import Gsm8kCotLong
 from pqcache.harness.tasks.humaneval import HumanEval
 from pqcache.harness.tasks.latency import Latency
 from pqcache.harness.tasks.line_retrieval import LineRetrieval
 from pqcache.harness.tasks.long_chain import LongChain
-from pqcache.harness.tasks.longbench import task as longbench
 from pqcache.harness.tasks.needle import Needle
 from pqcache.harness.tasks.needle_pocket import NeedlePocket
 from pqcache.harness.tasks.pg19 import PG19
 from pqcache.harness.tasks.pocket import NEW_TOKENS as POCKET_FAMILIES
 from pqcache.harness.tasks.pocket import Pocket
-from pqcache.harness.tasks.ruler.task import Ruler
+from pqcache.harness.tasks.ruler import Ruler
 from pqcache.harness.tasks.xsum import XSum
 from pqcache.naming import suggestion
 

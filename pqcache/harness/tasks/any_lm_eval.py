@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import added
-from pqcache.harness.tasks import definitions, lm_eval_names, math_process
+from pqcache.harness.tasks import definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.local_splits import LocalSplits
-from pqcache.harness.tasks.sources import HUB, check_source
+from pqcache.harness.tasks.sources import HUB, LocalSplits, check_source
 from pqcache.naming import suggestion
 
 if TYPE_CHECKING:
@@ -66,11 +65,11 @@ class AnyLmEvalOptions:
     def __post_init__(self) -> None:
         folder = None if self.include is None else Path(self.include).expanduser()
         require(folder is None or folder.is_dir(), "include", self.include, "is no folder of task definitions")
-        require(self.num_fewshot is None or self.num_fewshot >= 0, "num_fewshot", self.num_fewshot, "must be 0 or more")
-        require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be at least 1")
-        longest = self.answer_tokens
+        shots, most, longest = self.num_fewshot, self.max_new_tokens, self.answer_tokens
+        require(shots is None or shots >= 0, "num_fewshot", shots, "must be 0 or more")
+        require(most >= 1, "max_new_tokens", most, "must be at least 1")
         require(longest is None or longest >= 1, "answer_tokens", longest, "must be at least 1, or null")
-        check_source(self.source, file=True)
+        check_source(self.source, constructed=False)
 
 
 @cache
@@ -111,19 +110,19 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
 
     def check_name(self) -> None:
         """Refuse a name that is in none of the definitions, without importing lm-eval."""
-        known = lm_eval_names.names()
+        known = definitions.names()
         if not known or self.target in known:
             return
         if self.options.include is not None:
             folder = Path(self.options.include).expanduser()
-            if lm_eval_names.is_written_in(folder, self.target):
+            if definitions.is_written_in(folder, self.target):
                 return
-            known |= lm_eval_names.names(folder)
+            known |= definitions.names(folder)
         raise ValueError(self._unknown(known))
 
     def _unknown(self, known: set[str]) -> str:
         """The line of a name that is not known. lm-eval has thousands of names, too many to list or to compare."""
-        hint = suggestion(self.target, lm_eval_names.closest_names(self.target, known))
+        hint = suggestion(self.target, definitions.closest_names(self.target, known))
         hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
         return f"task.name={self.target}: lm-eval has no such task; {hint}"
 
@@ -132,16 +131,14 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
 
     def prepare(self, *, limit: int | None) -> None:
         """Load the task once before any model, so that missing data or packages are reported early."""
+        typed = self.options.metric
         for task in self._load_tasks()["tasks"].values():
-            metrics = list(task.aggregation())
-            name, comma, chosen = (self.options.metric or metrics[0]).partition(",")
+            metrics, filters = list(task.aggregation()), [one.name for one in getattr(task, "_filters", [])]
+            name, comma, chosen = (typed or metrics[0]).partition(",")
             if name not in metrics:
-                raise ValueError(f"task.metric={self.options.metric}: {self.target} has {', '.join(metrics)}")
-            filters = [one.name for one in getattr(task, "_filters", [])]
+                raise ValueError(f"task.metric={typed}: {self.target} has {', '.join(metrics)}")
             if comma and chosen not in filters:
-                raise ValueError(
-                    f"task.metric={self.options.metric}: {self.target} has the filters {', '.join(filters)}"
-                )
+                raise ValueError(f"task.metric={typed}: {self.target} has the filters {', '.join(filters)}")
 
     def check_drawn(self, temperature: float) -> None:
         """Refuse decode.temperature where a sub-task scores given texts."""
@@ -156,17 +153,13 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         rows = None if self.options.source == HUB else LocalSplits(self.options.source)
         loaded = self._load_tasks(rows)
         tasks = loaded["tasks"]
-        spec = TaskSpec(
-            lm_eval_tasks=[],
-            metric={name: self.options.metric or next(iter(task.aggregation())) for name, task in tasks.items()},
-            value=percent,
-            unscored=self.unscored,
-            data={
-                **({"scored_with": self.scored_with} if self.scored_with else {}),
-                **(rows.facts if rows is not None else {"source": f"lm-eval task {self.target}"}),
-                "versions": {name: str(task.VERSION) for name, task in tasks.items()},
-            },
-        )
+        data = {
+            **({"scored_with": self.scored_with} if self.scored_with else {}),
+            **(rows.facts if rows is not None else {"source": f"lm-eval task {self.target}"}),
+            "versions": {name: str(task.VERSION) for name, task in tasks.items()},
+        }
+        metric = {name: self.options.metric or next(iter(task.aggregation())) for name, task in tasks.items()}
+        spec = TaskSpec(lm_eval_tasks=[], metric=metric, value=percent, unscored=self.unscored, data=data)
         return spec, loaded
 
     def _load_tasks(self, rows: LocalSplits | None = None) -> TaskDict:
@@ -174,9 +167,8 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         if rows is None and self.options.source != HUB:
             rows = LocalSplits(self.options.source)
         if rows is not None and self.target not in self._manager().all_subtasks:
-            raise ValueError(
-                f"task.source={self.options.source}: {self.target} is several tasks, with data of their own each"
-            )
+            several = f"{self.target} is several tasks, with data of their own each"
+            raise ValueError(f"task.source={self.options.source}: {several}")
         try:
             loaded = self._read(self.target if rows is None else _over(self.target, rows))
         except math_process.CannotScore as error:
@@ -184,37 +176,41 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         except Exception as error:  # data sets, their hub and optional packages fail in many ways
             if rows is not None and str(error).startswith("task.source"):
                 raise ValueError(str(error)) from error
-            reason = (str(error).strip().splitlines() or [""])[0][:240]
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:240]}"
             help_ = (
                 "if its data or this machine is offline, set task.include to a folder with a definition of local files"
             )
-            raise ValueError(
-                f"task.name={self.target}: cannot be loaded ({type(error).__name__}: {reason}); {help_}"
-            ) from error
+            raise ValueError(f"task.name={self.target}: cannot be loaded ({reason}); {help_}") from error
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
-            scoring = task.get_config("process_results")
-            if (functions := math_process.process_of(scoring)) is not None:
-                own = math_process.forgiving(scoring, task.aggregation(), self.unscored)
-                task.set_config(key="process_results", value=own)
-                self.scored_with = functions.versions
-            if (process := task.get_config("process_docs")) is not None:
-                task.set_config(key="process_docs", value=_once(process))
-            if self.options.answer_tokens is not None and task.OUTPUT_TYPE == "generate_until":
-                limits = {"max_gen_toks": self.options.answer_tokens}
-                kept = {k: v for k, v in (task.get_config("generation_kwargs") or {}).items() if k != "max_new_tokens"}
-                task.set_config(key="generation_kwargs", value={**kept, **limits})
             if getattr(task, "UNSAFE_CODE", False):
                 raise ValueError(f"task.name={name}: runs code that a model wrote; task=humaneval does so in a sandbox")
             if getattr(task, "MULTIMODAL", False):
                 raise ValueError(f"task.name={name}: needs images or sound; only text is supported")
-            if self.options.num_fewshot is not None:
-                # lm-eval goes on without examples then
-                allowed = "the task's definition fixes it at 0"
-                fixed = task.get_config("num_fewshot") == 0 < self.options.num_fewshot
-                require(not fixed, "num_fewshot", self.options.num_fewshot, allowed)
-                task.set_config(key="num_fewshot", value=self.options.num_fewshot)
+            self._adapt(task)
         return loaded
+
+    def _adapt(self, task: Any) -> None:
+        """Set what the options say, and what is ours in the way a task is scored and read."""
+        scoring, tokens, shots = (
+            task.get_config("process_results"),
+            self.options.answer_tokens,
+            self.options.num_fewshot,
+        )
+        if (functions := math_process.process_of(scoring)) is not None:
+            own = math_process.forgiving(scoring, task.aggregation(), self.unscored)
+            task.set_config(key="process_results", value=own)
+            self.scored_with = functions.versions
+        if (process := task.get_config("process_docs")) is not None:
+            task.set_config(key="process_docs", value=_once(process))
+        if tokens is not None and task.OUTPUT_TYPE == "generate_until":
+            kept = {k: v for k, v in (task.get_config("generation_kwargs") or {}).items() if k != "max_new_tokens"}
+            task.set_config(key="generation_kwargs", value={**kept, "max_gen_toks": tokens})
+        if shots is not None:
+            # lm-eval goes on without examples then
+            fixed = task.get_config("num_fewshot") == 0 < shots
+            require(not fixed, "num_fewshot", shots, "the task's definition fixes it at 0")
+            task.set_config(key="num_fewshot", value=shots)
 
     def _read(self, wanted: str | dict[str, Any]) -> TaskDict:
         """lm-eval's tasks. Files of functions that cannot be imported beside Hydra run in a process of their own."""

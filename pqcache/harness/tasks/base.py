@@ -12,8 +12,7 @@
         def build(self, request: TaskRequest) -> TaskSpec:
             song = " ".join(["la"] * self.options.words)
             docs = [{"prompt": f"Say {song}.", "answer": song}]
-            config = generation_task("echo", docs, score, ["accuracy"], max_new_tokens=self.max_new_tokens)
-            return TaskSpec(lm_eval_tasks=[config], metric={"echo": "accuracy"})
+            return self.spec(docs, score, ["accuracy"])
 
     def score(doc: dict, answers: list[str]) -> dict[str, float]:
         return {"accuracy": float(answers[0] == doc["answer"])}
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
 
 OptionsT = TypeVar("OptionsT")
+# (document, [answer]) -> metric -> value
+Score = Callable[[dict, list[str]], dict[str, float]]
+
+# Documents without a limit, where a generator never runs out of them.
+GENERATED = 50
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class Task(Generic[OptionsT]):
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         """The longest prompt and answer; 0 prompt tokens if the options do not tell. Each document is checked when it runs."""
+        if (length := getattr(self.options, "length", None)) is not None:
+            return Longest(f"task.length={length}", length, self.max_new_tokens)
         return Longest(f"task={self.name}", 0, self.max_new_tokens)
 
     def prepare(self, *, limit: int | None) -> None:
@@ -129,6 +135,25 @@ class Task(Generic[OptionsT]):
     def build(self, request: TaskRequest) -> TaskSpec:
         """Make the documents."""
         raise NotImplementedError(f"task={self.name} has no documents")
+
+    def spec(
+        self,
+        docs: Sequence[dict],
+        score: Score,
+        metrics: Sequence[str],
+        *,
+        main: str | None = None,
+        data: dict[str, Any] | None = None,
+        note: str | None = None,
+        scale: float = 100.0,
+        **generation: Any,
+    ) -> TaskSpec:
+        """One lm-eval task with this task's name. main: the metric that is the score; None: the first. generation: see
+        `generation_task`.
+        """
+        config = generation_task(self.name, docs, score, metrics, max_new_tokens=self.max_new_tokens, **generation)
+        metric = {self.name: main or metrics[0]}
+        return TaskSpec(lm_eval_tasks=[config], metric=metric, data=data or {}, note=note, scale=scale)
 
     def load(self, request: TaskRequest) -> tuple[TaskSpec, TaskDict]:
         """Build the task and load it into lm-eval."""
@@ -152,7 +177,7 @@ def in_memory(docs: Sequence[dict]) -> Callable[..., dict]:
 def generation_task(
     name: str,
     docs: Sequence[dict],
-    process_results: Callable[[dict, list[str]], dict[str, float]],
+    score: Score,
     metrics: Sequence[str],
     *,
     max_new_tokens: int,
@@ -162,7 +187,7 @@ def generation_task(
 ) -> dict[str, Any]:
     """lm-eval's configuration of a task that generates an answer to each document's `prompt`.
 
-    process_results: (document, [answer]) -> metric -> value. until: strings that end an answer. target: the document's
+    until: strings that end an answer. target: the document's
     key, or lm-eval's template, of the right answer. generation: further settings that the adapter reads.
     """
     return {
@@ -172,7 +197,7 @@ def generation_task(
         "output_type": "generate_until",
         "doc_to_text": "prompt",
         "doc_to_target": target,
-        "process_results": process_results,
+        "process_results": score,
         "generation_kwargs": {
             "until": list(until),
             "max_gen_toks": max_new_tokens,

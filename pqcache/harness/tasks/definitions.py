@@ -1,31 +1,79 @@
-"""Task definitions of a stranger (YAML of lm-eval): which of them run code, and templates that cannot."""
+"""The text of lm-eval's task definitions (YAML): the names in it, and what in a stranger's definitions runs code.
+
+A mistyped name is refused at once so: lm-eval itself takes ten seconds and more to be imported and to parse its 14,000 files.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+# A definition's name, or a list of its tags. Definitions include files without a suffix, whose tags they share.
+NAMED = re.compile(rb"""^["']?(?:task|group|tag)["']?[ \t]*:[ \t]*([^\n]*)((?:\n[ \t]*-[ \t][^\n]*)*)""", re.MULTILINE)
+WORD = re.compile(rb"""[^\s,\[\]"'#-][^\s,\[\]"'#]*""")
+CLOSE = 60  # names that are compared with care
+
 PLAIN = "tag:yaml.org,2002:"  # YAML's own tags; `!!python/...` has the same beginning
-KINDS = (
-    "map",
-    "seq",
-    "str",
-    "int",
-    "float",
-    "bool",
-    "null",
-    "timestamp",
-    "binary",
-    "merge",
-    "value",
-    "set",
-    "omap",
-    "pairs",
-)
+KINDS = "map seq str int float bool null timestamp binary merge value set omap pairs".split()
 IGNORED = {"__pycache__", ".ipynb_checkpoints"}  # folders that lm-eval does not read
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def names(folder: Path | None = None) -> set[str]:
+    """The names in a folder of definitions, and a few words that are none. None: all that lm-eval knows.
+
+    Empty where lm-eval keeps its definitions elsewhere.
+    """
+    if folder is None:
+        spec = importlib.util.find_spec("lm_eval")
+        if spec is None or spec.origin is None:
+            return set()
+        folder = Path(spec.origin).parent / "tasks"
+    words: set[bytes] = set()
+    for text in _texts(folder):
+        for one, more in NAMED.findall(text):
+            words.update(WORD.findall(one.partition(b" #")[0]), WORD.findall(more))
+    return {name.decode(errors="replace") for name in words}
+
+
+def closest_names(wrong: str, known: set[str]) -> list[str]:
+    """The names that are closest to a mistyped one, of thousands."""
+    from rapidfuzz.fuzz import ratio
+    from rapidfuzz.process import extract
+
+    return [name for name, *_ in extract(wrong, sorted(known), scorer=ratio, limit=CLOSE)]
+
+
+def is_written_in(folder: Path, name: str) -> bool:
+    """Whether a definition in a folder holds the name, as a name or in any other way."""
+    return any(name.encode() in text for text in _texts(folder))
+
+
+def _texts(folder: Path | str) -> Iterator[bytes]:
+    """The text of every definition in a folder, and of every file that one may include."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _texts(entry.path)
+        elif entry.name.endswith(".yaml") or "." not in entry.name:
+            try:
+                with open(entry.path, "rb", buffering=0) as file:
+                    yield file.read()
+            except OSError:
+                continue
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
 
 
 def refuse_code(folder: Path) -> None:
@@ -52,45 +100,45 @@ def refuse_code(folder: Path) -> None:
             continue
         for node in _nodes(root):
             if (what := _runs_code(node)) is not None:
-                raise ValueError(
-                    f"task.include={folder}: {path.name}, line {node.start_mark.line + 1}: {what} runs code; read it, then"
-                    " allow it with task.allow_code=true"
-                )
-        waiting += [path.parent / name for name in _included(root)]
+                where = f"task.include={folder}: {path.name}, line {node.start_mark.line + 1}"
+                raise ValueError(f"{where}: {what} runs code; read it, then allow it with task.allow_code=true")
+        included = _values(root).get("include")
+        named = included.value if isinstance(included, yaml.SequenceNode) else [included]
+        waiting += [path.parent / node.value for node in named if isinstance(node, yaml.ScalarNode)]
 
 
 def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
     """Every node once; an alias is the node that it stands for."""
-    waiting = [root]
-    seen: set[int] = set()
+    waiting, seen = [root], {id(root)}
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
         yield node
-        if isinstance(node, yaml.MappingNode):
-            waiting += [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+        waiting += [part for part in parts if id(part) not in seen]
+        seen |= {id(part) for part in parts}
+
+
+def _values(node: yaml.Node) -> dict[str, yaml.Node]:
+    """A mapping's values by the text of their keys."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
 
 
 def _runs_code(node: yaml.Node) -> str | None:
     """What in a node makes lm-eval run code."""
     if node.tag not in [PLAIN + kind for kind in KINDS]:
         return node.tag.removeprefix(PLAIN)[:40]
-    if isinstance(node, yaml.MappingNode):
-        values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
-        for name in ("hf_evaluate", "trust_remote_code"):
-            if (given := values.get(name)) is not None and given.value not in ("false", "False", "null", "no"):
-                return name
-        metrics = values.get("metric_list")
-        for entry in metrics.value if isinstance(metrics, yaml.SequenceNode) else []:
-            pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
-            for name in [
-                str(value.value) for key, value in pairs if key.value == "metric" and not _known(str(value.value))
-            ]:
-                return f"metric {name[:40]!r} is not one of lm-eval's, and would be downloaded: that"
+    values = _values(node)
+    for name in ("hf_evaluate", "trust_remote_code"):
+        if name in values and values[name].value not in ("false", "False", "null", "no"):
+            return name
+    metrics = values.get("metric_list")
+    for entry in metrics.value if isinstance(metrics, yaml.SequenceNode) else []:
+        pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
+        for metric in [str(value.value) for key, value in pairs if key.value == "metric"]:
+            if not _known(metric):
+                return f"metric {metric[:40]!r} is not one of lm-eval's, and would be downloaded: that"
     return None
 
 
@@ -101,28 +149,13 @@ def _known(name: str) -> bool:
     return name in metric_registry
 
 
-def _included(root: yaml.Node) -> list[str]:
-    """The files that a definition includes."""
-    if not isinstance(root, yaml.MappingNode):
-        return []
-    names: list[str] = []
-    for key, value in root.value:
-        if isinstance(key, yaml.ScalarNode) and key.value == "include":
-            named: list[Any] = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            names += [node.value for node in named if isinstance(node, yaml.ScalarNode)]
-    return names
-
-
 def sandbox_templates() -> None:
     """Render lm-eval's templates where no attribute leads to Python's own objects."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
-    if not isinstance(utils.env, SandboxedEnvironment):
-        safe = SandboxedEnvironment(
-            loader=utils.env.loader,
-            undefined=utils.env.undefined,
-            keep_trailing_newline=utils.env.keep_trailing_newline,
-        )
-        safe.filters.update(utils.env.filters)
-        utils.env = safe
+    env = utils.env
+    if not isinstance(env, SandboxedEnvironment):
+        same = {"undefined": env.undefined, "keep_trailing_newline": env.keep_trailing_newline}
+        utils.env = SandboxedEnvironment(loader=env.loader, **same)
+        utils.env.filters.update(env.filters)

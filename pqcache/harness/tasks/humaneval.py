@@ -16,7 +16,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from pqcache.harness.tasks.base import TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
@@ -25,11 +25,7 @@ DATA = DataSet(
     "openai/openai_humaneval", fields=FIELDS, files=("HumanEval.jsonl.gz", "HumanEval.jsonl", "test.parquet")
 )
 UNTIL = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-FOLDS: dict[str, tuple[str, Callable[[list[int]], int]]] = {
-    "sum": ("sum", sum),
-    "largest": ("max", max),
-    "smallest": ("min", min),
-}
+FOLDS: dict[str, Callable[[list[int]], int]] = {"sum": sum, "largest": max, "smallest": min}
 
 
 @dataclass(kw_only=True)
@@ -42,13 +38,14 @@ class HumanEvalOptions:
     timeout: float = 3.0
 
     def __post_init__(self) -> None:
-        check_source(self.source, constructed=True, file=True)
+        check_source(self.source)
         require(0 < self.timeout <= 600, "timeout", self.timeout, "must be seconds above 0, at most 600")
 
 
 class HumanEval(DataSetTask[HumanEvalOptions]):
     Options = HumanEvalOptions
     max_new_tokens = 1024
+    data_set = DATA
     default_samples = 20
 
     def check(self) -> None:
@@ -62,9 +59,6 @@ class HumanEval(DataSetTask[HumanEvalOptions]):
         except MissingSandbox as missing:
             require(False, "execute", "true", f"this machine cannot isolate programs: {missing}")
 
-    def data_set(self) -> DataSet:
-        return DATA
-
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         return constructed_row(Random(f"humaneval/{seed}/{number}"), number)
 
@@ -75,23 +69,14 @@ class HumanEval(DataSetTask[HumanEvalOptions]):
             {**{key: row[key] for key in FIELDS}, "answer": row["canonical_solution"], "timeout": self.options.timeout}
             for row in rows
         ]
-        config = generation_task(
-            self.name,
-            docs,
-            process_results,
-            ["pass@1"],
-            max_new_tokens=self.max_new_tokens,
-            until=UNTIL,
-            wrapper="none",
-        )
         data = {**facts, "sandbox": protections()}
-        return TaskSpec(lm_eval_tasks=[config], metric={self.name: "pass@1"}, data=data)
+        return self.spec(docs, process_results, ["pass@1"], data=data, until=UNTIL, wrapper="none")
 
 
 def constructed_row(rng: Random, number: int) -> dict[str, str]:
     """A row in the data set's format: fold a list after scaling and shifting it."""
     what, factor, shift = rng.choice(tuple(FOLDS)), rng.randint(2, 9), rng.randint(1, 9)
-    function, fold = FOLDS[what]
+    fold = FOLDS[what]
     name = f"{what}_of_scaled"
     examples = [[rng.randint(-20, 20) for _ in range(rng.randint(2, 6))] for _ in range(4)]
     values = [fold([x * factor + shift for x in numbers]) for numbers in examples]
@@ -105,7 +90,7 @@ def constructed_row(rng: Random, number: int) -> dict[str, str]:
     return {
         "task_id": f"Constructed/{number}",
         "prompt": prompt,
-        "canonical_solution": f"    return {function}(x * {factor} + {shift} for x in numbers)\n",
+        "canonical_solution": f"    return {fold.__name__}(x * {factor} + {shift} for x in numbers)\n",
         "test": f"\n\ndef check(candidate):\n{tests}\n",
         "entry_point": name,
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pqcache.fields import added
-from pqcache.harness.tasks.base import Longest, Task, require
+from pqcache.harness.tasks.base import Task, require
 
 # The first two decode steps are not timed.
 FEWEST_NEW_TOKENS = 4
@@ -32,16 +32,14 @@ class LatencyOptions:
 
     def __post_init__(self) -> None:
         require(self.length >= 16, "length", self.length, "must be at least 16 tokens")
-        fewest = f"must be at least {FEWEST_NEW_TOKENS}"
-        require(self.new_tokens >= FEWEST_NEW_TOKENS, "new_tokens", self.new_tokens, fewest)
-        require(self.rounds >= 1, "rounds", self.rounds, "must be at least 1")
-        require(self.batch >= 1, "batch", self.batch, "must be at least 1")
+        for name, least in (("new_tokens", FEWEST_NEW_TOKENS), ("rounds", 1), ("batch", 1)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"must be at least {least}")
 
 
 class Latency(Task[LatencyOptions]):
     Options = LatencyOptions
     generates = False
 
-    def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        length = self.options.length
-        return Longest(f"task.length={length}", length, self.options.new_tokens)
+    def __init__(self, name: str, options: LatencyOptions) -> None:
+        super().__init__(name, options)
+        self.max_new_tokens = options.new_tokens

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, check_source, published_texts
 
 # LongEval's own rows are on GitHub only; its generator made these.
@@ -36,13 +36,18 @@ class LineRetrievalOptions:
     source: str = HUB
 
     def __post_init__(self) -> None:
-        check_source(self.source, constructed=True, file=True)
+        check_source(self.source)
         require(self.lines >= 1, "lines", self.lines, "must be at least 1")
 
 
 class LineRetrieval(DataSetTask[LineRetrievalOptions]):
     Options = LineRetrievalOptions
     max_new_tokens = 100
+
+    def __init__(self, name: str, options: LineRetrievalOptions) -> None:
+        super().__init__(name, options)
+        fields, lines = ("prompt", "expected_number", "num_lines"), options.lines
+        self.data_set = DataSet(REPO, split=str(lines), fields=fields, files=(f"{lines}_lines.jsonl",))
 
     def check(self) -> None:
         known = self.options.source != HUB or self.options.lines in ON_HUB
@@ -53,11 +58,6 @@ class LineRetrieval(DataSetTask[LineRetrievalOptions]):
         lines = self.options.lines
         # 8 tokens a line is a lower bound; each prompt is checked again
         return Longest(f"task.lines={lines}", 8 * lines, self.max_new_tokens)
-
-    def data_set(self) -> DataSet:
-        lines = self.options.lines
-        fields = ("prompt", "expected_number", "num_lines")
-        return DataSet(REPO, split=str(lines), fields=fields, files=(f"{lines}_lines.jsonl",))
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         lines = self.options.lines
@@ -74,8 +74,7 @@ class LineRetrieval(DataSetTask[LineRetrievalOptions]):
         rows, facts = self.read(request.seed, request.limit)
         meta = {"lines": self.options.lines}
         docs = [{"prompt": row["prompt"], "answer": str(row["expected_number"]), "meta": meta} for row in rows]
-        config = generation_task(self.name, docs, process_results, ["accuracy"], max_new_tokens=self.max_new_tokens)
-        return TaskSpec(lm_eval_tasks=[config], metric={self.name: "accuracy"}, data=facts)
+        return self.spec(docs, process_results, ["accuracy"], data=facts)
 
 
 def constructed_row(rng: Random, lines: int) -> dict[str, Any]:
@@ -97,11 +96,7 @@ def constructed_row(rng: Random, lines: int) -> dict[str, Any]:
     }
 
 
-def last_number(text: str) -> int:
-    """The last run of digits; -1 if there is none."""
-    numbers = re.findall(r"\d+", text)
-    return int(numbers[-1]) if numbers else -1
-
-
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:
-    return {"accuracy": float(last_number(results[0]) == int(doc["answer"]))}
+    """1 if the last run of digits is the right number."""
+    numbers = re.findall(r"\d+", results[0])
+    return {"accuracy": float(bool(numbers) and int(numbers[-1]) == int(doc["answer"]))}

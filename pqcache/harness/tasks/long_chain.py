@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 from pqcache.embedded import load_tokenizer
 from pqcache.embedded import long_chain as generator
-from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, require
 
-DEFAULT_SAMPLES = 50  # without a limit; the generator never runs out of documents
 LONGEST_ANSWER = 6000  # tokens; the evaluation words last for walks of this length
 METRICS = ("steps", "walk", "recall", "covered", "exact", "before_error")
 # Tokens of a prompt beside its lists, and those of its lists per token of the answer.
@@ -53,16 +52,10 @@ class LongChain(Task[LongChainOptions]):
         return Longest(f"task.answer={self.options.answer}", prompt, self.max_new_tokens)
 
     def build(self, request: TaskRequest) -> TaskSpec:
-        docs = generator.make_samples(
-            request.samples(DEFAULT_SAMPLES),
-            self.options.answer,
-            request.seed,
-            request.tokenizer,
-            request.count_tokens,
-            words=load_tokenizer(),  # words are tokens of the embedded model, whichever model reads them
-        )
-        config = generation_task("long_chain", docs, process_results, METRICS, max_new_tokens=self.max_new_tokens)
-        return TaskSpec(lm_eval_tasks=[config], metric={"long_chain": "steps"})
+        words = load_tokenizer()  # words are tokens of the embedded model, whichever model reads them
+        samples, answer, count = request.samples(GENERATED), self.options.answer, request.count_tokens
+        docs = generator.make_samples(samples, answer, request.seed, request.tokenizer, count, words=words)
+        return self.spec(docs, process_results, METRICS)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
-from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
@@ -53,16 +53,16 @@ class NeedleOptions:
     haystack: str | None = None
 
     def __post_init__(self) -> None:
-        if self.lengths is not None:
-            self.lengths = list(self.lengths)
-            good = bool(self.lengths) and all(n >= 1 for n in self.lengths) and _distinct(self.lengths)
-            require(good, "lengths", self.lengths, "must be a list of different token counts, such as [1024,2048]")
-        if self.depths is not None:
-            self.depths = list(self.depths)
-            good = bool(self.depths) and all(0 <= d <= 100 for d in self.depths) and _distinct(self.depths)
-            require(good, "depths", self.depths, "must be a list of different percentages from 0 to 100")
+        self._check("lengths", lambda n: n >= 1, "must be a list of different token counts, such as [1024,2048]")
+        self._check("depths", lambda d: 0 <= d <= 100, "must be a list of different percentages from 0 to 100")
         if self.haystack is not None:
             read_haystack(self.haystack)
+
+    def _check(self, name: str, good: Callable[[int], bool], allowed: str) -> None:
+        if (values := getattr(self, name)) is not None:
+            setattr(self, name, values := list(values))
+            different = bool(values) and len(set(values)) == len(values)
+            require(different and all(map(good, values)), name, values, allowed)
 
 
 class Needle(Task[NeedleOptions]):
@@ -91,11 +91,8 @@ class Needle(Task[NeedleOptions]):
             prompt, count = make_prompt(tokens, request.count_tokens, length, depth)
             meta = {"length": length, "depth": depth, "tokens": count}
             docs.append({"prompt": prompt, "answer": ANSWER, "meta": meta})
-        config = generation_task(
-            "needle", docs, process_results, ["accuracy", "word_fraction"], max_new_tokens=self.max_new_tokens
-        )
         note = f"{len(grid)} of {len(whole)} grid cells; limit=null for all" if len(grid) < len(whole) else None
-        return TaskSpec(lm_eval_tasks=[config], metric={"needle": "accuracy"}, note=note)
+        return self.spec(docs, process_results, ["accuracy", "word_fraction"], note=note)
 
     def _haystack(self, tokenizer: Any, seed: int, length: int) -> _Tokens:
         """A text of at least `length` tokens."""
@@ -111,10 +108,6 @@ class Needle(Task[NeedleOptions]):
         return tokens
 
 
-def _distinct(values: list[int]) -> bool:
-    return len(set(values)) == len(values)
-
-
 def read_haystack(folder: str) -> str:
     """All .txt files of the folder, in the order of their names, one line break between two."""
     path = Path(folder).expanduser()
@@ -122,12 +115,8 @@ def read_haystack(folder: str) -> str:
     files = sorted(path.glob("*.txt"))
     require(bool(files), "haystack", folder, "holds no .txt file; must be a folder of .txt files")
     text = "\n".join(f.read_text(encoding="utf-8", errors="replace") for f in files)
-    require(
-        len(text) >= SMALLEST_HAYSTACK,
-        "haystack",
-        folder,
-        f"holds {len(text)} characters of text; must hold at least {SMALLEST_HAYSTACK}",
-    )
+    allowed = f"holds {len(text)} characters of text; must hold at least {SMALLEST_HAYSTACK}"
+    require(len(text) >= SMALLEST_HAYSTACK, "haystack", folder, allowed)
     return text
 
 
@@ -136,13 +125,8 @@ def insert_needle(context: str, target: int, depth: int) -> str:
 
     Depth 0 is the very start, depth 100 the very end, whether or not a sentence ends there.
     """
-    if depth == 0:
-        at = 0
-    elif depth == 100:
-        at = len(context)
-    else:
-        ends = [m.end() for m in _SENTENCE_END.finditer(context) if m.end() <= target]
-        at = ends[-1] if ends else 0
+    ends = [0, *(m.end() for m in _SENTENCE_END.finditer(context) if m.end() <= target)]
+    at = {0: 0, 100: len(context)}.get(depth, ends[-1])
     return context[:at] + NEEDLE + context[at:]
 
 
@@ -186,16 +170,10 @@ def make_prompt(tokens: _Tokens, count_tokens: Callable[[str], int], length: int
     return prompt, count
 
 
-def keyword_accuracy(response: str) -> float:
-    """1 if the answer names the sandwich, the park and the day, else 0."""
-    return float(all(word in response.lower() for word in KEYWORDS))
-
-
-def word_fraction(response: str) -> float:
-    """Share of the needle's different words in the answer; words are separated by white space."""
-    words = set(ANSWER.lower().split())
-    return len(words & set(response.lower().split())) / len(words)
-
-
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:
-    return {"accuracy": keyword_accuracy(results[0]), "word_fraction": word_fraction(results[0])}
+    """accuracy: 1 if the answer names the sandwich, the park and the day. word_fraction: share of the needle's different
+    words in the answer; words are separated by white space.
+    """
+    response, words = results[0].lower(), set(ANSWER.lower().split())
+    fraction = len(words & set(response.split())) / len(words)
+    return {"accuracy": float(all(word in response for word in KEYWORDS)), "word_fraction": fraction}

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pqcache.embedded import needle_pocket as pocket
-from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
-
-DEFAULT_SAMPLES = 50  # without a limit; the generator never runs out of documents
+from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec, require
 
 
 @dataclass(kw_only=True)
@@ -28,15 +26,10 @@ class NeedlePocket(Task[NeedlePocketOptions]):
     Options = NeedlePocketOptions
     max_new_tokens = 48
 
-    def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        return Longest(f"task.length={self.options.length}", self.options.length, self.max_new_tokens)
-
     def build(self, request: TaskRequest) -> TaskSpec:
-        samples = request.samples(DEFAULT_SAMPLES)
-        docs = pocket.make_samples(samples, self.options.length, request.seed, request.tokenizer, request.count_tokens)
-        config = generation_task("needle_pocket", docs, process_results, ["score"], max_new_tokens=self.max_new_tokens)
-        # the metric is 0..100 already
-        return TaskSpec(lm_eval_tasks=[config], metric={"needle_pocket": "score"}, scale=1.0)
+        samples, tokenizer = request.samples(GENERATED), request.tokenizer
+        docs = pocket.make_samples(samples, self.options.length, request.seed, tokenizer, request.count_tokens)
+        return self.spec(docs, process_results, ["score"], scale=1.0)  # the metric is 0..100 already
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

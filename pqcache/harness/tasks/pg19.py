@@ -26,15 +26,7 @@ from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, in_memory, require
-from pqcache.harness.tasks.sources import (
-    CONSTRUCTED,
-    HUB,
-    DataSet,
-    check_source,
-    constructed_facts,
-    digest,
-    file_facts,
-)
+from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts, digest, file_facts
 
 DATA = DataSet("emozilla/pg19-test", fields=("short_book_title", "text"), files=("test.jsonl", "test.parquet"))
 TOKENS, EMBEDDED_TOKENS = 32_000, 2048
@@ -58,7 +50,7 @@ class PG19Options:
     book: int = 0
 
     def __post_init__(self) -> None:
-        check_source(self.source, constructed=True, file=True)
+        check_source(self.source)
         for name, least in (("tokens", 3), ("stride", 1), ("start", 0), ("prefill", 1), ("book", 0)):
             value = getattr(self, name)
             require(value is None or value >= least, name, value, f"must be at least {least}")
@@ -80,9 +72,8 @@ class PG19(Task[PG19Options]):
         options = self.options
         tokens = options.tokens if options.tokens is not None else TOKENS
         if options.mode == "stream":
-            require(
-                options.prefill + 2 <= tokens, "prefill", options.prefill, f"must leave tokens of task.tokens={tokens}"
-            )
+            allowed = f"must leave tokens of task.tokens={tokens}"
+            require(options.prefill + 2 <= tokens, "prefill", options.prefill, allowed)
         else:
             first = -(-max(options.start, 1) // options.stride) * options.stride
             reason = f"gives no position from task.start={options.start} to task.tokens={tokens}"
@@ -132,9 +123,8 @@ class PG19(Task[PG19Options]):
         else:
             last = min(book_tokens, len(ids) - 2)
             positions = [i for i in range(options.stride, last + 1, options.stride) if i >= options.start]
-            require(
-                bool(positions), "tokens", options.tokens, f"the book has {len(ids)} tokens, too few for a position"
-            )
+            allowed = f"the book has {len(ids)} tokens, too few for a position"
+            require(bool(positions), "tokens", options.tokens, allowed)
             docs = [{**shared, "start": i, "end": i + 2, "meta": {"position": i, "tokens": 1}} for i in positions]
             label = f"exact: one decode step after a fresh prefill, every {options.stride} tokens"
 
@@ -142,13 +132,9 @@ class PG19(Task[PG19Options]):
             """Decode steps make every prediction; the first one reads the token after the prefill."""
             return ids[: doc["end"]], doc["start"] + 1, doc["start"]
 
-        return TaskSpec(
-            lm_eval_tasks=[definition(docs[: request.limit])],
-            metric={"pg19": "perplexity"},
-            value=percent,
-            data={**facts, "book": title, "perplexity": label},
-            tokens=tokens,
-        )
+        config, data = definition(docs[: request.limit]), {**facts, "book": title, "perplexity": label}
+        metric = {"pg19": "perplexity"}
+        return TaskSpec(lm_eval_tasks=[config], metric=metric, value=percent, data=data, tokens=tokens)
 
 
 def definition(docs: list[dict]) -> dict[str, Any]:

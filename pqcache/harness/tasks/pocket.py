@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pqcache.embedded import load_tokenizer
 from pqcache.embedded import pocket as generator
 from pqcache.harness.tasks import metrics
-from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec, generation_task, require
 
 # family -> tokens of an answer
 NEW_TOKENS = {
@@ -36,7 +36,14 @@ NEW_TOKENS = {
     "chain": 64,
     "code": 40,
 }
-DEFAULT_SAMPLES = 50  # without a limit; the generator never runs out of documents
+# family -> metric of (answer, gold); F1 and the classes of labels need more
+METRICS = {
+    "decisions": metrics.rouge_l,
+    "passages": metrics.retrieval,
+    "count": metrics.count,
+    "chain": metrics.exact_number,
+    "code": metrics.code_similarity,
+}
 
 
 @dataclass(kw_only=True)
@@ -59,26 +66,20 @@ class Pocket(Task[PocketOptions]):
         self.families = list(NEW_TOKENS) if name == "pocket" else [name.removeprefix("pocket_")]
         self.max_new_tokens = max(NEW_TOKENS[family] for family in self.families)
 
-    def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        return Longest(f"task.length={self.options.length}", self.options.length, self.max_new_tokens)
-
     def build(self, request: TaskRequest) -> TaskSpec:
-        # words are tokens of the embedded model, whichever model reads them
-        words = load_tokenizer()
+        words = load_tokenizer()  # words are tokens of the embedded model, whichever model reads them
+        n, length, tokenizer, count = (
+            request.samples(GENERATED),
+            self.options.length,
+            request.tokenizer,
+            request.count_tokens,
+        )
         configs = []
         for family in self.families:
-            samples = generator.make_samples(
-                family,
-                request.samples(DEFAULT_SAMPLES),
-                self.options.length,
-                request.seed,
-                request.tokenizer,
-                request.count_tokens,
-                words=words,
-            )
+            samples = generator.make_samples(family, n, length, request.seed, tokenizer, count, words=words)
             docs = [{**sample, "family": family} for sample in samples]
-            name, new_tokens = f"pocket_{family}", NEW_TOKENS[family]
-            configs.append(generation_task(name, docs, process_results, ["score"], max_new_tokens=new_tokens))
+            name, tokens = f"pocket_{family}", NEW_TOKENS[family]
+            configs.append(generation_task(name, docs, process_results, ["score"], max_new_tokens=tokens))
         return TaskSpec(lm_eval_tasks=configs, metric={f"pocket_{family}": "score" for family in self.families})
 
 
@@ -92,18 +93,11 @@ def score(family: str, response: str, doc: dict) -> float:
     gold = doc["gold"]
     if family in ("qa", "hop"):
         return metrics.qa_f1(final(response), gold)
-    if family == "decisions":
-        # `rouge` gives a perfect match 0.999999995
-        return 1.0 if response == gold else metrics.rouge_l(response, gold)
     if family == "labels":
         return metrics.classification(response, gold, doc["classes"])
-    if family == "passages":
-        return metrics.retrieval(response, gold)
-    if family == "count":
-        return metrics.count(response, gold)
-    if family == "chain":
-        return metrics.exact_number(response, gold)
-    return metrics.code_similarity(response, gold)
+    if family == "decisions" and response == gold:
+        return 1.0  # `rouge` gives a perfect match 0.999999995
+    return METRICS[family](response, gold)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

@@ -1,39 +1,41 @@
-"""Rows of published data sets: from the hub, or from local files. Every error is a one-line ValueError.
+"""Rows of data sets: of the hub, of local files, or constructed. Every error is a one-line ValueError.
 
     GSM8K = DataSet("openai/gsm8k", config="main", fields=("question", "answer"), files=("test.jsonl",))
-    check_source("/data/gsm8k", constructed=True, file=True)   # in an options' __post_init__; reads no file
-    rows, facts = GSM8K.read("/data/gsm8k", limit=20)          # facts go into TaskSpec.data, and so into the row
+    check_source("/data/gsm8k")                         # in an options' __post_init__; reads no file
+    rows, facts = GSM8K.read("/data/gsm8k", limit=20)   # facts go into TaskSpec.data, and so into the row
 
     path = hub_file("zai-org/LongBench", "data.zip", None)     # one file of a data set
     rows = read_rows(path, fields=("input", "context", "answers"))
 
 Only `DataSet.read` and `hub_file` use the network, and neither does under HF_HUB_OFFLINE=1. `DataSetTask` is a task over
-one such data set.
+one such data set, `LocalSplits` the local rows of a task of lm-eval.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import io
 import json
 import logging
 import lzma
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar
 
 from pqcache.harness.tasks import hub
-from pqcache.harness.tasks.base import Task, require
+from pqcache.harness.tasks.base import GENERATED, Task, require
 
 HUB, CONSTRUCTED = "hub", "constructed"
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 Rows = list[dict[str, Any]]
+# What a result row records of its data: source, revision, and the SHA-256 of each file.
+Facts = dict[str, Any]
 
 # A row of a published data set has a few million characters at most; a compressed file of a megabyte can hold gigabytes.
 LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # characters
@@ -43,7 +45,7 @@ DAMAGED = (
 )  # fmt: skip
 
 
-def check_source(source: str, *, constructed: bool = False, file: bool = False) -> None:
+def check_source(source: str, *, constructed: bool = True, file: bool = True) -> None:
     """Refuse a source that is not hub, constructed (if the task constructs rows), a folder, or with `file` a file."""
     words = [HUB, CONSTRUCTED] if constructed else [HUB]
     if source not in words:
@@ -57,6 +59,15 @@ def local_file(folder: str, *names: str) -> Path:
     paths = [path for name in names if (path := Path(folder).expanduser() / name).is_file()]
     require(bool(paths), "source", folder, f"holds no {' or '.join(names)}")
     return paths[0]
+
+
+def facts_of(source: str, sha256: dict[str, str], revision: str | None = None, **more: Any) -> Facts:
+    return {"source": source, "revision": revision, **more, "sha256": sha256}
+
+
+def _line(error: object) -> str:
+    """The first 200 characters of an error, in one line."""
+    return " ".join(str(error).split())[:200]
 
 
 # -- whole data sets ---------------------------------------------------------------------------------------------------
@@ -74,18 +85,24 @@ class DataSet:
     fields: tuple[str, ...] = ()
     files: tuple[str, ...] = ("test.jsonl", "test.jsonl.gz", "test.parquet")
 
-    def read(self, source: str, limit: int | None = None) -> tuple[Rows, dict[str, Any]]:
+    def read(self, source: str, limit: int | None = None) -> tuple[Rows, Facts]:
         """(the first `limit` rows, the facts of their source). Rows are read once per process."""
-        rows, facts = _read_hub(self) if source == HUB else _read_local(self, source)
+        if source == HUB:
+            rows, facts = _read_hub(self)
+        else:
+            path = Path(source).expanduser()
+            path = path if path.is_file() else local_file(source, *self.files)
+            rows, facts = _read_file(path, self.fields, path.stat().st_mtime_ns), file_facts(path)
         return rows[:limit], {**facts, "sha256": dict(facts["sha256"])}
 
 
 @lru_cache(maxsize=32)
-def _read_hub(data: DataSet) -> tuple[Rows, dict[str, Any]]:
+def _read_hub(data: DataSet) -> tuple[Rows, Facts]:
     name = data.repo + (f"/{data.config}" if data.config else "")
+    refused = f"task.source=hub: {name}, split {data.split}, cannot be had"
     help_ = f"check network and access, or set task.source to a folder with {data.files[0]}, or to constructed"
     if not _has_stored_tables() and (why := hub.without(data.repo)):
-        raise ValueError(f"task.source=hub: {name}, split {data.split}, cannot be had: {why}; {help_}")
+        raise ValueError(f"{refused}: {why}; {help_}")
 
     import datasets
 
@@ -93,13 +110,11 @@ def _read_hub(data: DataSet) -> tuple[Rows, dict[str, Any]]:
         table = datasets.load_dataset(data.repo, data.config, split=data.split, revision=data.revision)
     except Exception as error:  # gated, renamed, offline, no network, no space: the kinds differ by version
         reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ValueError(
-            f"task.source=hub: {name}, split {data.split}, cannot be had ({type(error).__name__}: {reason}); {help_}"
-        ) from error
+        raise ValueError(f"{refused} ({type(error).__name__}: {reason}); {help_}") from error
     rows = [dict(row) for row in table]
     if rows and (missing := [field for field in data.fields if field not in rows[0]]):
         raise ValueError(f"task.source=hub: {name} lacks {', '.join(missing)}")
-    return rows, {"source": f"hub {name}", "revision": data.revision, "sha256": {data.split: digest(rows)}}
+    return rows, facts_of(f"hub {name}", {data.split: digest(rows)}, data.revision)
 
 
 def _has_stored_tables() -> bool:
@@ -107,13 +122,6 @@ def _has_stored_tables() -> bool:
     loaded = sys.modules.get("datasets")
     folder = Path(loaded.config.HF_DATASETS_CACHE) if loaded is not None else None
     return folder is not None and folder.is_dir() and any(folder.iterdir())
-
-
-def _read_local(data: DataSet, source: str) -> tuple[Rows, dict[str, Any]]:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        path = local_file(source, *data.files)
-    return _read_file(path, data.fields, path.stat().st_mtime_ns), file_facts(path)
 
 
 @lru_cache(maxsize=32)
@@ -133,26 +141,57 @@ SourceT = TypeVar("SourceT", bound=HasSource)
 class DataSetTask(Task[SourceT]):
     """A task over the rows of one data set, or over rows of the same format made here (task.source=constructed)."""
 
+    data_set: DataSet
     # Constructed rows where no limit is set.
-    default_samples = 50
-
-    def data_set(self) -> DataSet:
-        raise NotImplementedError
+    default_samples = GENERATED
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         """One constructed row; it depends on the seed and its number alone."""
         raise NotImplementedError
 
-    def read(self, seed: int, limit: int | None) -> tuple[Rows, dict[str, Any]]:
+    def read(self, seed: int, limit: int | None) -> tuple[Rows, Facts]:
         """(rows, the facts of their source)"""
         if self.options.source != CONSTRUCTED:
-            return self.data_set().read(self.options.source, limit)
+            return self.data_set.read(self.options.source, limit)
         count = self.default_samples if limit is None else limit
         rows = [self.construct(seed, number) for number in range(count)]
         return rows, constructed_facts(rows, seed)
 
     def prepare(self, *, limit: int | None) -> None:
         self.read(0, limit)
+
+
+class LocalSplits(dict[str, Any]):
+    """Split -> its `datasets.Dataset`, read when it is asked for: `task.source=<folder or file>` of a task of lm-eval.
+
+    A split is `<split>.jsonl`, `.jsonl.gz` or `.parquet` of the folder. A file, or a folder with one file of rows, serves
+    every split. Raises a one-line ValueError where there is no such file.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.paths: dict[str, Path] = {}  # of the splits that were read
+
+    def __missing__(self, split: str) -> Any:
+        from datasets import Dataset
+
+        path = self.paths[split] = self._file(split)
+        known = next((name for name, other in self.paths.items() if other == path and name in self), None)
+        self[split] = self[known] if known is not None else Dataset.from_list(read_rows(path))
+        return self[split]
+
+    def _file(self, split: str) -> Path:
+        root = Path(self.source).expanduser()
+        if root.is_file():
+            return root
+        files = [path for path in sorted(root.iterdir()) if path.name.endswith(SUFFIXES)]
+        return files[0] if len(files) == 1 else local_file(self.source, *(f"{split}{suffix}" for suffix in SUFFIXES))
+
+    @property
+    def facts(self) -> Facts:
+        """Facts of the files that were read, for row["data"]."""
+        return facts_of(self.source, {path.name: sha256(path) for path in self.paths.values()})
 
 
 # -- single files of the hub -------------------------------------------------------------------------------------------
@@ -168,46 +207,40 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
     name = f"{repo}{f'@{revision}' if revision else ''}"
     offline = bool(constants.HF_HUB_OFFLINE)
     local = "or set task.source to a local folder that holds the data"
+    terms = f"accept its terms at https://huggingface.co/datasets/{repo} and run `hf auth login`"
+    reasons: dict[type[Exception], str] = {
+        errors.GatedRepoError: f"task.source=hub: {name} is gated; {terms}, {local}",
+        errors.RevisionNotFoundError: f"task.revision={revision}: the data set {repo} has no such revision on the hub",
+        errors.RepositoryNotFoundError: f"task.source=hub: there is no data set {name} on the hub (or no right to read it)",
+        errors.RemoteEntryNotFoundError: f"task.source=hub: the data set {name} has no file {filename}",
+    }
     if why := hub.without(repo):
         raise ValueError(f"task.source=hub: {filename} of {name} cannot be had: {why}; check the network, {local}")
     try:
-        path = hf_hub_download(repo, filename, repo_type="dataset", revision=revision, local_files_only=offline)
-    except errors.GatedRepoError as error:
-        reason = f"{name} is gated; accept its terms at https://huggingface.co/datasets/{repo} and run `hf auth login`"
-        raise ValueError(f"task.source=hub: {reason}, {local}") from error
-    except errors.RevisionNotFoundError as error:
-        raise ValueError(f"task.revision={revision}: the data set {repo} has no such revision on the hub") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ValueError(f"task.source=hub: there is no data set {name} on the hub (or no right to read it)") from error
-    except errors.RemoteEntryNotFoundError as error:
-        raise ValueError(f"task.source=hub: the data set {name} has no file {filename}") from error
+        return Path(hf_hub_download(repo, filename, repo_type="dataset", revision=revision, local_files_only=offline))
+    except tuple(reasons) as error:
+        raise ValueError(next(text for kind, text in reasons.items() if isinstance(error, kind))) from error
     except errors.HFValidationError as error:
         raise ValueError(f"task.revision={revision}: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, RuntimeError) as error:  # offline, no network, no space: the kinds differ by version
-        why = "HF_HUB_OFFLINE=1 and it is not in the cache" if offline else " ".join(f"{error}".split())[:200]
+        why = "HF_HUB_OFFLINE=1 and it is not in the cache" if offline else _line(error)
         way = "unset HF_HUB_OFFLINE to download it" if offline else "check the network"
         raise ValueError(f"task.source=hub: {filename} of {name} cannot be had ({why}); {way}, {local}") from error
-    return Path(path)
 
 
-# -- facts: what a result row records of its data ----------------------------------------------------------------------
-
-
-def hub_facts(repo: str, filename: str, path: Path) -> dict[str, Any]:
+def hub_facts(repo: str, filename: str, path: Path) -> Facts:
     """Facts of a downloaded file: data set, commit (the name of the snapshot folder) and content."""
     parts = path.parts
     commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
-    return {"source": f"hub {repo}", "revision": commit, "sha256": {filename: sha256(path)}}
+    return facts_of(f"hub {repo}", {filename: sha256(path)}, commit)
 
 
-def file_facts(path: Path) -> dict[str, Any]:
-    """Facts of a local file."""
-    return {"source": str(path), "revision": None, "sha256": {path.name: sha256(path)}}
+def file_facts(path: Path) -> Facts:
+    return facts_of(str(path), {path.name: sha256(path)})
 
 
-def constructed_facts(rows: Rows, seed: int) -> dict[str, Any]:
-    """Facts of rows that were made here."""
-    return {"source": "constructed", "revision": None, "seed": seed, "sha256": {"rows": digest(rows)}}
+def constructed_facts(rows: Rows, seed: int) -> Facts:
+    return facts_of(CONSTRUCTED, {"rows": digest(rows)}, seed=seed)
 
 
 def digest(rows: Rows) -> str:
@@ -238,42 +271,35 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
         try:
             rows = pd.read_parquet(path).head(limit if limit is not None else None).to_dict("records")
         except Exception as error:  # Arrow's kinds of errors
-            raise ValueError(
-                f"task.source: {path} is no Parquet file ({' '.join(str(error).split())[:200]})"
-            ) from error
+            raise ValueError(f"task.source: {path} is no Parquet file ({_line(error)})") from error
         return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
-    import gzip
-
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             return parse_lines(file, str(path), fields=fields, limit=limit)
     except OSError as error:
         raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
 
-def parse_lines(lines: Iterable[str], name: str, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
+def parse_lines(file: TextIO, name: str, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
     """One JSON object per line; empty lines are skipped. name: the file's, for error messages."""
     rows: Rows = []
     try:
-        for number, line in enumerate(_bounded(lines, name), 1):
+        for number, line in enumerate(_bounded(file, name), 1):
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
                 rows.append(_checked(json.loads(line), fields, f"{name}, line {number}"))
     except (json.JSONDecodeError, *DAMAGED) as error:  # RecursionError is a RuntimeError
-        raise ValueError(f"task.source: {name} is no JSON lines file ({' '.join(str(error).split())[:200]})") from error
+        raise ValueError(f"task.source: {name} is no JSON lines file ({_line(error)})") from error
     if not rows:
         raise ValueError(f"task.source: {name} holds no row")
     return rows
 
 
-def _bounded(lines: Iterable[str], name: str) -> Iterator[str]:
-    """The lines of a file, none of which is read further than LONGEST_LINE. A list of lines is left as it is."""
-    if not isinstance(lines, io.TextIOBase):
-        yield from lines
-        return
+def _bounded(file: TextIO, name: str) -> Iterator[str]:
+    """The lines of a file, none of which is read further than LONGEST_LINE."""
     total = 0
-    while line := lines.readline(LONGEST_LINE + 1):
+    while line := file.readline(LONGEST_LINE + 1):
         total += len(line)
         if len(line) > LONGEST_LINE or total > LONGEST_FILE:
             what = f"a line of more than {LONGEST_LINE}" if len(line) > LONGEST_LINE else f"more than {LONGEST_FILE}"
@@ -292,5 +318,4 @@ def _checked(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
 @lru_cache(maxsize=8)
 def published_texts(task: str) -> dict[str, str]:
     """The fixed parts of a benchmark's prompts, word for word as published."""
-    file = resources.files("pqcache.harness.tasks").joinpath("prompts.json")
-    return json.loads(file.read_text(encoding="utf-8"))[task]
+    return json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))[task]

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, Literal
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks.base import TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
 DATA = DataSet(
@@ -40,16 +40,14 @@ class XSumOptions:
     sentences: int = 20
 
     def __post_init__(self) -> None:
-        check_source(self.source, constructed=True, file=True)
+        check_source(self.source)
         require(self.sentences >= 1, "sentences", self.sentences, "must be at least 1")
 
 
 class XSum(DataSetTask[XSumOptions]):
     Options = XSumOptions
     max_new_tokens = 256
-
-    def data_set(self) -> DataSet:
-        return DATA
+    data_set = DATA
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         """A row in the data set's format. The summary is a sentence that its document holds twice."""
@@ -61,18 +59,12 @@ class XSum(DataSetTask[XSumOptions]):
 
     def build(self, request: TaskRequest) -> TaskSpec:
         rows, facts = self.read(request.seed, request.limit)
+        prompts = [PROMPT.format(document=row["document"]) for row in rows]
         docs = [
-            {
-                "prompt": PROMPT.format(document=row["document"]),
-                "answer": row["summary"],
-                "meta": {"id": str(row["id"])},
-            }
-            for row in rows
+            {"prompt": prompt, "answer": row["summary"], "meta": {"id": str(row["id"])}}
+            for prompt, row in zip(prompts, rows, strict=True)
         ]
-        config = generation_task(
-            self.name, docs, process_results, METRICS, max_new_tokens=self.max_new_tokens, until=["\n"]
-        )
-        return TaskSpec(lm_eval_tasks=[config], metric={self.name: self.options.rouge}, data=facts)
+        return self.spec(docs, process_results, METRICS, main=self.options.rouge, data=facts, until=["\n"])
 
 
 @cache

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from lm_eval import evaluate
 
+from pqcache.harness.tasks import gsm8k_cot_long as cot_long
 from pqcache.harness.tasks import task_of
-from pqcache.harness.tasks.gsm8k import constructed, cot_long
+from pqcache.harness.tasks.gsm8k_cot import problem
 from tests.harness.tasks.building import Answer, build, request_of, write_rows
 
 
@@ -72,7 +73,7 @@ def test_fewer_tokens_leave_out_examples_from_the_front(tokenizer: Any) -> None:
 
 
 def test_a_folder_without_the_examples(tmp_path: Path) -> None:
-    rows = [constructed.problem(Random(i), 3) for i in range(12)]
+    rows = [problem(Random(i), 3) for i in range(12)]
     write_rows(tmp_path / "test.jsonl", rows)
     write_rows(tmp_path / "train.jsonl", rows)
     with pytest.raises(ValueError, match=r"holds no train\.jsonl with rows 7364, 1708"):
@@ -81,7 +82,7 @@ def test_a_folder_without_the_examples(tmp_path: Path) -> None:
 
 def test_constructed_problems_add_up() -> None:
     for seed in range(50):
-        row = constructed.problem(Random(seed), 9)
+        row = problem(Random(seed), 9)
         steps = re.findall(r"<<(.*?)=(\d+)>>(\d+)", row["answer"])
         assert len(steps) == 9
         for expression, value, result in steps:
@@ -125,7 +126,7 @@ def test_the_hub_is_asked_for_the_right_rows(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("datasets.load_dataset", load)
     # rows are kept for the process: under a revision that no other test reads
-    monkeypatch.setattr(cot_long, "TEST", replace(cot_long.TEST, revision="r"))
+    monkeypatch.setattr(cot_long.Gsm8kCotLong, "data_set", replace(cot_long.TEST, revision="r"))
     monkeypatch.setattr(cot_long, "TRAIN", replace(cot_long.TRAIN, revision="r"))
     examples, rows, facts = task_of("gsm8k_cot_long").read_all(0, 5)
     assert requested == [("openai/gsm8k", "main", "test", "r"), ("openai/gsm8k", "main", "train", "r")]

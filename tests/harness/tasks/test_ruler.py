@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pqcache.harness.tasks import task_of
+from pqcache.harness.tasks.ruler import found_share, process_results
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, constructed_row, make_rows, prompt_of
 from pqcache.harness.tasks.ruler.files import from_generator
-from pqcache.harness.tasks.ruler.task import found_share, process_results
 from tests.harness.tasks.building import build, count_tokens, write_rows
 
 

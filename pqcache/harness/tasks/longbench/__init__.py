@@ -1,1 +1,286 @@
-"""LongBench v1: its data sets alone, as a group, and LongBench-E."""
+"""LongBench v1 (Bai et al., arXiv 2308.14508): `task=longbench`, its data sets alone, and LongBench-E.
+
+    python run.py task=longbench limit=null model=mistral-7b-instruct-v0.2      # the unweighted mean of the data sets
+    python run.py task=longbench task.datasets=[hotpotqa,qasper] task.source=<folder of <data set>.jsonl>
+    python run.py task=longbench_hotpotqa task.source=constructed               # rows made here, to try things out
+
+`task=longbench` has the 14 English data sets, repobench-p and lcc. `longbench_e` has a sub-task per data set and bucket of
+`length` (words): 0-4k, 4-8k, 8k+.
+
+As the official code does it, where lm-eval differs:
+- The prompt is built of raw rows. A prompt that is too long loses its middle before it is wrapped.
+- Few-shot and code tasks are not wrapped.
+- An answer ends with an end token only (samsum: or a line break, and neither can begin it).
+- Of few-shot answers the first line counts; no answer is stripped.
+
+Deviations:
+- The chat template of a tokenizer, unless its turns are [INST] ones: these are written as the official code and PQCache do.
+- Opening tokens stand once, also where a published code's template doubled them.
+- A prompt that is still too long without its middle is left out and counted; the official code goes on.
+- The means of data sets are not rounded before their mean is taken.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pqcache.harness.tasks import sources
+from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.longbench.constructed import SHORTEST, Count, construct
+from pqcache.harness.tasks.longbench.data_sets import (
+    BUCKETS,
+    DATASETS,
+    DATASETS_E,
+    FIELDS,
+    KVCACHE_FACTORY,
+    LONGEST_ANSWER,
+    MAX_LENGTH,
+    QUESTION_MARKER,
+    STOP_TOKEN,
+    UNWRAPPED,
+    bucket_of,
+    check_row,
+    fill,
+    max_length,
+    score,
+    template,
+)
+from pqcache.naming import suggestion
+
+REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
+
+
+@dataclass(kw_only=True)
+class LongBenchOptions:
+    # hub, constructed, or a folder with <data set>.jsonl
+    source: str = sources.HUB
+    # revision of the data set on the hub; null: its newest
+    revision: str | None = None
+    # tokens of a prompt before wrapping, a longer one loses its middle; null: the model's published length; kvcache_factory: that
+    # of PyramidKV's code, 31500 for Mistral and 7500 for Llama-3
+    max_length: int | Literal["kvcache_factory"] | None = None
+    # the turns of a chat; template: the tokenizer's own also where its turns are [INST]
+    wrapper: Literal["official", "template"] = "official"
+    # data sets whose prompts are not wrapped
+    unwrapped: list[str] = field(default_factory=lambda: list(UNWRAPPED))
+    # longest context and input of a constructed row, in tokens
+    constructed_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        sources.check_source(self.source, file=False)
+        if self.revision is not None:
+            require(self.source == sources.HUB, "revision", self.revision, "only source=hub has revisions")
+        if isinstance(self.max_length, int):
+            require(self.max_length >= 64, "max_length", self.max_length, "must be at least 64 tokens, or null")
+        _check_names("unwrapped", self.unwrapped, tuple(DATASETS))
+        enough = self.constructed_tokens >= SHORTEST
+        require(enough, "constructed_tokens", self.constructed_tokens, f"must be at least {SHORTEST}")
+
+
+@dataclass(kw_only=True)
+class LongBenchGroupOptions(LongBenchOptions):
+    # data sets of the group to run; null: all
+    datasets: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.datasets is not None:
+            require(len(self.datasets) > 0, "datasets", self.datasets, "must name at least one data set")
+            _check_names("datasets", self.datasets, tuple(DATASETS))
+
+
+@dataclass(kw_only=True)
+class LongBenchEOptions(LongBenchGroupOptions):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_names("datasets", self.datasets or [], DATASETS_E)
+
+
+def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        require(name in known, option, name, f"unknown data set; {suggestion(name, known)}")
+    require(len(set(names)) == len(names), option, list(names), "must name each data set once")
+
+
+LongBenchOptionsT = TypeVar("LongBenchOptionsT", bound=LongBenchOptions)
+RowsByDataset = dict[str, sources.Rows]
+
+
+class LongBenchTask(Task[LongBenchOptionsT]):
+    """Some data sets: each one lm-eval task."""
+
+    # ending of the data sets' files
+    ending = ""
+
+    def __init__(self, name: str, options: LongBenchOptionsT) -> None:
+        super().__init__(name, options)
+        self.max_new_tokens = max(DATASETS[dataset].new_tokens for dataset in self.all_datasets())
+
+    def all_datasets(self) -> tuple[str, ...]:
+        """The data sets that the task can run."""
+        return tuple(DATASETS)
+
+    def datasets(self) -> tuple[str, ...]:
+        """The data sets that it runs."""
+        return tuple(getattr(self.options, "datasets", None) or self.all_datasets())
+
+    def rows_to_read(self, limit: int | None) -> int | None:
+        """Rows of each data set that a run with this limit needs; None: all."""
+        return limit
+
+    def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
+        """lm-eval task -> its rows"""
+        return {f"longbench_{dataset}": rows[:limit]}
+
+    def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
+        return construct(dataset, samples, self.options.constructed_tokens, seed, count)
+
+    def longest(self, *, limit: int | None, model_name: str) -> Longest:
+        """Prompts are cut to the model's room, so that only a requested or published length can be too long."""
+        tokens = self.cut(model_name)
+        return Longest(f"task.max_length={tokens or 'null'}", tokens, self.max_new_tokens)
+
+    def cut(self, *names: str) -> int:
+        """Tokens to which prompts are cut for a model of these names or paths; 0: to the model's room."""
+        if isinstance(self.options.max_length, int):
+            return self.options.max_length
+        lengths = KVCACHE_FACTORY if self.options.max_length else MAX_LENGTH
+        return next((tokens for name in names if (tokens := max_length(name, lengths))), 0)
+
+    def prepare(self, *, limit: int | None) -> None:
+        if self.options.source != sources.CONSTRUCTED:
+            self.read(limit)
+        for dataset in self.datasets():
+            template(dataset)
+
+    def build(self, request: TaskRequest) -> TaskSpec:
+        constructed = self.options.source == sources.CONSTRUCTED
+        rows, facts = self.construct(request) if constructed else self.read(request.limit)
+        cut = self.cut(request.model_name, str(getattr(request.tokenizer, "name_or_path", "")))
+        configs = []
+        for dataset in self.datasets():
+            for task, task_rows in self.split(dataset, rows[dataset], request.limit).items():
+                docs = [document(dataset, row) for row in task_rows]
+                configs.append(definition(task, dataset, docs, self.options, cut))
+        return TaskSpec(lm_eval_tasks=configs, metric={config["task"]: "score" for config in configs}, data=facts)
+
+    def construct(self, request: TaskRequest) -> tuple[RowsByDataset, sources.Facts]:
+        def count(text: str) -> int:
+            return len(request.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        samples = request.samples(GENERATED)
+        rows = {dataset: self.constructed_rows(dataset, samples, request.seed, count) for dataset in self.datasets()}
+        return rows, sources.facts_of(sources.CONSTRUCTED, {})
+
+    def read(self, limit: int | None) -> tuple[RowsByDataset, sources.Facts]:
+        """(rows by data set, the facts of their files)"""
+        files = {dataset: f"{dataset}{self.ending}.jsonl" for dataset in self.datasets()}
+        max_rows = self.rows_to_read(limit)
+        if self.options.source == sources.HUB:
+            rows, facts = read_archive(files, self.options.revision, max_rows)
+        else:
+            paths = {dataset: sources.local_file(self.options.source, name) for dataset, name in files.items()}
+            rows = {dataset: sources.read_rows(path, fields=FIELDS, limit=max_rows) for dataset, path in paths.items()}
+            facts = sources.facts_of("local folder", {path.name: sources.sha256(path) for path in paths.values()})
+        for dataset, name in files.items():
+            for number, row in enumerate(rows[dataset], 1):
+                check_row(dataset, row, f"{name}, row {number}")
+        return rows, facts
+
+
+class LongBench(LongBenchTask[LongBenchOptions]):
+    """One data set: longbench_<data set>."""
+
+    Options = LongBenchOptions
+
+    def all_datasets(self) -> tuple[str, ...]:
+        return (self.name.removeprefix("longbench_"),)
+
+
+class LongBenchGroup(LongBenchTask[LongBenchGroupOptions]):
+    """All data sets, or those of `task.datasets`."""
+
+    Options = LongBenchGroupOptions
+
+
+class LongBenchE(LongBenchGroup):
+    """LongBench-E: one lm-eval task per data set and bucket that has rows."""
+
+    Options = LongBenchEOptions
+    ending = "_e"
+
+    def all_datasets(self) -> tuple[str, ...]:
+        return DATASETS_E
+
+    def rows_to_read(self, limit: int | None) -> int | None:
+        """All rows, to sort them by length."""
+        return None
+
+    def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
+        buckets = {name: [row for row in rows if bucket_of(row["length"]) == name][:limit] for name in BUCKETS}
+        return {f"longbench_e_{dataset}_{name}": members for name, members in buckets.items() if members}
+
+    def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
+        """`samples` for each bucket."""
+        tokens = self.options.constructed_tokens
+        return construct(dataset, samples * len(BUCKETS), tokens, seed, count, e=True)
+
+
+def read_archive(files: dict[str, str], revision: str | None, limit: int | None) -> tuple[RowsByDataset, sources.Facts]:
+    """Rows of the hub's archive. files: data set -> name in the archive."""
+    path = sources.hub_file(REPO, ARCHIVE, revision)
+    rows: RowsByDataset = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for dataset, name in files.items():
+                with archive.open(f"data/{name}") as file:
+                    lines = io.TextIOWrapper(file, encoding="utf-8")
+                    rows[dataset] = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=FIELDS, limit=limit)
+    except (KeyError, *sources.DAMAGED) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"task.source=hub: {path} is not LongBench's archive ({reason})") from error
+    return rows, sources.hub_facts(REPO, ARCHIVE, path)
+
+
+# -- for lm-eval -------------------------------------------------------------------------------------------------------
+
+
+def document(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row as lm-eval sees it. The context is in the prompt only."""
+    return {
+        **{key: row[key] for key in FIELDS if key not in ("context", "dataset")},
+        "dataset": dataset,
+        "prompt": fill(dataset, row),
+        "meta": {"_id": row["_id"], "words": row["length"]},
+    }
+
+
+def definition(task: str, dataset: str, docs: list[dict], options: LongBenchOptions, cut: int) -> dict[str, Any]:
+    """lm-eval's configuration; `generation_kwargs` also tells the adapter how to cut, wrap and split a prompt.
+
+    cut: longest prompt in tokens before wrapping; 0: the room that the model has.
+    """
+    wrapper = "inst" if options.wrapper == "official" else "template"
+    stop = {"stop_token": STOP_TOKEN[dataset]} if dataset in STOP_TOKEN else {}
+    return generation_task(
+        task,
+        docs,
+        process_results,
+        ["score"],
+        max_new_tokens=DATASETS[dataset].new_tokens,
+        target="{{answers[0]}}",
+        wrapper="none" if dataset in options.unwrapped else wrapper,
+        cut_middle=cut,
+        # the longest of all data sets, so that all prompts are cut to one length
+        longest_answer=LONGEST_ANSWER,
+        question_markers=[QUESTION_MARKER[dataset]] if dataset in QUESTION_MARKER else [],
+        **stop,
+    )
+
+
+def process_results(doc: dict, results: list[str]) -> dict[str, float]:
+    return {"score": score(doc["dataset"], results[0], doc["answers"], doc["all_classes"])}

@@ -48,6 +48,9 @@ class _Writer:
     def pick(self, words: list[str], n: int) -> list[str]:
         return self.rng.sample(words, n)
 
+    def one(self, words: list[str]) -> str:
+        return self.pick(words, 1)[0]
+
     def sentences(self, n: int) -> str:
         return " ".join(filler_sentence(self.rng) for _ in range(n))
 
@@ -68,95 +71,95 @@ class _Writer:
         return [*among[:at], piece, *among[at:]]
 
 
+Row = dict[str, Any]
+
+
+def _row(context: str, input: str, *answers: str) -> Row:
+    return {"context": context, "input": input, "answers": list(answers)}
+
+
 def _fact(writer: _Writer) -> tuple[str, str, str]:
     """(sentence, question, answer)"""
-    (thing,), (town,), colours = writer.pick(_THINGS, 1), writer.pick(_TOWNS, 1), writer.pick(_VALUES, 2)
+    thing, town, colours = writer.one(_THINGS), writer.one(_TOWNS), writer.pick(_VALUES, 2)
     answer = " and ".join(colours)
     return f"The {thing} of {town} is painted {answer}.", f"In which colours is the {thing} of {town} painted?", answer
 
 
-def _document(writer: _Writer) -> dict[str, Any]:
+def _bodies(pieces: list[str]) -> list[str]:
+    """What stands below the first line of each piece."""
+    return [piece.partition("\n")[2] for piece in pieces]
+
+
+def _numbered(title: str, bodies: list[str]) -> str:
+    return "\n".join(f"{title} {i}:\n{body}" for i, body in enumerate(bodies, 1))
+
+
+def _document(writer: _Writer) -> Row:
     """A fact in a long text."""
     fact, question, answer = _fact(writer)
     filler = writer.fill(lambda i: writer.sentences(1), fact + question)
-    return {"context": " ".join(writer.put(fact, filler)), "input": question, "answers": [answer]}
+    return _row(" ".join(writer.put(fact, filler)), question, answer)
 
 
-def _passages(writer: _Writer) -> dict[str, Any]:
+def _passages(writer: _Writer) -> Row:
     """Numbered passages; two of them lead to the answer."""
     fact, _, answer = _fact(writer)
-    (name,) = writer.pick(_NAMES, 1)
+    name = writer.one(_NAMES)
     town, thing = fact.split(" is ")[0].split(" of ")[1], fact.split(" ")[1]
     link = f"{name} was born in {town}."
     question = f"In which colours is the {thing} of {name}'s home town painted?"
-    filler = writer.fill(
-        lambda i: f"Passage {i}:\n{writer.sentences(2)}", f"Passage 1:\n{fact}\nPassage 2:\n{link}{question}"
-    )
-    bodies = [piece.partition("\n")[2] for piece in filler]
-    bodies = writer.put(link, writer.put(fact, bodies))
-    return {
-        "context": "\n".join(f"Passage {i}:\n{body}" for i, body in enumerate(bodies, 1)),
-        "input": question,
-        "answers": [answer],
-    }
+    fixed = f"Passage 1:\n{fact}\nPassage 2:\n{link}{question}"
+    filler = writer.fill(lambda i: f"Passage {i}:\n{writer.sentences(2)}", fixed)
+    bodies = writer.put(link, writer.put(fact, _bodies(filler)))
+    return _row(_numbered("Passage", bodies), question, answer)
 
 
-def _report(writer: _Writer, title: str = "Section") -> dict[str, Any]:
+def _report(writer: _Writer, title: str = "Section") -> Row:
     """A text in parts, to be summarized; no input."""
     fact, _, _ = _fact(writer)
-    filler = writer.fill(lambda i: f"{title} {i + 1}:\n{writer.sentences(2)}", f"{title} 1:\n{fact}")
-    parts = [piece.partition("\n")[2] for piece in filler]
-    return {
-        "context": "\n".join(f"{title} {i}:\n{part}" for i, part in enumerate(writer.put(fact, parts), 1)),
-        "input": "",
-        "answers": [" ".join([fact, *(part.partition(".")[0] + "." for part in parts[:2])])],
-    }
+    parts = _bodies(writer.fill(lambda i: f"{title} {i + 1}:\n{writer.sentences(2)}", f"{title} 1:\n{fact}"))
+    summary = " ".join([fact, *(part.partition(".")[0] + "." for part in parts[:2])])
+    return _row(_numbered(title, writer.put(fact, parts)), "", summary)
 
 
-def _meeting(writer: _Writer) -> dict[str, Any]:
+def _meeting(writer: _Writer) -> Row:
     speakers = writer.pick(_NAMES, 3)
     fact, _, _ = _fact(writer)
     question = f"What did {speakers[0]} say about the colours?"
     own = f"{speakers[0]}: {fact}"
     filler = writer.fill(lambda i: f"{speakers[i % 3]}: {writer.sentences(1)}", own + question)
-    return {
-        "context": "\n".join(writer.put(own, filler)),
-        "input": question,
-        "answers": [f"{speakers[0]} said: {fact}"],
-    }
+    return _row("\n".join(writer.put(own, filler)), question, f"{speakers[0]} said: {fact}")
 
 
-def _labels(writer: _Writer) -> dict[str, Any]:
-    classes = list(_CLASSES)
-
+def _labels(writer: _Writer) -> Row:
     def example() -> tuple[str, str]:
-        label = writer.rng.choice(classes)
-        return _CLASSES[label].format(t=writer.pick(_TOWNS, 1)[0], o=writer.pick(_THINGS, 1)[0]), label
+        label = writer.rng.choice(list(_CLASSES))
+        return _CLASSES[label].format(t=writer.one(_TOWNS), o=writer.one(_THINGS)), label
 
     question, label = example()
     last = f"Question: {question}\nType:"
     shots = writer.fill(lambda i: "Question: {}\nType: {}".format(*example()), last)
-    return {"context": "\n".join(shots), "input": last, "answers": [label], "all_classes": classes}
+    return {**_row("\n".join(shots), last, label), "all_classes": list(_CLASSES)}
 
 
-def _trivia(writer: _Writer) -> dict[str, Any]:
+def _trivia(writer: _Writer) -> Row:
     def example(_: int) -> str:
         fact, question, answer = _fact(writer)
         return f"Passage:\n{fact} {writer.sentences(1)}\nQuestion:\n{question}\nAnswer:\n{answer}"
 
     fact, question, answer = _fact(writer)
     last = f"Passage:\n{fact}\nQuestion:\n{question}\nAnswer:\n"
-    return {"context": "\n\n\n".join(writer.fill(example, last)), "input": last, "answers": [answer, answer.split()[0]]}
+    return _row("\n\n\n".join(writer.fill(example, last)), last, answer, answer.split()[0])
 
 
-def _dialogues(writer: _Writer) -> dict[str, Any]:
+def _dialogues(writer: _Writer) -> Row:
     def dialogue() -> tuple[str, str]:
         one, two = writer.pick(_NAMES, 2)
         fact, question, answer = _fact(writer)
         return f"Dialogue: {one}: {question}\n{two}: {answer}\nSummary: ", f"{two} tells {one}: {fact}"
 
     last, summary = dialogue()
-    return {"context": "\n".join(writer.fill(lambda i: "".join(dialogue()), last)), "input": last, "answers": [summary]}
+    return _row("\n".join(writer.fill(lambda i: "".join(dialogue()), last)), last, summary)
 
 
 def _paragraphs(writer: _Writer) -> list[str]:
@@ -169,58 +172,43 @@ def _number(paragraphs: list[str]) -> str:
     return "\n\n".join(f"Paragraph {i}: {text}" for i, text in enumerate(paragraphs, 1))
 
 
-def _repeats(writer: _Writer) -> dict[str, Any]:
+def _repeats(writer: _Writer) -> Row:
     paragraphs = _paragraphs(writer)
     for i in range(1, len(paragraphs), 3):
         paragraphs[i] = min(paragraphs[i - 1], paragraphs[i], key=writer.count)
         paragraphs[i - 1] = paragraphs[i]
-    return {"context": _number(paragraphs), "input": "", "answers": [str(len(set(paragraphs)))]}
+    return _row(_number(paragraphs), "", str(len(set(paragraphs))))
 
 
-def _retrieval(writer: _Writer) -> dict[str, Any]:
+def _retrieval(writer: _Writer) -> Row:
     writer.room -= max(48, writer.room // 16)  # the input repeats a paragraph
     paragraphs = _paragraphs(writer)[:30]
     at = writer.rng.randrange(len(paragraphs))
-    return {
-        "context": _number(paragraphs),
-        "input": "It is told that " + paragraphs[at][0].lower() + paragraphs[at][1:],
-        "answers": [f"Paragraph {at + 1}"],
-    }
+    told = "It is told that " + paragraphs[at][0].lower() + paragraphs[at][1:]
+    return _row(_number(paragraphs), told, f"Paragraph {at + 1}")
 
 
 def _function(writer: _Writer) -> str:
-    thing, (colour,) = writer.pick(_THINGS, 2), writer.pick(_VALUES, 1)
+    thing, colour = writer.pick(_THINGS, 2), writer.one(_VALUES)
     return f"def {thing[0]}_{colour}({thing[1]}):\n    return {thing[1]} + {writer.rng.randrange(100)}\n"
 
 
-def _code(writer: _Writer) -> dict[str, Any]:
-    body, answer = "def paint(wall, colour):\n    wall.colour = colour\n", "    return wall"
-    return {
-        "context": "\n".join([*writer.fill(lambda i: _function(writer), body), body]),
-        "input": "",
-        "answers": [answer],
-    }
+def _code(writer: _Writer) -> Row:
+    body = "def paint(wall, colour):\n    wall.colour = colour\n"
+    return _row("\n".join([*writer.fill(lambda i: _function(writer), body), body]), "", "    return wall")
 
 
-def _repository(writer: _Writer) -> dict[str, Any]:
-    (colour,) = writer.pick(_VALUES, 1)
+def _repository(writer: _Writer) -> Row:
+    colour, path = writer.one(_VALUES), "# Path: src/colours.py\n"
     body = f"# Path: src/main.py\nfrom colours import mix_{colour}\n\ndef main(wall):\n"
     needed = f"def mix_{colour}(wall):\n    return wall\n"
-    functions = writer.put(needed, writer.fill(lambda i: _function(writer), "# Path: src/colours.py\n" + needed + body))
-    return {
-        "context": "# Path: src/colours.py\n" + "\n".join(functions),
-        "input": body,
-        "answers": [f"    return mix_{colour}(wall)"],
-    }
+    functions = writer.put(needed, writer.fill(lambda i: _function(writer), path + needed + body))
+    return _row(path + "\n".join(functions), body, f"    return mix_{colour}(wall)")
 
 
-_LAYOUTS: dict[str, Callable[[_Writer], dict[str, Any]]] = {
-    "narrativeqa": _document,
-    "qasper": _document,
-    "multifieldqa_en": _document,
-    "hotpotqa": _passages,
-    "2wikimqa": _passages,
-    "musique": _passages,
+_LAYOUTS: dict[str, Callable[[_Writer], Row]] = {
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en"), _document),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), _passages),
     "gov_report": _report,
     "qmsum": _meeting,
     "multi_news": lambda writer: _report(writer, "Passage"),
@@ -234,7 +222,7 @@ _LAYOUTS: dict[str, Callable[[_Writer], dict[str, Any]]] = {
 }
 
 
-def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: bool = False) -> list[dict[str, Any]]:
+def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: bool = False) -> list[Row]:
     """`n` rows. Context and input of each have together at most `tokens` tokens, counted by `count`.
 
     e: rows of LongBench-E, which state NOMINAL_WORDS as their lengths.
@@ -251,20 +239,15 @@ def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: 
             # joined pieces may have more tokens than separate ones
             room -= max(row_tokens - tokens, 4)
             if room < 0:
-                raise ValueError(
-                    f"task.constructed_tokens={tokens}: too small for a row of {dataset} with this tokenizer"
-                )
+                small = f"too small for a row of {dataset} with this tokenizer"
+                raise ValueError(f"task.constructed_tokens={tokens}: {small}")
         words = len(f"{row['context']} {row['input']}".split())
-        rows.append(
-            {
-                "input": row["input"],
-                "context": row["context"],
-                "answers": row["answers"],
-                "length": NOMINAL_WORDS[i % len(NOMINAL_WORDS)] if e else words,
-                "dataset": dataset,
-                "language": "en" if dataset not in ("repobench-p", "lcc") else "python",
-                "all_classes": row.get("all_classes"),
-                "_id": f"constructed-{dataset}-{seed}-{i}",
-            }
-        )
+        facts = {
+            "length": NOMINAL_WORDS[i % len(NOMINAL_WORDS)] if e else words,
+            "dataset": dataset,
+            "language": "en" if dataset not in ("repobench-p", "lcc") else "python",
+            "all_classes": row.get("all_classes"),
+            "_id": f"constructed-{dataset}-{seed}-{i}",
+        }
+        rows.append({**{key: row[key] for key in ("input", "context", "answers")}, **facts})
     return rows

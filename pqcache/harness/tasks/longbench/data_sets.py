@@ -133,12 +133,10 @@ def max_length(model: str, lengths: dict[str, int] = MAX_LENGTH) -> int | None:
 
 def check_row(dataset: str, row: dict[str, Any], where: str) -> None:
     """Refuse a row that is not in LongBench's format."""
-    texts = all(isinstance(row[key], str) for key in ("input", "context"))
-    answers = row["answers"]
-    good = texts and isinstance(answers, list) and bool(answers) and all(isinstance(a, str) for a in answers)
-    classes = row["all_classes"]
-    good = good and (isinstance(classes, list) if dataset == "trec" else True) and isinstance(row["length"], int)
-    if not good:
+    answers, classes = row["answers"], row["all_classes"]
+    texts = all(isinstance(text, str) for text in (row["input"], row["context"], *(answers or [None])))
+    listed = isinstance(answers, list) and (isinstance(classes, list) or dataset != "trec")
+    if not (listed and texts and isinstance(row["length"], int)):
         raise ValueError(
             f"task.source: {where}: no row of LongBench (input and context are texts, answers a list of texts,"
             " length a number, all_classes of trec a list)"

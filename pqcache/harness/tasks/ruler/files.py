@@ -18,16 +18,15 @@ from typing import Any
 
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, NIAH
-from pqcache.harness.tasks.sources import HUB, DataSet, Rows, published_texts
+from pqcache.harness.tasks.sources import HUB, SUFFIXES, DataSet, Facts, Rows, facts_of, published_texts
 
 FIELDS = ("context", "question", "answer_prefix", "answer", "task")
 GENERATED = ("input", "outputs")
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 
 RowsByFamily = dict[str, Rows]
 
 
-def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamily, dict[str, Any]]:
+def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamily, Facts]:
     """(task -> its rows with FIELDS, the facts of their source). Rows that hold a model's turns have `wrapped`: True.
 
     source: hub, a file or a folder. length: tokens of prompt and answer. Every error is a one-line ValueError.
@@ -36,7 +35,7 @@ def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamil
         rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS).read(HUB)
         return _chosen(_sorted(rows), families, source), facts
     path = Path(source).expanduser()
-    whole = [path] if path.is_file() else [one for end in ENDINGS if (one := path / f"{length}{end}").is_file()]
+    whole = [path] if path.is_file() else [one for end in SUFFIXES if (one := path / f"{length}{end}").is_file()]
     if whole:
         by_family, facts = _read_file(whole[0], families)
     else:
@@ -59,7 +58,7 @@ def _sorted(rows: Rows) -> RowsByFamily:
     return by_family
 
 
-def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, dict[str, Any]]:
+def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, Facts]:
     """One file of either layout. Without a field `task` its name says the task, or there is only one to run."""
     rows, facts = DataSet(str(path)).read(str(path))
     if "input" not in rows[0]:
@@ -77,12 +76,12 @@ def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, dict[
     return by_family, facts
 
 
-def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[RowsByFamily, dict[str, Any]]:
+def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[RowsByFamily, Facts]:
     """A file per task, as RULER's generator writes them."""
     by_family: RowsByFamily = {}
     digests: dict[str, str] = {}
     for family in FAMILIES:
-        names = (f"{family}/validation.jsonl", *(f"{family}{ending}" for ending in ENDINGS))
+        names = (f"{family}/validation.jsonl", *(f"{family}{ending}" for ending in SUFFIXES))
         parts = (".", f"{length}/data", str(length))
         paths = [path for part in parts for name in names if (path := folder / part / name).is_file()]
         if not paths:
@@ -95,7 +94,7 @@ def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[Ro
         digests[str(paths[0].relative_to(folder))] = next(iter(facts["sha256"].values()))
     wanted = f"holds no {length}.jsonl, and no <task>/validation.jsonl as RULER's generator writes them"
     require(bool(by_family), "source", folder, wanted)
-    return by_family, {"source": str(folder), "revision": None, "sha256": digests}
+    return by_family, facts_of(str(folder), digests)
 
 
 def from_generator(family: str, row: dict[str, Any], where: str) -> dict[str, Any]:

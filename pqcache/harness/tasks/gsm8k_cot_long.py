@@ -20,13 +20,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, generation_task, require
-from pqcache.harness.tasks.gsm8k import constructed
+from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
+from pqcache.harness.tasks.gsm8k_cot import FIELDS, TEST, numbered_problem, problem
 from pqcache.harness.tasks.sources import (
     CONSTRUCTED,
     HUB,
     DataSet,
     DataSetTask,
+    Facts,
     Rows,
     check_source,
     constructed_facts,
@@ -34,8 +35,6 @@ from pqcache.harness.tasks.sources import (
     read_rows,
 )
 
-FIELDS = ("question", "answer")
-TEST = DataSet("openai/gsm8k", config="main", fields=FIELDS, files=("test.jsonl", "gsm8k_test.jsonl", "test.parquet"))
 TRAIN = DataSet("openai/gsm8k", config="main", split="train", fields=FIELDS, files=("train.jsonl", "train.parquet"))
 EXEMPLARS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)  # rows of the train split, in the prompt's order
 STEPS = (9,) * 8 + (8,) * 2  # lines of reasoning of each
@@ -53,7 +52,7 @@ class Gsm8kCotLongOptions:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_source(self.source, constructed=True, file=True)
+        check_source(self.source)
         require(0 <= self.shots <= len(EXEMPLARS), "shots", self.shots, f"must be from 0 to {len(EXEMPLARS)}")
         require(self.tokens is None or self.tokens >= 64, "tokens", self.tokens, "must be at least 64, or null")
 
@@ -61,22 +60,20 @@ class Gsm8kCotLongOptions:
 class Gsm8kCotLong(DataSetTask[Gsm8kCotLongOptions]):
     Options = Gsm8kCotLongOptions
     max_new_tokens = 256
+    data_set = TEST
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         tokens = self.options.tokens
         return Longest(f"task.tokens={tokens}", tokens or 0, self.max_new_tokens)
 
-    def data_set(self) -> DataSet:
-        return TEST
-
     def construct(self, seed: int, number: int) -> dict[str, Any]:
-        return constructed.numbered_problem(seed, number)
+        return numbered_problem(seed, number)
 
-    def read_all(self, seed: int, limit: int | None) -> tuple[Rows, Rows, dict[str, Any]]:
+    def read_all(self, seed: int, limit: int | None) -> tuple[Rows, Rows, Facts]:
         """(the ten rows of the examples, the test rows, the facts of their source)"""
         rows, facts = self.read(seed, limit)
         if self.options.source == CONSTRUCTED:
-            examples: Rows = [constructed.problem(Random(f"gsm8k/{seed}/{i}"), n) for i, n in enumerate(STEPS)]
+            examples: Rows = [problem(Random(f"gsm8k/{seed}/{i}"), n) for i, n in enumerate(STEPS)]
             return examples, rows, constructed_facts(examples + rows, seed)
         examples = exemplars(self.options.source)
         facts["sha256"]["examples"] = digest(examples)
@@ -93,16 +90,7 @@ class Gsm8kCotLong(DataSetTask[Gsm8kCotLongOptions]):
             kept = self._fitting(examples, row["question"], request.tokenizer)
             prompt = prompt_of(kept, row["question"])
             docs.append({"prompt": prompt, "answer": row["answer"], "meta": {"shots": len(kept)}})
-        config = generation_task(
-            self.name,
-            docs,
-            process_results,
-            ["accuracy"],
-            max_new_tokens=self.max_new_tokens,
-            until=[END],
-            wrapper="none",
-        )
-        return TaskSpec(lm_eval_tasks=[config], metric={self.name: "accuracy"}, data=facts)
+        return self.spec(docs, process_results, ["accuracy"], data=facts, until=[END], wrapper="none")
 
     def _fitting(self, examples: list[str], question: str, tokenizer: Any) -> list[str]:
         """The last examples whose prompt has at most `task.tokens` tokens."""
