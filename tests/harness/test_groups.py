@@ -56,11 +56,8 @@ def test_rows_are_named_by_what_differs_and_sorted_by_number(monkeypatch: pytest
 
 @pytest.mark.parametrize("budgets", [(0.1,), (0.1, 0.2)])
 def test_pictures_of_one_budget_and_of_several(tmp_path: Path, budgets: tuple[float, ...]) -> None:
-    rows = [_row("oracle", f"o{b}", b, 80) for b in budgets] + [_row("full", "f", 1.0, 90)]
+    rows: list[Any] = [_row("oracle", f"o{b}", b, 80) for b in budgets] + [_row("full", "f", 1.0, 90)]
     assert groups.picture(rows, tmp_path / "a.png") and (tmp_path / "a.png").stat().st_size > 1000
     assert groups.picture(rows[-1:], tmp_path / "b.png") is None
-
-
-def test_a_folder_without_groups_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         groups.main([str(tmp_path)])

@@ -22,28 +22,15 @@ from tests.harness.test_any_table import make_row
 HOSTILE = "</script><script>document.title='caught'</script><img src=x onerror=alert(1)>"
 
 
-class Seen(HTMLParser):
-    """The elements of a page, and the text of its scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.scripts: list[str] = []
-        self.inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.inside = tag == "script"
-        if self.inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.scripts[-1] += data
+def scripts(text: str) -> tuple[list[str], list[str]]:
+    """(the elements of a page, the texts of its scripts), as a browser reads them."""
+    tags: list[str] = []
+    found: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: (tags.append(tag), found.append("") if tag == "script" else None)  # type: ignore[method-assign,assignment]
+    parser.handle_data = lambda data: found.append(found.pop() + data) if tags and tags[-1] == "script" else None  # type: ignore[method-assign]
+    parser.feed(text)
+    return tags, found
 
 
 @pytest.fixture
@@ -81,10 +68,10 @@ def test_the_page(
     text = (tmp_path / "page" / "report.html").read_text()
     assert text.index("RuntimeError") < text.index('id="results"')  # failed cells come first
     assert "python run.py model=embedded method=oracle" in text
-    seen = Seen(text)
-    assert seen.tags.count("script") == 3 and "img" not in seen.tags
+    tags, texts = scripts(text)
+    assert tags.count("script") == 3 and "img" not in tags
     assert not re.search(r"(src|href)=.?https?:", text.split("<script")[0])  # nothing is fetched
-    data = json.loads(seen.scripts[0])
+    data = json.loads(texts[0])
     (cell,) = data["cells"]
     assert [(s["doc"], s["score"], s["target"]) for s in cell["samples"]] == [(1, 0.0, "x | y"), (0, 50.0, "")]
     assert cell["samples"][0]["answer"] == HOSTILE
@@ -110,7 +97,6 @@ def test_a_wrong_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "line",
     [
-        "method=pqcache budget=0.2",
         "method=full seed=3",
         "method=oracle method.n_sink=4 budget=512 attn=sdpa diagnostics=true",
         "method=kvcrush method.base=h2o protocol=paper question_as_decode=true",

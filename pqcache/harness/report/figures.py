@@ -150,78 +150,67 @@ def _x(request: FigureRequest, entry: Any, key: str) -> Any:
 def _bars(request: FigureRequest) -> Path | None:
     """Grey marks are printed numbers."""
     if specs := request.options.get("panels"):
-        panels = [panel for spec in specs for panel in _named_bars(request.having(**spec))]
+        panels = [panel for spec in specs for panel in _bar_panels(request.having(**spec))]
         timed = any(str(spec.get("y")).startswith("seconds:") for spec in specs)
         sizes = " / ".join(dict.fromkeys(SIZES[cell.run.scale] for cell, _ in request.measured))
         caption = request.caption() + (f" {sizes}." if timed else "")
         return plots.draw(panels, request.path, caption, size=(3.5, 3.3))
     columns = [str(column) for column in request.options.get("ys", [request.metric])]
     several = len(columns) > 1
-    panels = [panel for y in columns for panel in _groups(request.having(y=y, **({"title": y} if several else {})))]
+    panels = [panel for y in columns for panel in _bar_panels(request.having(y=y, **({"title": y} if several else {})))]
     bars = max((panel.points.x.nunique() * (panel.points.line.nunique() + 1.6) for panel in panels), default=1)
     width = min(max(4.6, 1.1 + 0.12 * bars), 15 / max(1, min(4, len(panels))))
     return plots.draw(panels, request.path, request.caption(), size=(width, 3.6))
 
 
-def _groups(request: FigureRequest) -> list[Panel]:
-    """A group per data set, with bars by line and budget. Of a single data set: a group per line, with bars by budget."""
-    show, table = request.text("show", "value"), request.values(request.metric)
-    single, budgets = table.dataset.nunique() == 1, table.budget.nunique() > 1
-    points: list[dict[str, Any]] = []
-    for title, block in _blocks(request, table.assign(dataset="") if not single else table):
-        datasets = table.dataset[block.index]
-        for entry, dataset in zip(block.itertuples(), datasets, strict=True):
-            if show == "change" and entry.method == "full":
-                continue
-            value, low, high = _shown(entry, show)
-            name = _joined(entry.line, _budget(entry) if budgets else "", entry.setting)
-            line, of = _joined(entry.line, entry.setting), _budget(entry)
-            x, series = (line, f"budget {of}" if of else plots.NO_BUDGET) if single else (dataset, name)
-            printed = entry.published_to_full if show == "change" else entry.published
-            place = {"panel": title, "x": x, "line": series}
-            points.append({**place, "y": value, "low": low, "high": high, "printed": printed})
-    return _bar_panels(request, points, request.text("y_label", SHOWN[show].format(request.label(request.metric), "")))
+def _bar_panels(request: FigureRequest) -> list[Panel]:
+    """A group per data set, with bars by line and budget. Of a single data set: a group per line, with bars by budget.
 
-
-def _named_bars(request: FigureRequest) -> list[Panel]:
-    """A bar per name in `bars:`, from its cell or `best_of` line."""
-    show, to = request.text("show", "value"), request.text("to", "full")
+    With `bars:` a bar per name, from its cell or `best_of` line, in a panel per data set.
+    """
+    show, to, table = request.text("show", "value"), request.text("to", "full"), request.values(request.metric)
     if show not in SHOWN:
         raise ValueError(f"report.figure.panels.show={show}: known: {', '.join(SHOWN)}")
-    bars = {str(name): str(cell) for name, cell in request.options["bars"].items()}
+    named = {str(cell): str(name) for name, cell in (request.options.get("bars") or {}).items()}
+    single, budgets = table.dataset.nunique() == 1, table.budget.nunique() > 1
     digits = {"value": ".2f", "normalised": ".3f"}.get(show, "+.2f")
     points: list[dict[str, Any]] = []
-    for title, block in _blocks(request, request.values(request.metric)):
-        known = [entry for entry in block.itertuples() if entry.measured == entry.measured]
-        lines = {name: entry for entry in reversed(known) for name in entry.line.split(", ")}
-        for name, cell in bars.items():
-            if cell in lines and (show != "normalised" or to in lines):
-                value, low, high = _shown(lines[cell], show, lines[to].measured if show == "normalised" else 1.0)
-                text = {"text": format(value, digits)} if value == value else {}
-                points.append({"panel": title, "x": name, "line": name, "y": value, "low": low, "high": high, **text})
-    names = {cell: name for name, cell in bars.items()}
-    return _bar_panels(request, points, SHOWN[show].format(request.label(request.metric), names.get(to, to)))
+    for title, block in _blocks(request, table if single or named else table.assign(dataset="")):
+        entries = list(block.itertuples())
+        base = next((e.measured for e in entries if to in e.line.split(", ")), float("nan"))
+        for entry, dataset in zip(entries, table.dataset[block.index], strict=True):
+            value, low, high = _shown(entry, show, base)
+            point = {"panel": title, "y": value, "low": low, "high": high}
+            if named:
+                own = [named[cell] for cell in entry.line.split(", ") if cell in named]
+                points += [
+                    {**point, "x": name, "line": name, "text": format(value, digits)} for name in own if value == value
+                ]
+            elif show != "change" or entry.method != "full":
+                of, line = _budget(entry), _joined(entry.line, entry.setting)
+                series = _joined(entry.line, of if budgets else "", entry.setting)
+                x, series = (line, f"budget {of}" if of else plots.NO_BUDGET) if single else (dataset, series)
+                printed = entry.published_to_full if show == "change" else entry.published
+                points.append({**point, "x": x, "line": series, "printed": printed})
+    points.sort(key=lambda point: [*named.values()].index(point["x"]) if named else 0)
+    label = SHOWN[show].format(request.label(request.metric), named.get(to, to))
+    panels = plots.panels_of(plots.frame(points), y=request.text("y_label", label), kind="bars")
+    for panel in panels:
+        ends = [value for key in ("y", "low", "high", "printed") for value in panel.points.get(key, ())]
+        bottom, top = request.limits(request.metric, ends, difference=show in ("change", "deficit"))
+        room = 1.12 if named else 1.0
+        panel.limits = (0.0, None) if show == "normalised" else (bottom, None if top is None else room * top)
+    return panels
 
 
-def _shown(entry: Any, show: str, base: float = 1.0) -> tuple[float, float, float]:
+def _shown(entry: Any, show: str, base: float) -> tuple[float, float, float]:
     """(value, low, high) of an entry, as `show` says."""
     if show == "change":
         return entry.to_full, entry.to_full_low, entry.to_full_high
     if show == "deficit":
         return 0.0 - entry.to_full, 0.0 - entry.to_full_high, 0.0 - entry.to_full_low  # not -0.0
-    return entry.measured / base, entry.low / base, entry.high / base
-
-
-def _bar_panels(request: FigureRequest, points: Sequence[Mapping[str, Any]], label: str) -> list[Panel]:
-    """Panels of bars, with room for the numbers above them."""
-    show = request.text("show", "value")
-    panels = plots.panels_of(plots.frame(points), y=label, kind="bars")
-    for panel in panels:
-        ends = [value for key in ("y", "low", "high", "printed") for value in panel.points.get(key, ())]
-        bottom, top = request.limits(request.metric, ends, difference=show in ("change", "deficit"))
-        room = 1.12 if "text" in panel.points else 1.0
-        panel.limits = (0.0, None) if show == "normalised" else (bottom, None if top is None else room * top)
-    return panels
+    by = base if show == "normalised" else 1.0
+    return entry.measured / by, entry.low / by, entry.high / by
 
 
 def _scatter(request: FigureRequest) -> Path | None:

@@ -13,9 +13,10 @@ from typing import Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
-from pqcache.harness.report import budget_marks
+from pqcache.harness.report import budget_marks, plots
 from pqcache.harness.report.configurations import natural
 from pqcache.harness.report.escaping import in_markdown, printable
+from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, spread
 
@@ -105,67 +106,28 @@ def _caption(rows: Sequence[Row]) -> str:
     return " ".join([*lines, f"Machine: {' / '.join(dict.fromkeys(row['device'] for row in rows))}."])
 
 
-def _point(row: Row) -> tuple[float, float, float, float]:
-    """(budget, score, its interval's ends) of a measured row."""
-    score = row["score"] or 0.0
-    low, high = row["score_interval"] or [score, score]
-    return row["budget_ratio"] or row["budget_applied"] or 0.0, score, low, high
-
-
 def picture(rows: Sequence[Row], path: Path) -> Path | None:
-    """Mean scores with intervals. Several budgets: score against budget, a line per method. One budget: a point per row."""
-    named = [(label, row) for label, row in zip(labels(rows), rows, strict=True) if row["score"] is not None]
-    budgeted = [(label, row) for label, row in named if row["method"] != "full" and _point(row)[0]]
-    if not budgeted:
+    """Mean scores with intervals. Several budgets: score against budget, a line per method. One budget: a mark per row."""
+    points: list[dict[str, Any]] = []
+    for label, row in zip(labels(rows), rows, strict=True):
+        low, high = row["score_interval"] or (None, None)
+        budget = None if row["method"] == "full" else row["budget_ratio"] or row["budget_applied"]
+        ends = {"y": row["score"], "low": low, "high": high, "text": number(row["score"])}
+        points.append({"line": label, "x": budget, **ends})
+    budgets = {point["x"] for point in points if point["x"] and point["y"] is not None}
+    if not budgets:
         return None
-    one = len({budget_text(row) for _, row in budgeted}) == 1
-    figure = drawing.new_figure(7, 1.2 + 0.28 * len(named) if one else 4.5)
-    axis = figure.subplots()
-    if one:
-        _draw_rows(axis, named)
-    else:
-        _draw_budgets(axis, named, budgeted)
-    first = rows[0]
-    budget = f", budget {budget_text(budgeted[0][1])}" if one else ""
-    lengths = sorted({round(row["prompt_tokens"]) for _, row in named})
-    tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
-    axis.set_title(f"{first['model']}, {first['task']}, {tokens} prompt tokens{budget}", fontsize=9)
-    return drawing.save(figure, path)
-
-
-def _draw_rows(axis: Any, named: Sequence[tuple[str, Row]]) -> None:
-    for place, (_, row) in enumerate(named):
-        _, score, low, high = _point(row)
-        colour = "black" if row["method"] == "full" else "C0"
-        axis.errorbar(
-            score, place, xerr=[[score - low], [high - score]], fmt="o", color=colour, markersize=4, capsize=2
+    lengths = sorted({round(row["prompt_tokens"]) for row in rows})
+    tokens = " to ".join(map(str, dict.fromkeys([lengths[0], lengths[-1]])))
+    title = f"{rows[0]['model']}, {rows[0]['task']}, {tokens} prompt tokens"
+    table = plots.frame(points)
+    if len(budgets) == 1:
+        title += f", budget {next(iter(budgets)):g}"
+        return plots.draw(
+            [Panel(title, table, "", "score", "dots", limits=(0, 104))], path, size=(7.0, 1.0 + 0.25 * len(rows))
         )
-        axis.annotate(f"{score:.1f}", (score, place), (0, 4), textcoords="offset points", ha="center", fontsize=7)
-    axis.set(xlabel="score", xlim=(0, 104), ylim=(len(named) - 0.4, -0.8))
-    axis.set_yticks(range(len(named)), [label for label, _ in named], fontsize=8)
-    axis.grid(axis="x", color=drawing.GRID, linewidth=0.7)
-
-
-def _draw_budgets(axis: Any, named: Sequence[tuple[str, Row]], budgeted: Sequence[tuple[str, Row]]) -> None:
-    lines: dict[str, list[Row]] = {}
-    for label, row in budgeted:
-        lines.setdefault(label, []).append(row)
-    shares = set()
-    for place, (label, members) in enumerate(lines.items()):
-        points = sorted(_point(row) for row in members)
-        x, y = [p[0] for p in points], [p[1] for p in points]
-        bars = [[p[1] - p[2] for p in points], [p[3] - p[1] for p in points]]
-        style = {"marker": "os^Dv"[place // 10 % 5], "linestyle": ["-", "--"][place // 10 % 2]}
-        axis.errorbar(x, y, yerr=bars, label=label, markersize=4, capsize=2, linewidth=1, **style)
-        shares.update(x)
-    for _, row in named:
-        if row["method"] == "full":
-            axis.axhline(row["score"], color="black", linewidth=0.8, linestyle=":", label="full")
-            break
-    axis.set(xscale="log", xlabel="budget (share of the prompt)", ylabel="score", ylim=(0, 102))
-    axis.set_xticks(sorted(shares), [f"{share:g}" for share in sorted(shares)])
-    axis.minorticks_off()
-    axis.figure.legend(loc="outside right center", fontsize=7, frameon=False)
+    panel = Panel(title, table, "budget (share of the prompt)", "score", log="x", limits=(0, 102))
+    return plots.draw([panel], path, size=(7.0, 4.2))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ A frame has a line per mark. Columns (all but line, x and y may be left out):
     only         "line" without markers, "marker" without a line
     size         the marker's area, 1 is the usual one
     printed      bars: a paper's number, a grey mark
-    text         bars: what is written above
+    text         bars and dots: what is written above
 """
 
 from __future__ import annotations
@@ -263,6 +263,9 @@ def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
         one = points.iloc[[place]]
         style = {**styles[str(one.line.iloc[0])], "linestyle": "none", "markersize": 5}
         axis.errorbar(one.y, [place], xerr=_interval(one), capsize=2, elinewidth=0.8, **style)
+        if text := _value(one, "text", ""):
+            place_of = (float(one.y.iloc[0]), place)
+            axis.annotate(text, place_of, (0, 4), textcoords="offset points", ha="center", fontsize=7)
     drawing.style(axis, panel.title, panel.y, "")
     axis.set_xlim(*panel.limits)
     axis.set_ylim(len(points) - 0.4, -0.6)

@@ -19,18 +19,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.diagnostic_arrays import read_arrays
-from pqcache.harness.report.escaping import in_markdown, printable
+from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.frame import budget_text
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.rows import Row, find_full, rows_by_folder
 from pqcache.harness.report.score_statistics import known_mean
-from pqcache.harness.report.table import number, signed
+from pqcache.harness.report.table import Table, number, signed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,13 +101,13 @@ def losses(rows: Sequence[Row]) -> pd.DataFrame:
 
 def table(lost: pd.DataFrame, mass: pd.DataFrame) -> str:
     """Markdown, a line per method, budget and family."""
-    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+    body: list[list[str]] = []
+    digits = (2, 2, 3, 3, 3)
     for one in lost.merge(mass, how="left", on=KEYS).to_dict("records"):
-        numbers = {name: None if value != value else value for name, value in one.items()}  # NaN: not measured
-        cells = [*(one[key] for key in KEYS), number(numbers["score"]), signed(numbers["to Full"]), one["lost"]]
-        cells += [number(numbers[name], 2) for name in HEAD[6:8]] + [number(numbers[name], 3) for name in HEAD[8:]]
-        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
-    return "\n".join(lines)
+        values: list[Any] = [None if one[name] != one[name] else one[name] for name in HEAD]  # NaN: not measured
+        numbers = [number(value, of) for value, of in zip(values[6:], digits, strict=True)]
+        body.append([*values[:3], number(values[3]), signed(values[4]), values[5], *numbers])
+    return Table("", HEAD, body).markdown()
 
 
 def picture(lost: pd.DataFrame, mass: pd.DataFrame, path: Path) -> Path | None:

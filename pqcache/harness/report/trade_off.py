@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
-from pqcache.harness.report.escaping import in_markdown, printable
+from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.frame import frame
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_under
-from pqcache.harness.report.table import number, signed, spread
+from pqcache.harness.report.table import Table, number, signed, spread
 from pqcache.harness.report.tables import content
 
 if TYPE_CHECKING:
@@ -72,24 +72,22 @@ def table(made: pd.DataFrame) -> str:
     budgets = sorted(set(made[made.method != "full"].budget), reverse=True)
     head = ["method", *(f"score at {budget:g}" for budget in budgets)]
     head += ["to Full [95 %]", "attended tokens", "device MiB", "host MiB", "ms per token"]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    body = []
     for method, block in made.groupby("method", sort=False):
         scores = dict(zip(block.budget, block.score, strict=True))
         first: dict[Any, Any] = block.iloc[0].to_dict()  # the largest budget
         one: dict[Any, Any] = {key: None if value != value else value for key, value in first.items()}
         to_full, low, high = (one[name] for name in NUMBERS[3:6])
-        level = method == "full"
-        cells = [
-            str(method),
-            *(number(scores.get(budget, one["score"] if level else None)) for budget in budgets),
-            "" if level else f"{signed(to_full)} {spread(to_full, None if low is None else [low, high], signed)}",
-            number(one["attended_tokens"], 0),
-            number(one["device_bytes"] / MIB),
-            number(one["host_bytes"] / MIB) if one["host_bytes"] else "0",
-            number(one["tpot_ms"]),
-        ]
-        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
-    return "\n".join(lines)
+        full = method == "full"
+        line = [str(method), *(number(scores.get(budget, one["score"] if full else None)) for budget in budgets)]
+        line.append(
+            "" if full else f"{signed(to_full)} {spread(to_full, None if low is None else [low, high], signed)}"
+        )
+        line += [number(one["attended_tokens"], 0), number(one["device_bytes"] / MIB)]
+        line += [number(one["host_bytes"] / MIB) if one["host_bytes"] else "0", number(one["tpot_ms"])]
+        body.append(line)
+    text = Table("", head, body).markdown()
+    return text.replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))  # numbers to the right
 
 
 def draw(made: pd.DataFrame, path: Path, caption: str) -> Path | None:
