@@ -219,7 +219,6 @@ class InfiniGen(RetrievalMethod):
     aligned_dense_layers: ClassVar[int] = 1
     paper_dense_layers: ClassVar[int] = 2
     shortens: ClassVar[bool] = False  # it chooses one layer ahead, not within the step
-    retired: ClassVar[dict[str, Any]] = {"n_sink": 0, "recent_ratio": 0.0}
     n_sink: ClassVar[int] = 0  # type: ignore[misc]
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 

@@ -18,7 +18,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -120,7 +120,6 @@ class Quest(RetrievalMethod):
     own_rule: ClassVar[str] = "whole"
     paper_dense_layers: ClassVar[int] = 2
     shared_reduce: ClassVar[str] = "sum_logit"
-    retired: ClassVar[dict[str, Any]] = {"n_sink": 0, "recent_ratio": 0.0}
     n_sink: ClassVar[int] = 0  # type: ignore[misc]
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 

@@ -13,10 +13,10 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 def added(default: Any, *, absent: Any) -> Any:
@@ -34,20 +34,6 @@ def added(default: Any, *, absent: Any) -> Any:
 def added_options(cls: type) -> dict[str, Any]:
     """Options made by `added` -> their value in folders that do not name them."""
     return {f.name: f.metadata["absent"] for f in fields(cls) if "absent" in f.metadata}
-
-
-def retired(cls: type) -> dict[str, Any]:
-    """Options that were removed because they had one legal value: name -> that value. Typing it still works."""
-    return dict(getattr(cls, "retired", {}))
-
-
-def without_retired(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The options without retired ones. Raises a one-line ValueError if one of those has not its legal value."""
-    only = retired(cls)
-    for name, value in options.items():
-        if name in only and value != only[name]:
-            raise ValueError(f"{name}={value}: allowed is {only[name]}")
-    return {name: value for name, value in options.items() if name not in only}
 
 
 def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
@@ -158,53 +144,48 @@ def literals(kind: Any) -> list[Any]:
 # -- comments ----------------------------------------------------------------------------------------------------------
 
 
+class Documented(NamedTuple):
+    """An annotated name of a class, as its source has it."""
+
+    name: str
+    kind: str  # its annotation
+    above: str  # the comment lines above it
+    behind: str  # the comment at the end of its last line
+    heads: bool  # an empty line is above the comment: it is of the names below, too
+
+
 def comments(cls: type) -> dict[str, str]:
-    """Option -> its comment, above the field or behind it.
+    """Option -> its comment, behind the field or above it.
 
     A subclass that gives a field another default keeps the comment of its base class, unless it has one of its own.
     """
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        found |= vars(base).get(COMMENTS) or _beside_fields(base)
+    every = [one for base in reversed(cls.__mro__) for one in documented(base)]
+    found = {one.name: text for one in every if (text := one.behind or one.above)}
     return {f.name: found[f.name] for f in fields(cls) if f.name in found}
 
 
-COMMENTS = "__comments__"  # the attribute of a class that has no source of its own (pqcache/sources.py)
-FOR_TOOLS = ("type:", "fmt:", "noqa")  # comments that say nothing of an option
-
-
 @functools.cache
-def _beside_fields(cls: type) -> dict[str, str]:
-    """Annotated name -> its comment."""
-    if cls.__module__ == "builtins":
-        return {}
+def documented(cls: type) -> tuple[Documented, ...]:
+    """The annotated names of a class with their comments; none where it has no source."""
     try:
         lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
-    except (OSError, TypeError):  # a class made at run time has no source
-        return {}
+    except (OSError, TypeError):  # a class made at run time
+        return ()
     node = ast.parse("\n".join(lines)).body[0]
-    assert isinstance(node, ast.ClassDef)
-    return beside(node, lines)
+    return tuple(
+        _documented(one, one.target.id, lines)
+        for one in getattr(node, "body", ())
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    )
 
 
-def beside(cls: ast.ClassDef, lines: Sequence[str]) -> dict[str, str]:
-    """Annotated name -> the comment lines directly above it, or the comment at the end of its last line.
-
-    lines: of the text that the class was parsed from.
-    """
-    found = {}
-    for node in cls.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-        behind = lines[last][len(lines[last].encode()[: node.end_col_offset].decode()) :].strip()
-        above: list[str] = []
-        while first > 0 and lines[first - 1].strip().startswith("#"):
-            first -= 1
-            above.insert(0, lines[first].strip().lstrip("#").strip())
-        text = behind.lstrip("#").strip() if behind.startswith("#") else ""
-        if not text or text.startswith(FOR_TOOLS):
-            text = " ".join(above)
-        if text and not text.startswith(FOR_TOOLS):
-            found[node.target.id] = text
-    return found
+def _documented(node: ast.AnnAssign, name: str, lines: list[str]) -> Documented:
+    first = last = node.lineno - 1
+    while lines[first - 1].strip().startswith("#"):
+        first -= 1
+    above = " ".join(line.strip().lstrip("#").strip() for line in lines[first:last])
+    line = lines[(node.end_lineno or node.lineno) - 1]
+    behind = line.encode()[node.end_col_offset :].decode().strip().removeprefix("#").strip()
+    if behind.startswith(("type:", "fmt:", "noqa")):  # for tools
+        behind = ""
+    return Documented(name, ast.unparse(node.annotation), above, behind, not lines[first - 1].strip())

@@ -27,7 +27,7 @@ from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import comments, option_fields  # noqa: E402
 from pqcache.harness.config.launch import LAUNCHES  # noqa: E402
 from pqcache.harness.config.options import DECODE, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
-from pqcache.harness.lookup.documented import documented  # noqa: E402
+from pqcache.harness.lookup import row_fields  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report import trade_off  # noqa: E402
 from pqcache.harness.report.groups import group_rows  # noqa: E402
@@ -239,7 +239,7 @@ def fields_tables(cls: type) -> list[str]:
             parts.append("\n".join(["| field | type | meaning |", "|---|---|---|", *lines]))
             lines.clear()
 
-    for heading, name, kind, text in documented(cls):
+    for heading, name, kind, text in row_fields(cls):
         if heading is not None:
             close()
             parts.append(f"**{heading[:1].upper()}{heading[1:]}**")

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -249,7 +249,6 @@ class ClusterKV(RetrievalMethod):
         "sjtu-zhao-lab/ClusterKV: accuracy (store=resident), efficiency with --offload (store=host)"
     )
     paper_dense_layers: ClassVar[int] = 2
-    retired: ClassVar[dict[str, Any]] = {"recent_ratio": 0.0}
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 
     # first tokens, always attended

@@ -52,7 +52,6 @@ class InfLLM(Method):
     kind: ClassVar[str] = "retrieve"
     released: ClassVar[str] = "thunlp/InfLLM: config/mistral-inf-llm.yaml"
     own_rule: ClassVar[str] = "whole"
-    retired: ClassVar[dict[str, Any]] = {"policy": "lru"}
 
     # sink tokens, attended by every query; null: 32, in the paper's protocol 128
     n_init: int | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pqcache.fields import coerce, option_fields, retired, without_retired
+from pqcache.fields import coerce, option_fields
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
@@ -41,7 +41,6 @@ def make_method(
         raise ValueError(f"method={name!r}: unknown; {suggestion(name, METHODS)}")
     cls = method_class(name)
     allowed = {n: known for n, known in option_fields(cls).items() if n not in COMMON}
-    allowed |= {n: (type(only), only) for n, only in retired(cls).items()}
     typed = {}
     for key, value in options.items():
         if key not in allowed:
@@ -54,7 +53,7 @@ def make_method(
         "dense_layers": typed_value("dense_layers", dense_layers, int | None, None),
         "protocol": protocol,
     }
-    method = cls(**without_retired(cls, typed), **common)
+    method = cls(**typed, **common)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if method.dense_layers is not None and method.dense_layers > layers:
         raise ValueError(f"dense_layers={method.dense_layers}: the model has {layers} layers")

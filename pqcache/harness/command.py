@@ -51,9 +51,9 @@ def main(argv: list[str]) -> int:
         return 2
     words = {argument.partition("=")[0] for argument in argv}
     if not argv or HELP & words:
-        from pqcache.harness.lookup import help
+        from pqcache.harness import lookup
 
-        return _guarded(lambda: print(help.full() if argv else help.short()) or 0)
+        return _guarded(lambda: print(lookup.full_help() if argv else lookup.short_help()) or 0)
     if HYDRA_ANSWERS & words:
         import hydra
 
@@ -82,7 +82,7 @@ def _run(argv: list[str]) -> int:
     if lookup.asked(argv):
         return _guarded(lambda: lookup.answer(argv))
     request = compose_all(argv, CONFIGS)
-    plan = make_plan(request, runs=not request.show_config)
+    plan = make_plan(request)
     if request.show_config:
         print("---\n".join(cell.yaml() for cell in plan.cells), end="")
         return 0

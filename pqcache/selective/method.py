@@ -46,8 +46,6 @@ class Method:
     takes_batches: ClassVar[bool] = True
     # Raised by one whenever the algorithm changes: samples of two revisions never share a folder.
     revision: ClassVar[int] = 0
-    # Removed hyper-parameters -> their only value, which is still hashed, reported and accepted.
-    retired: ClassVar[dict[str, Any]] = {}
     # The code that protocol=release follows, as <repository>: <part>; empty where none is published.
     released: ClassVar[str] = ""
     # How it keeps an aligned token budget at every decode step, a key of budget.RULES. "prompt": it cannot.
@@ -235,9 +233,9 @@ class Method:
         ]
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """The subclass's own fields and the retired ones, for the result row."""
+        """The subclass's own fields, for the result row."""
         common = {f.name for f in fields(Method)}
-        return self.retired | {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
 
     def revisions(self) -> dict[str, int]:
         """Method -> revision of this method and of those it is built on, where it is not 0."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.fields import without_retired
 from pqcache.registry import METHODS, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
@@ -77,11 +76,7 @@ class ComposedMethod(Method):
         """
         options: dict[str, Any] = getattr(self, option)
         known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
-        try:
-            typed = without_retired(cls, options)
-        except ValueError as error:
-            raise ValueError(f"{option}={options}: {error}") from None
-        for key, value in typed.items():
+        for key, value in options.items():
             if key in common:
                 raise ValueError(f"{option}={options}: allowed is what is the part's own, without {key}")
             if key not in known:
@@ -90,7 +85,7 @@ class ComposedMethod(Method):
             if kind not in known[key] and not (kind == "int" and "float" in known[key]):
                 raise ValueError(f"{option}={options}: {key} takes {' or '.join(known[key])}")
         try:
-            return cls(**{**defaults, **typed, **common})
+            return cls(**{**defaults, **options, **common})
         except NotApplicable:
             raise
         except ValueError as error:

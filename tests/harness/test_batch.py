@@ -11,8 +11,8 @@ import pytest
 
 import run
 from pqcache import selective
+from pqcache.harness.config.check import without_batches
 from pqcache.harness.config.options import RunOptions
-from pqcache.harness.config.rules import without_batches
 from pqcache.harness.report.row_text import row_text
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.run import batches

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import run
 from pqcache.fields import option_fields
 from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import _choose, _chosen, compose_all
+from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import DecodeOptions, ModelOptions, Refused, RunOptions
-from pqcache.harness.config.overrides import EXPERIMENT, options_of
+from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import task_class
 from pqcache.registry import METHODS, method_class
 
@@ -123,27 +123,3 @@ def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None
 @given(line)
 def test_many_command_lines(argv: list[str]) -> None:
     compose(argv)
-
-
-@pytest.mark.parametrize(
-    "group", ["launch", *(pytest.param(group, marks=pytest.mark.rest) for group in ("model", "task"))]
-)
-def test_groups_compose_as_hydra_composes_them(group: str) -> None:
-    folder = run.CONFIGS.resolve()
-    for name in options_of(group, folder):
-        choice = (f"{group}={name}",)
-        assert _chosen(folder, (), choice) == _choose.__wrapped__(folder, (), choice)
-
-
-EXPERIMENTS = [path.stem for path in sorted((run.CONFIGS / "experiment").glob("*.yaml"))]
-USUAL = ["demo", "pqcache_table2"]
-
-
-@pytest.mark.parametrize(
-    "name", [*USUAL, *(pytest.param(n, marks=pytest.mark.rest) for n in EXPERIMENTS if n not in USUAL)]
-)
-def test_groups_compose_as_hydra_composes_them_in_an_experiment(name: str) -> None:
-    folder = run.CONFIGS.resolve()
-    experiment = f"{EXPERIMENT}={name}"
-    for choice in ((experiment,), (experiment, "model=llama-3-8b", "method=kvcrush", "task=latency", "launch=ray")):
-        assert _chosen(folder, (), choice) == _choose.__wrapped__(folder, (), choice)

@@ -8,10 +8,10 @@ import pytest
 
 import run
 from pqcache.fields import comments, option_fields
+from pqcache.harness import lookup
 from pqcache.harness.config.options import GROUPS, RunOptions
 from pqcache.harness.config.overrides import options_of
-from pqcache.harness.lookup import explain, help, listing, terms
-from pqcache.harness.lookup.layout import pairs
+from pqcache.harness.lookup import terms
 from pqcache.harness.report import rows, tables
 from pqcache.harness.tasks import TASKS
 from pqcache.registry import METHODS
@@ -26,7 +26,7 @@ def said(capsys: Capture, *words: str) -> str:
     return shown.out
 
 
-@pytest.mark.parametrize("kind", listing.KINDS)
+@pytest.mark.parametrize("kind", lookup.KINDS)
 def test_lists_have_every_name_with_a_line(kind: str, capsys: Capture) -> None:
     lines = said(capsys, f"list={kind}").splitlines()
     named = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
@@ -83,7 +83,7 @@ def test_every_column_of_a_table_and_field_of_a_row_is_explained() -> None:
     for column in (*tables.COLUMNS, "ms per token"):
         assert terms.find(column) is not None, column
     for field in rows.Row.__annotations__:
-        assert f"row.json: {field}\n" in explain.text(field) + "\n", field
+        assert f"row.json: {field}\n" in lookup.explained(field) + "\n", field
 
 
 def test_a_term_has_one_meaning() -> None:
@@ -119,18 +119,18 @@ def test_what_is_unknown_is_one_line(line: str, parts: list[str], capsys: Captur
 def test_every_option_can_be_explained() -> None:
     """Each key of each group, and each name: its meaning as the code has it is in the text."""
     for group in GROUPS:
-        for owner, found in explain.having(group).items():
+        for owner, found in lookup.having(group).items():
             for key, option in found.items():
-                text = explain.text(f"{group}.{key}")
+                text = lookup.explained(f"{group}.{key}")
                 assert option.meaning in text
                 assert owner in text
         for name in options_of(group, run.CONFIGS):
-            assert f"{group}={name}" in explain.text(name)
+            assert f"{group}={name}" in lookup.explained(name)
 
 
 def test_every_paper_is_found() -> None:
     own = {"full", "int8", "replay", "two_stage", "coded", "kvcrush_mixed", "evict_retrieve"}
-    assert {name for name in METHODS if not re.search(r"arXiv \d{4}\.\d{5}", explain.paper(name))} == own
+    assert {name for name in METHODS if not re.search(r"arXiv \d{4}\.\d{5}", lookup.paper(name))} == own
 
 
 def test_help_has_every_key_with_its_meaning(capsys: Capture) -> None:
@@ -146,12 +146,12 @@ def test_help_has_every_key_with_its_meaning(capsys: Capture) -> None:
 
 
 def test_the_short_help_is_what_a_bare_command_prints(capsys: Capture) -> None:
-    assert said(capsys).strip() == help.short()
-    assert len(help.short().splitlines()) < 24
+    assert said(capsys).strip() == lookup.short_help()
+    assert len(lookup.short_help().splitlines()) < 24
 
 
 def test_lines_are_folded_beside_their_names() -> None:
-    text = pairs({"a": "word " * 30, "a_much_longer_name_than_the_rest_of_them": "word " * 30}, columns=60)
+    text = lookup.pairs({"a": "word " * 30, "a_much_longer_name_than_the_rest_of_them": "word " * 30}, columns=60)
     assert max(map(len, text.splitlines())) <= 60
     beside = {len(line) - len(line.lstrip()) for line in text.splitlines() if line.startswith("   ")}
     assert len(beside) == 1

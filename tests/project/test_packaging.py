@@ -101,23 +101,18 @@ assert command.main(["method=quest", "budget=0.1", "--cfg", "job"]) == 0
 methods = {name: registry.method_class(name) for name in registry.METHODS}
 assert all(Path(sys.modules[cls.__module__].__file__).is_relative_to(site) for cls in methods.values())
 assert "baselines" not in sys.modules
-from pqcache.harness.config.source import library_source
 from pqcache.harness.report import items, published
 assert published.numbers("pqcache_table2") and items.items()
-print("digest", library_source())
 """
 
 
 @pytest.mark.rest
 def test_an_installation_works_outside_of_a_clone(site: Path, tmp_path: Path) -> None:
-    from pqcache.harness.config.source import library_source
-
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", WORKS, str(site)], cwd=tmp_path, capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"digest {library_source()}"  # samples of a clone are valid here
     assert "use one: pqcache method=<name>" in done.stdout
     assert list(tmp_path.iterdir()) == []
 

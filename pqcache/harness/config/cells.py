@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pqcache.harness.config import folders, machine
+from pqcache.harness.config import folders
+from pqcache.harness.config.check import Checked, Draft, finish, read
 from pqcache.harness.config.compose import Composed, Request
-from pqcache.harness.config.identity import Identity, Options
+from pqcache.harness.config.identity import Identity, Options, budget_name, short
 from pqcache.harness.config.launch import Launch, LocalLaunch
 from pqcache.harness.config.options import NOT_HASHED, DecodeOptions, Refused, RunOptions, without_secrets
 from pqcache.harness.config.smoke import reduced
-from pqcache.harness.config.validation import Checked, Values, check, read
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return folders.folder_name(self.about)
+        return self.about.name
 
     @property
     def folder(self) -> Path:
@@ -71,8 +72,8 @@ class Cell:
     @property
     def label(self) -> str:
         """For progress bars and messages."""
-        parts = [self.identity["method"]["name"], folders.budget_name(self.identity), self.identity["task"]["name"]]
-        parts += [f"seed {self.identity['seed']}"] + [f"{k}={folders.short(v)}" for k, v in self.changed.items()]
+        parts = [self.identity["method"]["name"], budget_name(self.identity), self.identity["task"]["name"]]
+        parts += [f"seed {self.identity['seed']}"] + [f"{k}={short(v)}" for k, v in self.changed.items()]
         return " ".join(parts)
 
     @property
@@ -109,107 +110,78 @@ class RunPlan:
         return list(dict.fromkeys(budget for cell in own for budget in cell.budgets))
 
 
-def make_plan(request: Request, *, runs: bool = False) -> RunPlan:
-    """Check every configuration of a command before any of them runs; one bad value refuses them all.
-
-    runs: unless it asks for its plan alone, the command will run on this machine, which must have what it needs.
-    """
-    errors = list(request.errors)
-    found = _Found()
-    cells: dict[str, Cell] = {}
-    values: list[tuple[Composed, Values]] = []
+def make_plan(request: Request) -> RunPlan:
+    """Check every configuration of a command before any of them runs; one bad value refuses them all."""
     small = reduced(request.composed)
+    found = _Found(small)
+    drafts: list[tuple[Composed, Draft]] = []
     for composed in small:
-        try:
-            one = read(composed.config, composed.group_defaults)
-            if (one.errors or errors) and one.skip is None and _undecided(composed, one.errors):
-                check(one)  # all errors at once, though torch has to be imported for some of them
-            found.add(one.errors, composed)
-            if one.skip and _is_alone(request):
-                found.add([one.skip], composed)
-            values.append((composed, one))
-        except Refused as refused:
-            found.add(refused.lines, composed)
+        with found.of(composed):
+            drafts.append((composed, draft := read(composed)))
+            found.add(draft.errors, composed)
+    errors = list(request.errors)
     if len({json.dumps(composed.config.get("launch"), sort_keys=True) for composed in request.composed}) > 1:
         errors.append("launch: one command runs in one place")
-    if len({one.run.out for _, one in values}) > 1:
+    if len({draft.run.out for _, draft in drafts}) > 1:
         errors.append("out: one command writes into one folder")
-    if runs and not errors and not found.lines:
-        _find_lacking(values, found, alone=not request.sweep)
-    if errors or found.lines:  # before torch is imported
-        raise Refused([*errors, *found.text(small)])
-    for composed, one in values:
-        try:
-            checked = check(one)
-        except Refused as refused:
-            found.add(refused.lines, composed)
-            continue
-        if checked.skip is not None and _is_alone(request):
-            found.add([checked.skip], composed)
-        errors += _add(cells, checked, composed, request.experiment)
-    errors += found.text(small)
-    if not errors:
-        errors += _find_folders(list(cells.values()))
-    if errors:
-        raise Refused(errors)
-    return RunPlan(
-        list(cells.values()),
-        request.sweep,
-        request.experiment,
-        request.best_of,
-        request.report,
-        request.words,
-        request.summary,
-    )
-
-
-def _find_lacking(values: Iterable[tuple[Composed, Values]], found: _Found, *, alone: bool) -> None:
-    """Add what this machine lacks for configurations that are about to run."""
-    for composed, one in values:
-        if not one.skip and not one.run.plan and one.run.wandb != "sync":
-            found.add(machine.lacking(one, alone=alone), composed)
-
-
-def _is_alone(request: Request) -> bool:
-    """Whether a command is one cell. In a table, a method that does not apply is a line that says why."""
-    return request.experiment is None and not request.sweep
+    wrong = [*errors, *found.lines]
+    if wrong and not any(draft.is_open(composed.typed, wrong) for composed, draft in drafts):
+        raise Refused([*errors, *found.text()])  # before torch is imported
+    cells: dict[str, Cell] = {}
+    for composed, draft in drafts:
+        with found.of(composed):
+            checked = finish(draft)
+            if checked.skip is not None and request.experiment is None and not request.sweep:
+                found.add([checked.skip], composed)  # in a table, a method that does not apply is a line that says why
+            found.add(_add(cells, checked, composed, request.experiment), composed)
+    out = Path(next(iter(cells.values())).run.out).expanduser() if cells else Path()
+    if not (lines := [*errors, *found.text()]):
+        older = folders.older(out, [cell.about for cell in cells.values()])
+        for cell in cells.values():
+            if cell.folder.exists():
+                lines += filter(None, [folders.foreign(cell.folder, cell.about)])
+            else:
+                cell.older = older.get(cell.name)
+    if lines:
+        raise Refused(lines)
+    of_request = (request.best_of, request.report, request.words, request.summary)
+    return RunPlan(list(cells.values()), request.sweep, request.experiment, *of_request)
 
 
 @dataclass
 class _Found:
     """The errors of configurations: line -> the configurations that have it."""
 
+    every: list[Composed]
     lines: dict[str, list[Composed]] = field(default_factory=dict)
 
     def add(self, lines: Iterable[str], composed: Composed) -> None:
         for line in lines:
-            self.lines.setdefault(line, []).append(composed)
+            if composed not in (having := self.lines.setdefault(line, [])):
+                having.append(composed)
 
-    def text(self, every: list[Composed]) -> list[str]:
+    @contextmanager
+    def of(self, composed: Composed) -> Iterator[None]:
+        """What is refused here is this configuration's."""
+        try:
+            yield
+        except Refused as refused:
+            self.add(refused.lines, composed)
+
+    def text(self) -> list[str]:
         """Each line, with what only the configurations that have it have in common: the command may be right for others."""
-        return [line + _origin(having, every) for line, having in self.lines.items()]
+        return [line + self._origin(having) for line, having in self.lines.items()]
 
-
-def _origin(having: list[Composed], every: list[Composed]) -> str:
-    """The cells, methods, tasks or models that have an error. Empty if all have it: then it was typed for all of them."""
-    cells = [one.cell for one in having if one.cell is not None]
-    if cells and {one.cell for one in having} != {one.cell for one in every}:
-        return f" (in cell {', '.join(dict.fromkeys(cells))})"
-    for group in ("method", "task", "model"):
-        named, others = (list(dict.fromkeys(_choice(one, group) for one in some)) for some in (having, every))
-        if len(named) < len(others):
-            return f" (with {group}={', '.join(named)})"
-    return ""
-
-
-def _undecided(composed: Composed, errors: list[str]) -> bool:
-    """Whether the command sets hyper-parameters that no line is of yet, which only the method's class can judge."""
-    wrong = {line.partition("=")[0].partition(":")[0] for line in errors}
-    return any((key := text.partition("=")[0]).startswith("method.") and key not in wrong for text in composed.typed)
-
-
-def _choice(composed: Composed, group: str) -> str:
-    return str(composed.group_defaults[group].get("name"))
+    def _origin(self, having: list[Composed]) -> str:
+        """The cells, methods, tasks or models that have an error. Empty if all have it: then it was typed for all of them."""
+        cells = [one.cell for one in having if one.cell is not None]
+        if cells and {one.cell for one in having} != {one.cell for one in self.every}:
+            return f" (in cell {', '.join(dict.fromkeys(cells))})"
+        for group in ("method", "task", "model"):
+            named, others = ({str(one.files[group].get("name")): 0 for one in some} for some in (having, self.every))
+            if len(named) < len(others):
+                return f" (with {group}={', '.join(named)})"
+        return ""
 
 
 def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experiment: str | None) -> list[str]:
@@ -237,22 +209,6 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
     for group, options in cell.unhashed.items():
         two += [f"{group}.{key}" for key, value in options.items() if new.unhashed[group].get(key) != value]
     return [f"{key}: one command cannot run the same cell with two values of {key}" for key in two]
-
-
-def _find_folders(cells: list[Cell]) -> list[str]:
-    """Point cells to the folders that older versions made for them.
-
-    Returns one line for each folder that holds another configuration.
-    """
-    out = Path(cells[0].run.out).expanduser() if cells else Path()
-    others = folders.Stored(out, {cell.name for cell in cells})
-    errors = []
-    for cell in cells:
-        if cell.folder.exists():
-            errors += [line for line in [folders.foreign(cell.folder, cell.about)] if line]
-        else:
-            cell.older = others.find(cell.about)
-    return errors
 
 
 def open_folder(cell: Cell) -> Path:

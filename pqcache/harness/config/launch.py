@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pqcache.fields import coerce, option_fields
 from pqcache.harness.config.values import show
-from pqcache.naming import suggestion
 
 
 @dataclass(kw_only=True)
@@ -88,39 +86,6 @@ class SlurmLaunch:
 
 Launch = LocalLaunch | RayLaunch | SlurmLaunch
 LAUNCHES: dict[str, type[Launch]] = {cls.name: cls for cls in (LocalLaunch, RayLaunch, SlurmLaunch)}
-
-
-def check_launch(config: dict[str, Any] | None, errors: list[str]) -> Launch:
-    """The checked `launch` of a composed configuration; each error becomes a line in `errors`."""
-    named = dict(config or {"name": "local"})
-    name = named.pop("name", "local")
-    if name not in LAUNCHES:
-        errors.append(f"launch={show(name)}: unknown launch; {suggestion(str(name), LAUNCHES)}")
-        return LocalLaunch()
-    cls, before = LAUNCHES[name], len(errors)
-    values = _typed(cls, named, errors)
-    launch = cls(**values)
-    if len(errors) == before:
-        try:
-            launch.check()
-        except ValueError as error:
-            errors.append(f"launch.{error}")
-    return launch
-
-
-def _typed(cls: type[Launch], named: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    allowed = option_fields(cls)
-    values = {}
-    for key, value in named.items():
-        if key not in allowed:
-            hint = suggestion(key, allowed, "launch.") if allowed else f"launch={cls.name} takes no options"
-            errors.append(f"launch.{key}: unknown key; {hint}")
-            continue
-        try:
-            values[key] = coerce(value, allowed[key][0])
-        except TypeError as expected:
-            errors.append(f"launch.{key}={show(value)}: expected {expected} (default {show(allowed[key][1])})")
-    return values
 
 
 def _at_least(launch: Launch, least: int, *keys: str) -> None:

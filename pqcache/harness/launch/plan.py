@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from pqcache.harness.config import environment, folders
+from pqcache.harness.config import environment, identity
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import bound
 from pqcache.harness.launch.bound import Memory, words
@@ -283,7 +283,7 @@ def text(plan: Plan) -> str:
 def _name(cell: Cell) -> str:
     """Model, the experiment's name of the cell or the method, and the budget."""
     model, method = cell.identity["model"]["name"], cell.identity["method"]["name"]
-    return f"{model} {', '.join(cell.names) or method} {folders.budget_name(cell.identity)}"
+    return f"{model} {', '.join(cell.names) or method} {identity.budget_name(cell.identity)}"
 
 
 def _memory(need: Memory | None, device: str) -> str:

@@ -1,4 +1,4 @@
-"""Commands that only say something: list=, explain= and --help. They import neither torch nor transformers.
+"""Commands that only say something: list=, explain= and --help, from the code and the files of configs/.
 
 python run.py list=methods                     what there is: methods, tasks, models, experiments
 python run.py explain=method.m                 one option: meaning, default, what is allowed, which methods have it, their papers
@@ -7,44 +7,442 @@ python run.py explain=pqcache                  one method, task, model or experi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
 
 from pqcache import places
-from pqcache.harness.config.options import Refused, one_line
-from pqcache.naming import closest
+from pqcache.embedded import WEIGHTS
+from pqcache.fields import comments, describe, documented, option_fields
+from pqcache.harness.config.check import COMMON
+from pqcache.harness.config.launch import LAUNCHES
+from pqcache.harness.config.options import (
+    DECODE,
+    GROUPS,
+    LM_EVAL,
+    DecodeOptions,
+    ModelOptions,
+    Refused,
+    RunOptions,
+    one_line,
+)
+from pqcache.harness.config.overrides import options_of
+from pqcache.harness.config.values import show
+from pqcache.harness.lookup import terms
+from pqcache.naming import closest, suggestion
+from pqcache.registry import METHODS, method_class
 
-FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
+SWEEPS = ("-m", "--multirun")  # typed from habit: nothing is swept
 COMMANDS = ("list", "explain")
+NODES = (*GROUPS, DECODE)  # whose options have a dot
+PAPER = re.compile(r"\(([^()]*arXiv [\d.]+[^()]*)\)")
+WIDEST, NARROWEST, FILED = 110, 60, 100  # characters of a line: of a terminal, and of the help where there is none
+NAMES = 26  # columns of the widest name beside which a meaning begins
+TITLE = "PQCache Lab: causal LMs under a KV-cache method at one stated budget; score, times, bytes."
+EXAMPLES = {
+    "method=pqcache budget=0.2": "one cell: prints its row and the path of row.json",
+    "-m method=full,oracle,pqcache,streaming budget=0.1,0.2": "a sweep: ends with one table",
+    "experiment=demo": "a table kept as a file",
+    "experiment=demo plan=true": "what it would do, need and take; runs nothing",
+    "method=pqcache --cfg job": "every option of a cell, with its value",
+}
+MORE = {
+    "list=methods": "what there is; also tasks, models, experiments",
+    "explain=method.m": "what an option or a name means",
+    "--help": "every key with its meaning",
+}
+FLAGS = {
+    "-m, --multirun": "sweep: several values with commas are run one after the other; ends with one table",
+    "--cfg job": "print the whole configuration and run nothing",
+    "--help": "this text",
+    "-sc install=bash": f'complete words with TAB in bash: eval "$({places.COMMAND} -sc install=bash)"; also zsh and fish',
+}
+# What is no field of a dataclass.
+GROUP_MEANINGS = {
+    "model": "which weights, and how they run; its options are model.<key>",
+    "method": "which KV-cache method; its hyper-parameters are method.<key>",
+    "task": "what is asked and how it is scored; its options are task.<key>",
+    "experiment": "a whole table or figure kept as a file: methods, budgets, tasks and seeds; what is typed beside it wins",
+    "launch": "where the cells run; its options are launch.<key>",
+}
+OTHER_KEYS = {
+    "decode": "how the next token is chosen, decode.temperature=0.6 decode.samples=8; its options are decode.<key>",
+    "cell": "one cell of an experiment that lists them by name",
+    "report": "of a folder of rows: write one HTML file; runs nothing",
+    "tables": "of a folder of rows: write its tables; rows=, columns= and values= choose what is in them; runs nothing",
+    "list": "methods, tasks, models or experiments: a name and one line each",
+    "explain": "an option, a name, a field of row.json or a word of the tables: what it means",
+}
 
 
 def asked(argv: Sequence[str]) -> bool:
-    """Whether a command line is one of these."""
+    """Whether a command line is list= or explain=."""
     return any(word.partition("=")[0] in COMMANDS for word in argv)
 
 
 def answer(argv: Sequence[str]) -> int:
     """Print what such a command line asks for. Raises Refused."""
-    from pqcache.harness.lookup import explain, listing
-
-    words = [word for word in argv if word not in FLAGS]
-    (command, value), *rest = sorted(_pairs(words), key=lambda pair: pair[0] not in COMMANDS)
-    kinds = ", ".join(listing.KINDS)
+    words = [word.partition("=") for word in argv if word not in SWEEPS]
+    (command, _, text), *rest = sorted(words, key=lambda word: word[0] not in COMMANDS)
+    value, kinds = text.strip("'\" "), ", ".join(KINDS)
     if rest:
-        raise Refused([f"{one_line('='.join(rest[0]).rstrip('='))[:60]}: {command}=... takes no other options"])
+        raise Refused([f"{one_line(''.join(rest[0]).rstrip('='))[:60]}: {command}=... takes no other options"])
     if not value:
         what = f"one of {kinds}" if command == "list" else f"an option or a name; {places.COMMAND} --help lists them"
         raise Refused([f"{command}=: must name {what}"])
-    if command == "explain":
-        print(explain.text(value))
-    elif value in listing.KINDS:
-        print(listing.text(value))
-    else:
-        close = closest(value, listing.KINDS)
+    if command == "list" and value not in KINDS:
+        close = closest(value, KINDS)
         hint = f"; did you mean {close}?" if close is not None else ""
         raise Refused([f"list={one_line(value)[:60]}: allowed is {kinds}{hint}"])
+    print(listed(value) if command == "list" else explained(value))
     return 0
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
-    split = [word.partition("=") for word in words]
-    return [(key, value.strip("'\" ")) for key, _, value in split]
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+def short_help() -> str:
+    """What a bare command prints: what to type first."""
+    more = [f"  {f'{places.COMMAND} {words}':<42}{what}" for words, what in MORE.items()]
+    return "\n".join([TITLE, "", *_examples(), "", *more])
+
+
+def full_help() -> str:
+    """Groups, keys and flags with their meaning."""
+    columns = width() or FILED
+    blocks = [TITLE, "\n".join(_examples())]
+    blocks.append("Choose one of each; a group's file in configs/ has its options and their defaults:")
+    for group, meaning in GROUP_MEANINGS.items():
+        about = folded(meaning, columns, "      ", f"  {group}=  ")
+        blocks.append(f"{about}\n{folded(', '.join(names_of(group)), columns, '      ')}")
+    keys = {f"{name}={one.default}": one.meaning for name, one in options(RunOptions).items()}
+    blocks.append("Keys, with their defaults:\n" + pairs(keys, columns=columns))
+    other = {f"{name}=": meaning for name, meaning in OTHER_KEYS.items()}
+    blocks.append("Other commands and keys:\n" + pairs(other, columns=columns))
+    blocks.append("Flags:\n" + pairs(FLAGS, columns=columns))
+    return "\n\n".join([*blocks, f"{places.COMMAND} explain=<key, method.<key>, task.<key> or name> says more of one."])
+
+
+def _examples() -> list[str]:
+    """Commands, each with what it does below it."""
+    return [f"  {places.COMMAND} {words}\n      {what}" for words, what in EXAMPLES.items()]
+
+
+def names_of(group: str) -> list[str]:
+    """What can be chosen of a group."""
+    return list(METHODS) if group == "method" else options_of(group, places.CONFIGS)
+
+
+# -- lines of the terminal ---------------------------------------------------------------------------------------------
+
+
+def width() -> int | None:
+    """Characters of a line; None where no terminal shows them, so that a line can be searched."""
+    if not sys.stdout.isatty():
+        return None
+    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns - 1))
+
+
+def pairs(meanings: Mapping[str, str], indent: str = "  ", columns: int | None = None) -> str:
+    """A line for each name, its meaning folded beside it. columns: of a line; None: those of the terminal."""
+    beside, columns = min(NAMES, max(map(len, meanings), default=0)), columns or width()
+    hanging, lines = " " * (len(indent) + beside + 2), []
+    for name, meaning in meanings.items():
+        start = f"{indent}{name.ljust(beside)}  "
+        if columns is not None and len(name) > beside:  # the meaning begins on the next line
+            lines += [f"{indent}{name}", folded(meaning, columns, hanging)]
+        else:
+            lines.append(folded(meaning, columns, hanging, start) if meaning else start.rstrip())
+    return "\n".join(lines)
+
+
+def folded(text: str, columns: int | None, indent: str = "", first: str | None = None) -> str:
+    """A text in lines of `columns` characters; one line where that is None."""
+    start = indent if first is None else first
+    if columns is None:
+        return f"{start}{text}"
+    return textwrap.fill(
+        text, columns, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+# -- list= -------------------------------------------------------------------------------------------------------------
+
+
+def listed(kind: str) -> str:
+    """All names of a kind, a line each where no terminal folds it."""
+    one = kind.removesuffix("s")
+    use = f"use one: {places.COMMAND} {one}=<name>   options and defaults: {places.COMMAND} explain=<name>"
+    return f"{pairs(KINDS[kind](), indent='')}\n\n{use}"
+
+
+def methods() -> dict[str, str]:
+    """Method -> what it does, with its paper: the first line of its module."""
+    return {name: _about_method(name) for name in METHODS}
+
+
+def tasks() -> dict[str, str]:
+    """Task -> what it asks."""
+    from pqcache.harness.tasks import TASKS
+
+    return {**{name: _about_task(name) for name in TASKS}, LM_EVAL: " ".join(_head("task", LM_EVAL))}
+
+
+def models() -> dict[str, str]:
+    """Model -> where its weights are from and what to know of it: the head of its file."""
+    return {name: _about_model(name) for name in options_of("model", places.CONFIGS)}
+
+
+def experiments() -> dict[str, str]:
+    """Experiment -> the first sentence of its file, after the command that runs it."""
+    heads = {name: " ".join(_head("experiment", name)[1:]) for name in options_of("experiment", places.CONFIGS)}
+    return {name: text.partition(". ")[0] + ("." if ". " in text else "") for name, text in heads.items()}
+
+
+KINDS: dict[str, Callable[[], dict[str, str]]] = {
+    "methods": methods,
+    "tasks": tasks,
+    "models": models,
+    "experiments": experiments,
+}
+
+
+def _about_method(name: str) -> str:
+    first, _, rest = next(filter(None, docstrings(name)), "").partition("\n")[0].partition(": ")
+    # "PQCache: retrieve ..." says the name twice; "KVCrush with ...: ..." is a sentence of its own
+    return rest if rest and " " not in first else first + (f": {rest}" if rest else "")
+
+
+def _about_task(name: str) -> str:
+    from pqcache.embedded.families import FAMILIES
+    from pqcache.harness.tasks import TASKS
+    from pqcache.harness.tasks.longbench.data_sets import DATASETS
+
+    family, dataset = name.removeprefix("pocket_"), name.removeprefix("longbench_")
+    if family != name:
+        return f"PocketBench, one family. {FAMILIES[family].about}"
+    if dataset in DATASETS:
+        return f"LongBench's {dataset}, scored by {DATASETS[dataset].metric.replace('_', ' ')}."
+    if dataset != name:
+        return "LongBench-E: the data sets of LongBench in three buckets of length."
+    return _first(sys.modules[TASKS[name].__module__].__doc__).removeprefix(f"`{name}`: ")
+
+
+def _about_model(name: str) -> str:
+    if name == "embedded":
+        return "the small trained model inside the package; nothing is downloaded"
+    if name in WEIGHTS:
+        return "the same with weights of their own for task=long_chain, which takes them where no model is typed"
+    return "; ".join(filter(None, [_file("model", name).get("path"), " ".join(_head("model", name))]))
+
+
+@cache
+def docstrings(method: str) -> tuple[str, str]:
+    """(the docstring of the module that writes a method's class, the class's own). Nothing is imported."""
+    module, _, name = METHODS[method].partition(":")
+    file = places.file_of(module)
+    files = [] if file is None else sorted(file.parent.glob("*.py")) if file.stem == "__init__" else [file]
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if own := [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]:
+            return ast.get_docstring(tree) or "", ast.get_docstring(own[0]) or ""
+    return "", ""
+
+
+def _path(group: str, name: str) -> Path:
+    return places.CONFIGS / group / f"{name}.yaml"
+
+
+def _file(group: str, name: str) -> dict[str, Any]:
+    return yaml.safe_load(_path(group, name).read_text(encoding="utf-8")) or {}
+
+
+def _head(group: str, name: str) -> list[str]:
+    """The comment lines at the top of a file of configs/."""
+    text = re.match(r"(#.*\n)*", _path(group, name).read_text(encoding="utf-8"))
+    return [line.lstrip("# ") for line in text[0].splitlines()] if text else []
+
+
+def _first(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+# -- explain= ----------------------------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """One option of one class."""
+
+    meaning: str
+    allowed: str
+    default: str
+
+
+def options(cls: type, skip: Iterable[str] = ()) -> dict[str, Option]:
+    """Option -> what is known of it."""
+    meaning = comments(cls)
+    return {
+        name: Option(meaning.get(name, ""), describe(kind), show(default))
+        for name, (kind, default) in option_fields(cls, skip).items()
+    }
+
+
+def explained(asked: str) -> str:
+    """The explanation of an option or a name. Raises Refused where nothing is called so."""
+    key = re.sub(r"^wandb\.(?=\w)", "wandb_", asked)
+    group, dot, name = key.partition(".")
+    if not dot and "=" in key:  # explain=method=pqcache
+        group, _, name = key.partition("=")
+        if group in GROUPS and name not in options_of(group, places.CONFIGS):
+            hint = suggestion(name, names_of(group))
+            raise Refused([f"explain={group}={one_line(name)[:60]}: unknown {group}; {hint}"])
+        return _about(group, name) if group in GROUPS else _unknown(asked)
+    blocks: list[str] = []
+    named = [_about(g, key) for g in GROUPS if key in options_of(g, places.CONFIGS)]
+    if key in (top := options(RunOptions)):  # diagnostics is an experiment, too
+        blocks = ["\n".join([key, *_facts(top[key])]), *named]
+    elif key in GROUP_MEANINGS or key in OTHER_KEYS:
+        blocks = ["\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])]
+    elif dot and group in NODES:
+        blocks = _option(group, name)
+    else:
+        blocks = named or [block for g in NODES if not dot for block in _option(g, key)]
+    words = [found] if (found := terms.find(asked)) is not None else []
+    blocks += [f"{title}\n{folded(meaning, width(), '  ')}" for title, meaning in [*words, *_row_fields(asked)]]
+    return "\n\n".join(blocks) if blocks else _unknown(asked)
+
+
+def keys_of(group: str) -> dict[str, Iterable[str]]:
+    """Method, task or launch -> its options, by name alone. The model's are all models', those of decode everyone's."""
+    if group == "method":
+        return {name: [key for key in _file("method", name) if key != "name"] for name in METHODS}
+    return {name: option_fields(cls) for name, cls in _classes(group).items()}
+
+
+def having(group: str, of: Iterable[str] = ()) -> dict[str, dict[str, Option]]:
+    """Method, task or launch -> its options, for these or for all. Those of methods import torch."""
+    if group == "method":
+        return {name: options(method_class(name), COMMON) for name in of or METHODS}
+    return {name: options(cls) for name, cls in _classes(group).items() if not of or name in of}
+
+
+def _classes(group: str) -> dict[str, type[Any]]:
+    from pqcache.harness.tasks import TASKS, task_class
+
+    if group == "task":
+        return {**{name: cls.Options for name, cls in TASKS.items()}, LM_EVAL: task_class(f"{LM_EVAL}:").Options}
+    found: dict[str, dict[str, type[Any]]] = {
+        "launch": {**LAUNCHES},
+        "model": {"": ModelOptions},
+        DECODE: {"": DecodeOptions},
+    }
+    return found.get(group, {})
+
+
+def _facts(option: Option) -> list[str]:
+    lines = [folded(option.meaning, width(), "  ")] if option.meaning else []
+    return [*lines, f"  allowed: {option.allowed}; default: {option.default}"]
+
+
+def _option(group: str, name: str) -> list[str]:
+    """An option, once for each meaning or default that it has; which methods or tasks have it. Empty if none has."""
+    owners = [owner for owner, keys in keys_of(group).items() if name in keys]
+    by_option: dict[Option, list[str]] = {}
+    for owner, known in having(group, owners).items() if owners else ():
+        by_option.setdefault(known[name], []).append(owner)
+    parts = []
+    for option, names in by_option.items():
+        lines = _facts(option)
+        if any(names):
+            first = f"  {group}s: " if group != "launch" else "  launch: "
+            lines.append(folded(", ".join(names), width(), "    ", first))
+        cited = {method: paper(method) for method in names if group == "method"}
+        lines += [folded(f"{method}: {where}", width(), "      ", "    ") for method, where in cited.items() if where]
+        parts.append("\n".join(lines))
+    return [f"{group}.{name}\n" + "\n\n".join(parts)] if parts else []
+
+
+def paper(method: str) -> str:
+    """Where a method is published, as its module cites it; empty if it is of this project."""
+    module, own = docstrings(method)
+    found = PAPER.search(" ".join(module.partition("\n\n")[0].split())) or PAPER.search(" ".join(own.split()))
+    return found[1] if found else ""
+
+
+def _choices(group: str) -> list[str]:
+    """The names of a group."""
+    if group not in GROUPS:
+        return []
+    lines = [folded(", ".join(options_of(group, places.CONFIGS)), width(), "    ", "  names: ")]
+    return [*lines, *([f"  {places.COMMAND} list={group}s says what each is"] if f"{group}s" in KINDS else [])]
+
+
+def _about(group: str, name: str) -> str:
+    """What a method, task, model, experiment or launch is, with its options."""
+    lines = [f"{group}={name}"]
+    if group == "method" and name in METHODS:
+        for block in filter(None, "\n\n".join(docstrings(name)).split("\n\n")):
+            as_written = any(line.startswith(("- ", "    ", "|")) for line in block.splitlines())
+            text = textwrap.indent(block, "  ") if as_written else folded(" ".join(block.split()), width(), "  ")
+            lines += ["", text]
+    elif group == "launch":
+        lines.append(folded(_first(LAUNCHES[name].__doc__), width(), "  "))
+    else:
+        lines.append(folded(KINDS[f"{group}s"]().get(name, ""), width(), "  "))
+    of = {} if group == "experiment" else having(group, [name] if group != "model" else [])
+    if found := of.get(name, of.get("", {})):
+        meanings = {f"{group}.{key}={one.default}": one.meaning for key, one in found.items()}
+        lines += ["", "options and their defaults:", pairs(meanings)]
+    return "\n".join(lines)
+
+
+def row_fields(cls: type) -> list[tuple[str | None, str, str, str]]:
+    """(heading or None, field, type, comment) of a TypedDict. A comment after an empty line is the heading of what follows."""
+    return [
+        (
+            one.above if one.heads and one.above else None,
+            one.name,
+            one.kind,
+            "; ".join(filter(None, ["" if one.heads else one.above, one.behind])),
+        )
+        for one in documented(cls)
+    ]
+
+
+def _row_fields(asked: str) -> list[tuple[str, str]]:
+    """(the field with its part of row.json, its meaning) of each that is called so; `diagnostics.mass` names its part."""
+    from pqcache.harness.report import rows
+
+    parts = {"": rows.Row, "diagnostics": rows.Diagnostics, "prompt_protocol": rows.PromptProtocol}
+    part, _, name = asked.casefold().rpartition(".")
+    return [
+        (f"row.json: {f'{where}.' if where else ''}{field}", text or field.replace("_", " "))
+        for where, cls in parts.items()
+        if part in ("", where)
+        for _, field, _, text in row_fields(cls)
+        if field == name
+    ]
+
+
+def _unknown(asked: str) -> NoReturn:
+    """Raises Refused with what may be meant."""
+    from pqcache.harness.report import rows
+
+    every = [*option_fields(RunOptions), *GROUP_MEANINGS, *OTHER_KEYS]
+    for group in NODES:
+        every += [f"{group}.{key}" for keys in keys_of(group).values() for key in keys]
+        every += options_of(group, places.CONFIGS)
+    every += [*terms.every(), *rows.Row.__annotations__, *rows.Diagnostics.__annotations__]
+    if (close := closest(asked, every)) is None:
+        tails = {name.rpartition(".")[2]: name for name in every}
+        close = tails.get(closest(asked.rpartition(".")[2], tails) or "")
+    hint = f"did you mean {close}?" if close is not None else f"{places.COMMAND} --help lists the options"
+    raise Refused([f"explain={one_line(asked)[:60]}: no option and no name; {hint}"])

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pqcache.fields import option_fields, retired
+from pqcache.fields import option_fields
 from pqcache.harness.report.rows import Row
 from pqcache.registry import METHODS, method_class
-from pqcache.sources import load_alone, stand_in
 
 if TYPE_CHECKING:
     from pqcache.selective import Method
@@ -63,8 +62,9 @@ def rule(row: Row) -> str:
     if row.get("protocol") not in (None, "aligned"):
         whose += f" under protocol={row['protocol']}"
     if _at_every_step(row):
-        rules = load_alone("pqcache.selective.budget").RULES
-        return f"{whose}, at every step: {rules[str(row['budget_rule'])]}."
+        from pqcache.selective.budget import RULES
+
+        return f"{whose}, at every step: {RULES[str(row['budget_rule'])]}."
     tokens = round(row["prompt_tokens"] - ((row["prompt_protocol"] or {}).get("question_tokens") or 0))
     plans = _plans(row, tokens)
     if not plans:
@@ -109,23 +109,22 @@ def _plans(row: Row, tokens: int) -> Sequence[Plan]:
     """The plans of the layers that are not dense; empty where the method cannot be made from the row alone."""
     if row["method"] not in METHODS:
         return []
-    for class_of in (stand_in, lambda _: method_class(row["method"])):  # torch is imported only where it is needed
-        try:
-            method = _method(class_of(METHODS[row["method"]]), row)
-            dense = method.dense_layers or 0
-            plans = [method.plan(tokens, layer, dense + LAYERS) for layer in range(dense, dense + LAYERS)]
-            return [plan for plan in plans if plan is not None]
-        except Exception:  # what only torch knows; a method of an older version, or one that needs a file
-            continue
-    return []
+    try:
+        method = _method(method_class(row["method"]), row)
+        dense = method.dense_layers or 0
+        plans = [method.plan(tokens, layer, dense + LAYERS) for layer in range(dense, dense + LAYERS)]
+    except Exception:  # a method of an older version, or one that needs a file
+        return []
+    return [plan for plan in plans if plan is not None]
 
 
 def _method(cls: Any, row: Row) -> Method:
-    """The row's method with its hyper-parameters, budget and protocol. cls: its class, or a stand-in."""
-    Budget = load_alone("pqcache.selective.budget").Budget
+    """The row's method with its hyper-parameters, budget and protocol."""
+    from pqcache.selective import Budget
+
     ratio, tokens = row["budget_ratio"], row["budget_tokens"]
     budget = Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(tokens or 0))
-    known = set(option_fields(cls)) - set(retired(cls))
+    known = set(option_fields(cls))
     options = {name: value for name, value in row["hyper_parameters"].items() if name in known}
     layers, protocol = row["dense_layers"], row["protocol"]
     return cls(budget=budget, protocol=protocol, budget_rule="prompt", dense_layers=layers, **options)

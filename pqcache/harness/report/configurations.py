@@ -20,7 +20,6 @@ from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.harness.report.tables import budget_text
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS, method_class
-from pqcache.sources import stand_in
 
 OPTIONS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # group -> field of the row
 FIELDS = ("model", "method", "task", "budget", "seed", "protocol", "dense_layers", "attn", "kv_dtype", "device")
@@ -87,7 +86,7 @@ class Configuration:
     @cached_property
     def ignores_budget(self) -> bool:
         name = self.first["method"]
-        return name in METHODS and (stand_in(METHODS[name]) or method_class(name)).ignores_budget
+        return name in METHODS and method_class(name).ignores_budget
 
     @cached_property
     def keys(self) -> dict[str, str]:

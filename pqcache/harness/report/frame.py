@@ -33,7 +33,6 @@ from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, changed_keys, compared, find_full
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
-from pqcache.sources import stand_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,7 +82,7 @@ def pooled_groups(rows: Iterable[Row]) -> tuple[list[list[Row]], int]:
 
 def ignores_budget(method: str) -> bool:
     """Whether a method has no budget."""
-    return method in METHODS and (stand_in(METHODS[method]) or method_class(method)).ignores_budget
+    return method in METHODS and method_class(method).ignores_budget
 
 
 def budget_text(row: Row) -> str:

@@ -148,8 +148,8 @@ class Row(TypedDict):
 
     # where it came from; "a / b" where samples have several versions, commits or machines
     versions: dict[str, str | None]
-    source: str | None  # digest of the method's own code (config/source.py); null in rows of older versions
-    library: str | None  # digest of all code that computes
+    source: str | None  # of rows of older versions: a digest of the method's code; else null
+    library: str | None  # of rows of older versions: a digest of all code that computes; else null
     git_commit: str | None  # with -dirty.<hash of the changes> where tracked files had some
     device: str  # caption of the machine
     # Over the decode steps of attended_tokens: context_tokens, the mean length of the context, which full attention attends;

@@ -9,8 +9,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
-from pqcache.harness.config import machine
 from pqcache.harness.run import answers, device_map, model_files
+from pqcache.harness.tasks import hub
 
 if TYPE_CHECKING:
     import torch
@@ -188,8 +188,10 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
         return random_config(options["geometry"], options["layers"])
     path, revision = local_or_hub(options), options["revision"]
-    if not Path(path).is_dir() and (line := machine.not_on_the_hub(path)):
-        raise model_files.Unusable(line)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise model_files.Unusable(f"model.path={path}: holds no config.json, which every model of transformers has")
+    if not Path(path).is_dir() and (why := hub.without(path, "model")):
+        raise model_files.Unusable(f"model.path={path}: cannot be loaded: {why}; set model.path to a local folder")
     try:
         model_files.check_counts(options["path"], PreTrainedConfig.get_config_dict(path, revision=revision)[0])
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -362,7 +364,7 @@ def device_error(device: str, option: str = "model.device") -> str | None:
     kind, _, number = device.partition(":")
     missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if missing.get(kind):
-        return machine.no_device(device, option)
+        return f"{option}={device}: there is no {kind.upper()} device here; use {option}=cpu or auto"
     if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
         return f"{option}={device}: there are {torch.cuda.device_count()} CUDA devices here"
     return None

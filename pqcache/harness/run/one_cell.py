@@ -15,8 +15,8 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks.manager import TaskDict
 
 from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.check import overridden_budget
 from pqcache.harness.config.options import without_secrets
-from pqcache.harness.config.rules import overridden_budget
 from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, full_rows, match_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import batches

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pqcache.harness.config import machine
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.launch import LocalLaunch
 from pqcache.harness.config.options import Refused
+from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.selective import NotApplicable
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that cannot be written, by trying. Permissions do not show it for /proc or a read-only disk."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=nearest_existing(out)))
+    except OSError as error:
+        raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
 
 
 def check_data(plan: RunPlan) -> None:
@@ -110,11 +120,17 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
     """One line each if the model has too few layers or too short a context for the cell."""
     name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
     layers, dense = getattr(text, "num_hidden_layers", None), cell.identity["dense_layers"]
-    lines = machine.too_small(name, dense, layers)
-    if cell.run.smoke:  # its prompts and answers are cut to what fits
-        return lines
+    lines = [f"dense_layers={dense}: {name} has {layers} layers"] if dense and layers and dense > layers else []
     max_length = models.longest(text, cell.identity["model"])
-    return lines + machine.too_short(name, task_of_cell(cell), cell.run.limit, max_length)
+    if cell.run.smoke or max_length is None:  # a smoke run's prompts and answers are cut to what fits
+        return lines
+    longest = task_of_cell(cell).longest(limit=cell.run.limit, model_name=name)
+    if longest.prompt + longest.answer > max_length:
+        lines.append(
+            f"{longest.option}: with {longest.answer} new tokens more than the {max_length} tokens {name} was made for"
+            " (model.max_length, or its config's max_position_embeddings)"
+        )
+    return lines
 
 
 def _one_line(text: object) -> str:

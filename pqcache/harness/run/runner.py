@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from pqcache.harness.config import environment, machine
+from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder
 from pqcache.harness.config.folders import write_status
 from pqcache.harness.config.launch import LocalLaunch, RayLaunch
@@ -58,7 +58,7 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
 def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
     out = Path(plan.cells[0].run.out).expanduser()
-    machine.check_out(out)
+    precheck.check_out(out)
     environment.quiet()
     precheck.check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.compose import compose_all, yaml_text
 from pqcache.harness.config.folders import CONFIG, read_config
 from pqcache.harness.config.options import DECODE, LM_EVAL, Refused, masked
-from pqcache.harness.config.overrides import yaml_text
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder
 from pqcache.places import CONFIGS
