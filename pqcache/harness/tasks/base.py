@@ -198,12 +198,7 @@ def generation_task(
         "doc_to_text": "prompt",
         "doc_to_target": target,
         "process_results": score,
-        "generation_kwargs": {
-            "until": list(until),
-            "max_gen_toks": max_new_tokens,
-            "do_sample": False,
-            **generation,
-        },
+        "generation_kwargs": {"until": list(until), "max_gen_toks": max_new_tokens, "do_sample": False, **generation},
         "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in metrics],
         "metadata": {"version": 1.0},
     }

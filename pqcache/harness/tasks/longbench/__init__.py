@@ -26,7 +26,7 @@ import io
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, generation_task, require
@@ -106,31 +106,29 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
     require(len(set(names)) == len(names), option, list(names), "must name each data set once")
 
 
-LongBenchOptionsT = TypeVar("LongBenchOptionsT", bound=LongBenchOptions)
 RowsByDataset = dict[str, sources.Rows]
 
 
-class LongBenchTask(Task[LongBenchOptionsT]):
-    """Some data sets: each one lm-eval task."""
+class LongBench(Task[LongBenchOptions]):
+    """One data set, longbench_<data set>; each data set is one lm-eval task."""
 
+    Options = LongBenchOptions
     # ending of the data sets' files
     ending = ""
+    # all rows are read, to sort them by length
+    sorts = False
 
-    def __init__(self, name: str, options: LongBenchOptionsT) -> None:
+    def __init__(self, name: str, options: LongBenchOptions) -> None:
         super().__init__(name, options)
         self.max_new_tokens = max(DATASETS[dataset].new_tokens for dataset in self.all_datasets())
 
     def all_datasets(self) -> tuple[str, ...]:
         """The data sets that the task can run."""
-        return tuple(DATASETS)
+        return (self.name.removeprefix("longbench_"),)
 
     def datasets(self) -> tuple[str, ...]:
         """The data sets that it runs."""
         return tuple(getattr(self.options, "datasets", None) or self.all_datasets())
-
-    def rows_to_read(self, limit: int | None) -> int | None:
-        """Rows of each data set that a run with this limit needs; None: all."""
-        return limit
 
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
         """lm-eval task -> its rows"""
@@ -179,7 +177,7 @@ class LongBenchTask(Task[LongBenchOptionsT]):
     def read(self, limit: int | None) -> tuple[RowsByDataset, sources.Facts]:
         """(rows by data set, the facts of their files)"""
         files = {dataset: f"{dataset}{self.ending}.jsonl" for dataset in self.datasets()}
-        max_rows = self.rows_to_read(limit)
+        max_rows = None if self.sorts else limit
         if self.options.source == sources.HUB:
             rows, facts = read_archive(files, self.options.revision, max_rows)
         else:
@@ -192,33 +190,22 @@ class LongBenchTask(Task[LongBenchOptionsT]):
         return rows, facts
 
 
-class LongBench(LongBenchTask[LongBenchOptions]):
-    """One data set: longbench_<data set>."""
-
-    Options = LongBenchOptions
-
-    def all_datasets(self) -> tuple[str, ...]:
-        return (self.name.removeprefix("longbench_"),)
-
-
-class LongBenchGroup(LongBenchTask[LongBenchGroupOptions]):
+class LongBenchGroup(LongBench):
     """All data sets, or those of `task.datasets`."""
 
     Options = LongBenchGroupOptions
 
+    def all_datasets(self) -> tuple[str, ...]:
+        return tuple(DATASETS)
 
-class LongBenchE(LongBenchGroup):
+
+class LongBenchE(LongBench):
     """LongBench-E: one lm-eval task per data set and bucket that has rows."""
 
-    Options = LongBenchEOptions
-    ending = "_e"
+    Options, ending, sorts = LongBenchEOptions, "_e", True
 
     def all_datasets(self) -> tuple[str, ...]:
         return DATASETS_E
-
-    def rows_to_read(self, limit: int | None) -> int | None:
-        """All rows, to sort them by length."""
-        return None
 
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
         buckets = {name: [row for row in rows if bucket_of(row["length"]) == name][:limit] for name in BUCKETS}

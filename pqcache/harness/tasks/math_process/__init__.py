@@ -37,6 +37,12 @@ class CannotScore(ValueError):
     """The packages are not there, or do not work; the message is one line that says what to do."""
 
 
+def _broken(failed: CallFailed) -> CannotScore:
+    return CannotScore(
+        f"the packages in {packages.folder()} cannot be used ({failed}); `{packages.command()}` installs them"
+    )
+
+
 class Functions:
     """The functions of one file, run by a process of their own, which is started at the first call and used for all of them."""
 
@@ -115,17 +121,13 @@ def install(file: Path) -> Functions:
     try:
         functions.start()
     except CallFailed as failed:
-        raise CannotScore(_broken(folder, failed)) from failed
+        raise _broken(failed) from failed
     path = file.relative_to(Path(lm_eval.tasks.__file__).resolve().parent).with_suffix("")
     module = _StandIn(".".join(("lm_eval", "tasks", *path.parts)), functions)
     module.__file__ = str(file)
     module.__mtime__ = file.stat().st_mtime_ns  # type: ignore[attr-defined]  # lm-eval asks for it
     sys.modules[module.__name__] = module
     return functions
-
-
-def _broken(folder: Path, failed: CallFailed) -> str:
-    return f"the packages in {folder} cannot be used ({failed}); `{packages.command()}` installs them"
 
 
 class _StandIn(ModuleType):
@@ -168,7 +170,7 @@ def forgiving(scoring: Metrics, metrics: Iterable[str], unscored: list[str]) -> 
         try:
             return scoring(doc, results)
         except ImportFailed as failed:
-            raise CannotScore(_broken(packages.folder(), failed)) from failed
+            raise _broken(failed) from failed
         except CallFailed as failed:
             unscored.append(str(failed))
             return dict(wrong)

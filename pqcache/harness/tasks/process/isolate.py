@@ -122,12 +122,8 @@ def _namespaces(libc: ctypes.CDLL) -> None:
 
 def _file_system(libc: ctypes.CDLL, files: list, hidden: list, machine: str) -> None:
     """A root of its own: a tmpfs with the listed files and folders, read-only, and `hidden` folders emptied."""
-
-    def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-        _mount(libc, source, target, kind, flags, data)
-
-    mount("none", "/", None, RECURSIVE | PRIVATE)
-    mount("tmpfs", ROOT, "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755")
+    _mount(libc, "none", "/", None, RECURSIVE | PRIVATE)
+    _mount(libc, "tmpfs", ROOT, "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755")
     os.mkdir(ROOT + OLD)
     _check(libc.syscall(PIVOT_ROOT[machine], ROOT.encode(), (ROOT + OLD).encode()), "pivot_root")
     os.chdir("/")
@@ -137,23 +133,20 @@ def _file_system(libc: ctypes.CDLL, files: list, hidden: list, machine: str) -> 
         else:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             open(path, "w").close()
-        mount(OLD + source, path, None, BIND)
+        _mount(libc, OLD + source, path, None, BIND)
         kept = os.statvfs(path).f_flag & (NO_SUID | NO_DEV | NO_EXEC)
-        mount("none", path, None, REMOUNT | BIND | READ_ONLY | kept | NO_SUID | NO_DEV)
+        _mount(libc, "none", path, None, REMOUNT | BIND | READ_ONLY | kept | NO_SUID | NO_DEV)
     for path in hidden:
-        mount("tmpfs", path, "tmpfs", READ_ONLY | NO_SUID | NO_DEV, "size=4k")
+        _mount(libc, "tmpfs", path, "tmpfs", READ_ONLY | NO_SUID | NO_DEV, "size=4k")
     os.mkdir(WORK)
     _check(libc.umount2(OLD.encode(), 2), "umount")  # detached: it cannot be reached again
     os.rmdir(OLD)
-    mount("none", "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
+    _mount(libc, "none", "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
 
 
-def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int, data: str | None) -> None:
-    source_text, target_text, kind_text, data_text = (
-        None if text is None else text.encode() for text in (source, target, kind, data)
-    )
-    done = libc.mount(source_text, target_text, kind_text, ctypes.c_ulong(flags), data_text)
-    _check(done, f"mounting {target}")
+def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    _check(libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mounting {target}")
 
 
 def _limits(memory: int, seconds: int) -> None:

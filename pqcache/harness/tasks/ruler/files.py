@@ -31,24 +31,23 @@ def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamil
 
     source: hub, a file or a folder. length: tokens of prompt and answer. Every error is a one-line ValueError.
     """
+    path = Path(source).expanduser()
+    whole = [path, *(path / f"{length}{ending}" for ending in SUFFIXES)]
     if source == HUB:
         rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS).read(HUB)
-        return _chosen(_sorted(rows), families, source), facts
-    path = Path(source).expanduser()
-    whole = [path] if path.is_file() else [one for end in SUFFIXES if (one := path / f"{length}{end}").is_file()]
-    if whole:
-        by_family, facts = _read_file(whole[0], families)
+        by_family = _sorted(rows)
+    elif (file := next((one for one in whole if one.is_file()), None)) is not None:
+        by_family, facts = _read_file(file, families)
     else:
         by_family, facts = _read_folder(path, length, families)
-    longest = max((int(row.get("length", 0)) for family in families for row in by_family.get(family, [])), default=0)
-    require(longest <= length, "length", length, f"{source} has rows of {longest} tokens")
-    return _chosen(by_family, families, source), facts
-
-
-def _chosen(rows: RowsByFamily, families: Sequence[str], source: str) -> RowsByFamily:
-    missing = [family for family in families if family not in rows]
-    require(not missing, "families", missing, f"{source} has {', '.join(sorted(rows)) or 'none of the tasks'}")
-    return {family: rows[family] for family in families}
+    if source != HUB:
+        longest = max(
+            (int(row.get("length", 0)) for family in families for row in by_family.get(family, [])), default=0
+        )
+        require(longest <= length, "length", length, f"{source} has rows of {longest} tokens")
+    missing = [family for family in families if family not in by_family]
+    require(not missing, "families", missing, f"{source} has {', '.join(sorted(by_family)) or 'none of the tasks'}")
+    return {family: by_family[family] for family in families}, facts
 
 
 def _sorted(rows: Rows) -> RowsByFamily:
@@ -66,14 +65,13 @@ def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, Facts
         return _sorted(rows), facts
     names = [name for name in (path.name.partition(".")[0], path.parent.name) if name in FAMILIES]
     alone = (names or [*families])[0] if names or len(families) == 1 else None
-    by_family: RowsByFamily = {}
+    made = []
     for number, row in enumerate(rows, 1):
         family = row.get("task", alone)
-        require(
-            family in FAMILIES, "source", path, f"row {number} names none of RULER's tasks (task.families=[<one>] does)"
-        )
-        by_family.setdefault(str(family), []).append(from_generator(str(family), row, f"{path}, row {number}"))
-    return by_family, facts
+        none = f"row {number} names none of RULER's tasks (task.families=[<one>] does)"
+        require(family in FAMILIES, "source", path, none)
+        made.append(from_generator(str(family), row, f"{path}, row {number}"))
+    return _sorted(made), facts
 
 
 def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[RowsByFamily, Facts]:
@@ -83,15 +81,14 @@ def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[Ro
     for family in FAMILIES:
         names = (f"{family}/validation.jsonl", *(f"{family}{ending}" for ending in SUFFIXES))
         parts = (".", f"{length}/data", str(length))
-        paths = [path for part in parts for name in names if (path := folder / part / name).is_file()]
-        if not paths:
+        path = next((path for part in parts for name in names if (path := folder / part / name).is_file()), None)
+        if path is None:
             continue
-        if family not in families:
-            by_family[family] = []  # known to be there, for the error's list
-            continue
-        rows, facts = DataSet(str(paths[0]), fields=GENERATED).read(str(paths[0]))
-        by_family[family] = [from_generator(family, row, f"{paths[0]}, row {i}") for i, row in enumerate(rows, 1)]
-        digests[str(paths[0].relative_to(folder))] = next(iter(facts["sha256"].values()))
+        by_family[family] = []  # known to be there, for an error's list
+        if family in families:
+            rows, facts = DataSet(str(path), fields=GENERATED).read(str(path))
+            by_family[family] = [from_generator(family, row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]
+            digests[str(path.relative_to(folder))] = next(iter(facts["sha256"].values()))
     wanted = f"holds no {length}.jsonl, and no <task>/validation.jsonl as RULER's generator writes them"
     require(bool(by_family), "source", folder, wanted)
     return by_family, facts_of(str(folder), digests)
