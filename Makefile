@@ -81,7 +81,7 @@ report: $(INSTALLED) ## one HTML file of OUT's rows: tables that sort, charts, s
 	$(RUN) run.py report=$(ROWS)
 
 tables: $(INSTALLED) ## the papers' tables and figures from OUT's rows: measured beside printed; Markdown, LaTeX, CSV, PNG, contact sheet
-	$(RUN) -m pqcache.harness.report.all_tables --out $(ROWS)
+	$(RUN) -m pqcache.harness.report.papers tables --out $(ROWS)
 
 missing: $(INSTALLED) ## the command that fills each empty cell of every experiment
 	@$(RUN) -m pqcache.harness.report.papers missing --out $(OUT)/runs

@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
-from pqcache.harness.report import score_statistics, tables
+from pqcache.harness.report import score_statistics
 from pqcache.harness.report.row_text import summary_line
 from pqcache.harness.report.rows import Row
+from pqcache.harness.report.table import MISSING, number, signed, spread
 from pqcache.harness.run import runner
 from pqcache.harness.run.session import Session
 from pqcache.places import CONFIGS
@@ -136,14 +137,14 @@ def table(reference: Row, fits: list[Fit]) -> str:
             lines.append(f"{fit.method:12}{'':8}not fitted: {fit.reason}")
             continue
         row = fit.row
-        tokens = tables.MISSING if row["budget_ratio"] is not None else tables.number(row["budget_tokens"], 0)
-        line = f"{fit.method:12}{tokens:>8}{tables.number(row['score']):>7}{tables.span(row['score_interval']):>16}"
+        tokens = MISSING if row["budget_ratio"] is not None else number(row["budget_tokens"], 0)
+        line = f"{fit.method:12}{tokens:>8}{number(row['score']):>7}{spread(None, row['score_interval']):>16}"
         if row is reference:
             line += f"{'':12}{'':16}"
         else:
             paired = score_statistics.paired(row["sample_scores"], reference["sample_scores"])
-            interval = tables.span(score_statistics.interval(paired), tables.signed)
-            line += f"{tables.signed(score_statistics.mean(paired)):>12}{interval:>16}"
+            interval = spread(None, score_statistics.interval(paired), signed)
+            line += f"{signed(score_statistics.mean(paired)):>12}{interval:>16}"
         for size, width in ((content, 13), (allocated, 15)):
             ours, theirs = size(row), size(reference)
             line += f"{ours / 2**20:{width}.3f}{100 * (ours / theirs - 1):+8.2f}%"
@@ -198,7 +199,7 @@ def run(request: FitRequest) -> None:
     """Run the reference, fit every method to it, print the table. Raises Unreachable if the reference has no row."""
     bench = Bench(request.common, request.options)
     reference = bench.run(request.reference, request.budget)
-    size, score = content(reference) / 2**20, tables.number(reference["score"])
+    size, score = content(reference) / 2**20, number(reference["score"])
     print(f"{request.reference}: {size:.3f} MiB content, score {score}", flush=True)
     fits = []
     for name in request.methods:

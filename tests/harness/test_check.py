@@ -12,7 +12,7 @@ import pytest
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import check, prose, published, reproducing
 from pqcache.harness.report.entries import table_entries
-from pqcache.harness.report.items import PAPERS, Item, Setting, covers, items, models, reports
+from pqcache.harness.report.items import PAPERS, Item, Setting, covers, items, models, plan_at_paper_scale
 
 REPEATED = reproducing.named_experiments()
 PAGE = reproducing.PAGE.read_text(encoding="utf-8")
@@ -20,7 +20,7 @@ PAGE = reproducing.PAGE.read_text(encoding="utf-8")
 
 @cache
 def plan_of(name: str) -> RunPlan:
-    return check.plan_at_paper_scale(name, "results/runs")
+    return plan_at_paper_scale(name, "results/runs")
 
 
 def item(**settings: Any) -> Item:
@@ -90,15 +90,17 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert ("no line of report.notes names it" in printed.err) == bool(code)
 
 
-def test_an_unknown_item_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("paper: pqcache, item: Table 9", "report.item=Table 9: PQCache, arXiv 2407.12820v1 has no such item"),
+        ("paper: pq, item: Table 2", "report.paper=pq"),
+    ],
+)
+def test_an_unknown_item_is_an_error(report: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "new.yaml").write_text("report: {paper: pqcache, item: Table 9}\n")
-    assert check.unnamed("new", [], tmp_path) == [
-        "report.item=Table 9: PQCache, arXiv 2407.12820v1 has no such item in results/published/settings.yaml"
-    ]
-    (tmp_path / "experiment" / "other.yaml").write_text("report: {paper: pq, item: Table 2}\n")
-    reports.cache_clear()
-    assert "report.paper=pq" in check.unnamed("other", [], tmp_path)[0]
+    (tmp_path / "experiment" / "new.yaml").write_text(f"report: {{{report}}}\n")
+    assert said in check.unnamed("new", [], tmp_path)[0]
 
 
 @pytest.mark.rest
@@ -109,7 +111,9 @@ def test_every_experiment_is_what_its_paper_says_or_says_why_not(name: str) -> N
     wrong = [(where, c.key, c.ours, c.printed) for where, c in comparisons if c.state == "DIFFERS"]
     assert own and wrong == []
     lines = [
-        line for one in own for line in reproducing.status(replace(one, experiments=(name,)), {name: plan_of(name)}, {})
+        line
+        for one in own
+        for line in reproducing.lines_of(replace(one, experiments=(name,)), {name: plan_of(name)}, {})
     ]
     lines.append([name, *(", ".join(tests) for tests in reproducing.tests_of(plan_of(name)))])
     assert [line for line in lines if f"| {' | '.join(line)} |" not in PAGE] == []  # else make the page again
@@ -177,16 +181,16 @@ def test_the_estimate_against_worked_numbers() -> None:
 
 def test_an_item_without_an_experiment_says_so() -> None:
     one = Item("pqcache", "Figure 99", "x", False)
-    assert reproducing.status(one, {}, {}) == [["Figure 99", "x", "**no experiment**", "", "", "", "no"]]
+    assert reproducing.lines_of(one, {}, {}) == [["Figure 99", "x", "**no experiment**", "", "", "", "no"]]
 
 
 def test_what_was_measured_is_counted() -> None:
     name = "pqcache_table2"
     plan = plan_of(name)
     one = Item("pqcache", "Table 2", "x", False, experiments=(name,))
-    assert reproducing.status(one, {name: plan}, {})[0][-1] == "no"
+    assert reproducing.lines_of(one, {name: plan}, {})[0][-1] == "no"
     rows: dict[str, Any] = {cell.name: {} for cell in plan.cells[:3]}
-    assert reproducing.status(one, {name: plan}, rows)[0][-1] == f"3 of {len(plan.cells)} cells"
+    assert reproducing.lines_of(one, {name: plan}, rows)[0][-1] == f"3 of {len(plan.cells)} cells"
     assert reproducing.counted({name: plan}, rows).startswith(f"**3 of the {len(plan.cells)} cells")
     assert reproducing.counted({name: plan}, {}).startswith(f"**None of the {len(plan.cells)} cells")
 

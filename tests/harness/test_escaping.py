@@ -15,8 +15,7 @@ from pqcache.harness.config.files import CONFIGS
 from pqcache.harness.config.folders import foreign, open_folder, read_config, write_status
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report import papers
-from pqcache.harness.report.escaping import in_markdown, printable
-from pqcache.harness.report.latex import escaped
+from pqcache.harness.report.escaping import in_latex, in_markdown, printable
 from pqcache.harness.report.rows import write_row
 from pqcache.harness.report.tables import cell_label
 from pqcache.harness.run import tracking
@@ -39,7 +38,7 @@ HOSTILE = {
 
 def test_control_characters_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in HOSTILE.items():
-        for shown in (printable(text), in_markdown(text), escaped(text)):
+        for shown in (printable(text), in_markdown(text), in_latex(text)):
             assert shown.isprintable(), name
         out = io.StringIO()
         monkeypatch.setattr(sys, "stdout", out)
@@ -61,9 +60,9 @@ def test_markdown_keeps_its_columns_and_holds_no_html() -> None:
 
 
 def test_tex_is_text() -> None:
-    assert escaped("\\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
-    assert escaped("a\n\nb") == "a  b"
-    assert escaped("$x$ % \x1b") == r"\$x\$ \% \textbackslash{}x1b"
+    assert in_latex("\\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
+    assert in_latex("a\n\nb") == "a  b"
+    assert in_latex("$x$ % \x1b") == r"\$x\$ \% \textbackslash{}x1b"
 
 
 SECRET = {

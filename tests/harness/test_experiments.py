@@ -18,9 +18,10 @@ from pqcache.harness.config.options import Refused
 from pqcache.harness.report import papers, published
 from pqcache.harness.report.derived import derive
 from pqcache.harness.report.entries import measured, printed_rows, table_entries
+from pqcache.harness.report.items import CONFIGS, experiments, words
 from tests.thin import thin
 
-REPEATED = papers.experiments()
+REPEATED = experiments()
 PAPERS = ("pqcache", "kvcrush", "clusterkv", "zipcache")
 KNOWN = {"paper", "item", "title", "guesses", "notes", "columns", "figure"}
 KNOWN |= {"layout", "names", "labels", "datasets", "best", "lower"}
@@ -45,7 +46,7 @@ def test_tables_of_the_papers_are_there() -> None:
 @cache
 def request(name: str) -> Request:
     """Composed once for all tests; composing is what takes time."""
-    return compose_all([*papers.words(name), "out=/no/such/folder/out"], papers.CONFIGS)
+    return compose_all([*words(name), "out=/no/such/folder/out"], CONFIGS)
 
 
 def plan_of(name: str, out: Path, *, smoke: bool = False) -> RunPlan:
@@ -67,7 +68,7 @@ def starts_with_its_command_and_sweeps(name: str, repo: Path, plan: RunPlan) -> 
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", sorted({*papers.experiments(every=True)} - {*REPEATED}))
+@pytest.mark.parametrize("name", sorted({*experiments(every=True)} - {*REPEATED}))
 def test_experiments_that_repeat_no_paper_compose(name: str, repo: Path) -> None:
     starts_with_its_command_and_sweeps(name, repo, make_plan(request(name)))
 
@@ -90,8 +91,8 @@ def test_composes(name: str, repo: Path, tmp_path: Path) -> None:
 def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     """A number of results/published has one place in the table: a second reading of a printed line claims none."""
     plan = plan_of(name, tmp_path)
-    if "paper_scale" in (papers.CONFIGS / "experiment" / f"{name}.yaml").read_text():
-        plan = make_plan(compose_all([*papers.words(name), "scale=paper", f"out={tmp_path}"], papers.CONFIGS))
+    if "paper_scale" in (CONFIGS / "experiment" / f"{name}.yaml").read_text():
+        plan = make_plan(compose_all([*words(name), "scale=paper", f"out={tmp_path}"], CONFIGS))
     shown = Counter(e.published for e in table_entries(plan, {}) if e.published is not None)
     columns = dict(plan.report.get("columns") or {"score": "score"})
     printed = Counter(n.value for n in published.numbers(name) if n.metric in columns and n.model)
@@ -111,7 +112,7 @@ def test_commands_of_single_cells(name: str, tmp_path: Path) -> None:
     for cell in plan.cells[:: max(1, len(plan.cells) - 1)]:
         words = shlex.split(papers.command(cell))
         assert words[:2] == ["python", "run.py"]
-        (alone,) = make_plan(compose_all(words[2:], papers.CONFIGS)).cells
+        (alone,) = make_plan(compose_all(words[2:], CONFIGS)).cells
         assert alone.name == cell.name
         assert published.cell_score(alone) == published.cell_score(cell)
 
@@ -151,7 +152,7 @@ def test_table_a_is_timed_in_batches(tmp_path: Path) -> None:
     assert (prefill("zipcache"), prefill("full")) == (2000.0, 1500.0)
     assert prefill("zipcache_norm_full") is prefill("mikv") is prefill("zipcache_x8") is None
     words = ["experiment=zipcache_tableA", "task.lines=100", f"out={tmp_path}"]
-    lines = [c.identity["task"].get("lines") for c in make_plan(compose_all(words, papers.CONFIGS)).cells]
+    lines = [c.identity["task"].get("lines") for c in make_plan(compose_all(words, CONFIGS)).cells]
     assert sorted(lines, key=str) == [100] * 7 + [None] * 7
     with pytest.raises(Refused, match="task.lines: unknown key"):
-        make_plan(compose_all([*words, "cell=full_x8"], papers.CONFIGS))
+        make_plan(compose_all([*words, "cell=full_x8"], CONFIGS))

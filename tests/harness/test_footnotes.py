@@ -50,10 +50,10 @@ def test_a_list_may_continue_that_of_the_base_class() -> None:
 def test_what_a_table_says_of_its_cells(tmp_path: Path) -> None:
     plan = papers.experiment_plan("clusterkv_table1", tmp_path)
     plan.report |= {"guesses": ["The book is the first."], "notes": ["One layer."]}
-    notes = {note.title: note.lines for note in footnotes(plan, {})}
-    assert notes["Chosen here, because the paper does not say"] == ("The book is the first.",)
-    assert notes["Differs from what was printed"] == ("One layer.",)
-    assert notes["Protocol"] == ("paper, 2 dense layers: all lines",)
+    notes = footnotes(plan, {})
+    assert notes["Chosen here, because the paper does not say"] == ["The book is the first."]
+    assert notes["Differs from what was printed"] == ["One layer."]
+    assert notes["Protocol"] == ["paper, 2 dense layers: all lines"]
     assert any("at most 31500 tokens" in line and "decode path" in line for line in notes["Prompts"])
-    assert list(notes["Deviations of quest"]) == deviations(method_class("quest"))
-    assert notes["Samples"] == (f"{len(plan.cells)} cells not measured yet",)
+    assert notes["Deviations of quest"] == deviations(method_class("quest"))
+    assert notes["Samples"] == [f"{len(plan.cells)} cells not measured yet"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import all_tables, papers, published, score_statistics
+from pqcache.harness.report import papers, published, score_statistics
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.entries import table_entries
-from pqcache.harness.report.table_layout import blocks
+from pqcache.harness.report.layout import tables_of
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
 
@@ -115,7 +115,7 @@ def test_a_swept_cell_has_a_line_per_value(tmp_path: Path) -> None:
     assert len({cell.identity["task"]["length"] for cell in lengths.cells}) == 2
     assert len({(e.line, e.budget, e.setting, e.metric) for e in table}) == len(table)
     assert {e.setting for e in table} == {"length=512", "length=1000"}
-    (block,) = blocks(table, {"columns": lengths.report["columns"]}, {})
+    (block,) = tables_of(table, {"columns": lengths.report["columns"]}, {})
     assert len(block.body) == len(lengths.cells)
 
 
@@ -127,9 +127,9 @@ def test_all_tables(
     out = Path(plan.cells[0].run.out)
     monkeypatch.setattr(papers, "experiments", lambda: list(plans))
     monkeypatch.setattr(papers, "experiment_plan", lambda name, *_, **__: plans[name])
-    monkeypatch.setattr(all_tables.reproducing, "named_experiments", list)
-    monkeypatch.setattr(all_tables.reproducing, "status_table", lambda *_: "lines")
-    written = {path.name: path for path in all_tables.write_all(out)}
+    monkeypatch.setattr(papers.reproducing, "named_experiments", list)
+    monkeypatch.setattr(papers.reproducing, "status", lambda *_: "lines")
+    written = {path.name: path for path in papers.write_all(out)}
     assert "broken: not written" in capsys.readouterr().err
     assert {"pqcache_table2.md", "pqcache_table2.tex", "tables.tex", "prose.md", "status.md"} == written.keys() - {
         "pqcache_table2.csv"
@@ -142,10 +142,7 @@ def test_all_tables(
 def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for folder, why in ((tmp_path / "gone", "no such folder"), (tmp_path / "empty", "no row.json")):
-        for answer in (
-            lambda out: all_tables.main(["--out", out]),
-            lambda out: papers.main(["tables", "--out", out]),
-        ):
+        for answer in (lambda out: papers.main(["tables", "--out", out]),):
             assert answer(str(folder)) == 2
             shown = capsys.readouterr()
             (line,) = shown.err.splitlines()

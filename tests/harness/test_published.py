@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -25,8 +26,10 @@ WRONG = {
 @pytest.mark.parametrize(("experiment", "model", "method", "budget"), LINES)
 def test_printed_averages(experiment: str, model: str, method: str, budget: float | int | None) -> None:
     key = {"model": model, "method": method, "budget": budget}
-    printed, mean = published.value(experiment, **key), published.mean(experiment, **key)
-    assert printed is not None and mean is not None
+    printed, line = published.value(experiment, **key), (model, method, budget, "score")
+    own = {n.dataset: n.value for n in published.numbers(experiment) if (n.model, n.method, n.budget, n.metric) == line}
+    mean = fmean(value for dataset, value in own.items() if dataset != published.AVERAGE)
+    assert printed is not None
     if (experiment, method, budget) in WRONG:
         assert (printed, round(mean, 2)) == WRONG[experiment, method, budget]
     else:

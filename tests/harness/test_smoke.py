@@ -13,7 +13,7 @@ from pqcache.harness.config import smoke as smoke_config
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import rows as results
-from pqcache.harness.report import tables
+from pqcache.harness.report.rows import rows_under
 from pqcache.harness.run import smoke_models as smoke
 from pqcache.selective.support import check_architecture
 
@@ -67,8 +67,8 @@ def test_rows_lie_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     row = results.read_row(path)
     assert row is not None
     assert row["smoke"] and row["generated_tokens"] <= smoke.NEW_TOKENS and row["published"] is None
-    assert tables.load_rows(tmp_path / "o").empty  # no real result
-    assert len(tables.load_rows(tmp_path / "o" / "smoke")) == 1
+    assert not rows_under(tmp_path / "o")  # no real result
+    assert len(rows_under(tmp_path / "o" / "smoke")) == 1
 
 
 def test_a_question_is_as_short_as_an_answer(tmp_path: Path) -> None:

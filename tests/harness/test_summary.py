@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pqcache.harness.config.options import Refused
-from pqcache.harness.report import summary
+from pqcache.harness.report import trade_off
+from pqcache.harness.report.row_text import summary
 from pqcache.harness.report.rows import Row
 from tests.harness.made_rows import make_rows, plan, sample
 
@@ -34,9 +35,9 @@ def test_the_sentence_compares_with_full() -> None:
         "PQCache at 0.2: 0.80 of Full's time per token, 0.25 of its device memory (0.94 more on the host),"
         " -5.0 points [-10.0, +0.0]."
     )
-    assert summary.lines(rows, "pqcache") == [expected]
-    assert summary.lines([{**row, "smoke": True} for row in rows], "pqcache") == [f"SMOKE RUN, no result: {expected}"]
-    (streaming,) = summary.lines(rows, "streaming")
+    assert summary(rows, "pqcache") == [expected]
+    assert summary([{**row, "smoke": True} for row in rows], "pqcache") == [f"SMOKE RUN, no result: {expected}"]
+    (streaming,) = summary(rows, "streaming")
     assert streaming.startswith(
         "StreamingLLM at 0.2: 0.50 of Full's time per token, 0.20 of its device memory, -75.0 points"
     )
@@ -45,20 +46,18 @@ def test_the_sentence_compares_with_full() -> None:
 def test_what_was_not_measured_is_left_out() -> None:
     full, pqcache, _ = demo_rows()
     untimed: Row = {**pqcache, "tpot_p50_ms": None}
-    assert summary.lines([full, untimed], "pqcache")[0].startswith("PQCache at 0.2: 0.25 of Full's device memory (")
+    assert summary([full, untimed], "pqcache")[0].startswith("PQCache at 0.2: 0.25 of Full's device memory (")
     old: Row = {**untimed, "extra": {}}
-    assert summary.lines([full, old], "pqcache") == ["PQCache at 0.2: -5.0 points [-10.0, +0.0]."]
-    assert summary.lines([pqcache], "pqcache") == []  # nothing to compare with
-    assert summary.lines([full], "full") == []
+    assert summary([full, old], "pqcache") == ["PQCache at 0.2: -5.0 points [-10.0, +0.0]."]
+    assert summary([pqcache], "pqcache") == []  # nothing to compare with
+    assert summary([full], "full") == []
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    rows = demo_rows()
-    path = summary.draw(rows, tmp_path / "demo.png")
+    path = trade_off.draw_rows(demo_rows(), tmp_path / "demo.png")
     assert path is not None and path.stat().st_size > 5000
     nothing = make_rows(plan("method=full"), {"full": [0.0]}, [sample(0, step_s=[])])
-    assert summary.draw(nothing.values(), tmp_path / "none.png") is None
-    assert not (tmp_path / "none.png").exists()
+    assert trade_off.draw_rows(list(nothing.values()), tmp_path / "none.png") is None
 
 
 def test_a_summary_is_of_a_known_method() -> None:

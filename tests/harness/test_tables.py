@@ -10,45 +10,74 @@ import pytest
 
 from pqcache.harness.report import budget_marks, tables
 from pqcache.harness.report import rows as results
-from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.row_text import row_text, summary_line
 from pqcache.harness.report.rows import Row, write_row
 from tests.harness.made_rows import make_rows, plan, sample
 
 
-def test_table_shows_full_in_every_budget_column() -> None:
+def line_of(table: str, method: str) -> list[str]:
+    return next(line for line in table.splitlines() if line.startswith(method)).split()
+
+
+def test_a_sweep_has_a_line_per_cell_and_fits_the_terminal() -> None:
     swept = plan("-m method=full,oracle budget=0.1,0.2")
     rows = make_rows(swept, {"full": [100.0, 80.0], "oracle": [90.0, 80.0]})
-    lines = tables.sweep_table(swept, rows, {}, width=200).splitlines()
-    assert lines[0].split("|")[1].strip() == "budget 0.1"
-    assert lines[0].split("|")[2].strip() == "budget 0.2"
-    full = next(line for line in lines if line.startswith("full")).split("|")
-    assert full[1].split() == full[2].split() == ["90.0", "201", "1.0", "1.0", "0.600", "10.00"]
-    oracle = next(line for line in lines if line.startswith("oracle")).split("|")
-    assert oracle[1].split()[:5] == ["85.0", "-5.0", "[-10.0,", "+0.0]", "201*"]  # twice the budget of 0.1
-    assert oracle[2].split()[4] == "201"
-    for width, parts in ((100, 2), (80, 4)):  # a table per budget, then one of quality and one of cost
-        narrow = tables.sweep_table(swept, rows, {}, width=width)
-        assert narrow.count("\nfull") == parts
-        assert max(len(line) for line in narrow.splitlines()) <= width
-        assert all(narrow.count(column) == 2 for column in tables.COLUMNS)
-
-
-def test_missing_cells_say_why() -> None:
-    swept = plan("-m method=full,oracle budget=0.1")
-    rows = make_rows(swept, {"full": [100.0], "oracle": [0.0]})
+    table = tables.sweep_table(swept, rows, {}, width=200)
+    assert line_of(table, "full") == ["full", "90.0", "201", "1.0", "1.0", "0.600", "10.00"]
+    tenth = ["oracle", "0.1", "85.0", "-5.0", "[-10.0,", "+0.0]", "201*", "1.0", "1.0", "0.600", "10.00"]
+    assert line_of(table, "oracle") == tenth  # twice the budget of 0.1
+    assert [line.split()[1] for line in table.splitlines() if line.startswith("oracle")] == ["0.1", "0.2"]
+    narrow = tables.sweep_table(swept, rows, {}, width=80)  # a table of quality and one of cost
+    assert narrow.count("\nfull") == 2 and max(map(len, narrow.splitlines())) <= 80
+    assert all(narrow.count(column) == 1 for column in tables.COLUMNS)
     oracle = next(cell for cell in swept.cells if cell.identity["method"]["name"] == "oracle")
     del rows[oracle.name]
     for word in ("failed", "n/a"):
-        table = tables.sweep_table(swept, rows, {oracle.name: word})
-        assert word in next(line for line in table.splitlines() if line.startswith("oracle"))
+        assert word in line_of(tables.sweep_table(swept, rows, {oracle.name: word}), "oracle")
 
 
 def test_whatever_varies_has_its_column() -> None:
     swept = plan("-m method=oracle method.n_sink=4,32 seed=0,1 budget=0.1")
     rows = make_rows(swept, {"oracle": [50.0]})
-    head = tables.sweep_table(swept, rows, {}).splitlines()[1]
-    assert head.split("|")[0].split() == ["method", "seed", "method.n_sink"]
+    head = tables.sweep_table(swept, rows, {}).splitlines()[0]
+    assert head.split()[:4] == ["method", "seed", "method.n_sink", "budget"]
+
+
+def test_bytes_are_content_beside_what_full_holds() -> None:
+    swept = plan("-m method=full,oracle budget=0.2")
+    full, oracle = make_rows(swept, {"full": [1.0], "oracle": [1.0]}).values()
+    for row, content in ((full, {"device": 4}), (oracle, {"device": 1, "host": 3})):
+        row["resident_bytes"] = dict.fromkeys(content, 8.0 * 2**20)
+        row["extra"] = {f"content_{tier}_bytes": mib * 2.0**20 for tier, mib in content.items()}
+    rows = {cell.name: row for cell, row in zip(swept.cells, (full, oracle), strict=True)}
+    table = tables.sweep_table(swept, rows, {}, width=200)
+    assert line_of(table, "full")[3:5] == ["4.0", "0.0"]
+    assert line_of(table, "oracle")[6:10] == ["1.0", "(0.25)", "3.0", "(0.75)"]
+    assert "without unused buffer capacity; in brackets as a share of Full's" in tables.sweep_caption(rows)
+    text = row_text(oracle, None)
+    assert "device 1.0 MiB, host 3.0 MiB   (with unused buffer capacity device 8.0 MiB, host 8.0 MiB; peak" in text
+    full["extra"] = {}  # a row of an older version: no share of what is not known
+    old = tables.sweep_table(swept, rows, {}, width=200)
+    assert old.count("8.0") == 3 and "(" not in old
+
+
+def test_few_samples_are_said(tmp_path: Path) -> None:
+    swept = plan("-m method=full,oracle budget=0.1")
+    rows = make_rows(swept, {"full": [100.0], "oracle": [90.0, 80.0, 70.0]})
+    oracle = next(row for row in rows.values() if row["method"] == "oracle")
+    for text in (row_text(oracle, None), tables.sweep_table(swept, rows, {})):
+        assert "(1 of 3 samples)" in text
+    rows = make_rows(swept, {"full": [100.0], "oracle": [38.8]})
+    oracle = next(row for row in rows.values() if row["method"] == "oracle")
+    texts = {"(no interval: one sample)": row_text(oracle, None), "n/a": tables.sweep_table(swept, rows, {})}
+    for said, text in texts.items():
+        assert "-61.2" in text and said in text and "[" not in text
+    old = {**oracle, "schema": 0, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
+    write_row(tmp_path / "row.json", old)  # type: ignore[arg-type]
+    assert results.read_row(tmp_path / "row.json") == oracle
+    several = {"a": {"0": 1.0, "1": 1.0}, "b": {"0": 1.0}}
+    many: Row = {**oracle, "sample_scores": several, "n_samples": 3}
+    assert results.samples_text([many], " a cell") == "3 samples a cell (1-2 of each of 2 sub-tasks)"
 
 
 def test_row_figures_are_pooled_as_documented() -> None:
@@ -92,36 +121,6 @@ def test_budget_fields() -> None:
     assert (full["budget_ratio"], full["budget_tokens"], full["budget_applied"]) == (1.0, None, 1.0)
 
 
-def test_a_partial_comparison_says_so() -> None:
-    swept = plan("-m method=full,oracle budget=0.1")
-    rows = make_rows(swept, {"full": [100.0], "oracle": [90.0, 80.0, 70.0]})
-    oracle = next(row for row in rows.values() if row["method"] == "oracle")
-    assert "(1 of 3 samples)" in row_text(oracle, None)
-    assert "(1 of 3 samples)" in tables.sweep_table(swept, rows, {})
-    complete = make_rows(swept, {"full": [100.0, 1.0, 2.0], "oracle": [90.0, 80.0, 70.0]})
-    assert "samples)" not in tables.sweep_table(swept, complete, {})
-
-
-def test_one_sample_has_no_interval(tmp_path: Path) -> None:
-    swept = plan("-m method=full,oracle budget=0.1")
-    rows = make_rows(swept, {"full": [100.0], "oracle": [38.8]})
-    oracle = next(row for row in rows.values() if row["method"] == "oracle")
-    texts = {"(no interval: one sample)": row_text(oracle, None), "n/a": tables.sweep_table(swept, rows, {})}
-    for said, text in texts.items():
-        assert "-61.2" in text and said in text and "[" not in text
-    old = {**oracle, "schema": 0, "score_interval": [38.8, 38.8], "paired_interval": [-61.2, -61.2]}
-    write_row(tmp_path / "row.json", old)  # type: ignore[arg-type]
-    assert results.read_row(tmp_path / "row.json") == oracle
-
-
-def test_a_folders_table_tells_overrides_apart(tmp_path: Path) -> None:
-    swept = plan("-m method=oracle method.n_sink=4,32 budget=0.1")
-    for name, row in make_rows(swept, {"oracle": [90.0]}).items():
-        (tmp_path / name).mkdir()
-        write_row(tmp_path / name / "row.json", row)
-    assert list(tables.results_table(tmp_path)["changed"]) == ["", "method.n_sink=4"]
-
-
 def test_nan_is_written_as_null(tmp_path: Path) -> None:
     (row,) = make_rows(plan("method=oracle"), {"oracle": [0.0]}).values()
     row["extra"] = {"mass": float("nan")}
@@ -129,23 +128,6 @@ def test_nan_is_written_as_null(tmp_path: Path) -> None:
     read = results.read_row(tmp_path / "row.json")
     assert read is not None
     assert read["extra"] == {"mass": None}
-
-
-def test_frames_of_a_folder(tmp_path: Path) -> None:
-    assert tables.load_rows(tmp_path).empty
-    assert tables.results_table(tmp_path).empty
-    swept = plan("-m method=full,oracle budget=0.1,0.2")
-    for name, row in make_rows(swept, {"full": [100.0], "oracle": [90.0]}).items():
-        (tmp_path / name).mkdir()
-        write_row(tmp_path / name / "row.json", row)
-    frame = tables.load_rows(tmp_path)
-    assert len(frame) == 3
-    assert {"score", "resident_bytes.device", "hyper_parameters.n_sink", "path"} <= set(frame.columns)
-    table = tables.results_table(tmp_path)
-    assert list(table["method"]) == ["full", "oracle", "oracle"]
-    assert list(table["to Full"])[1:] == [-10.0, -10.0]
-    assert table["to Full"].isna()[0]  # Full is what the others are compared with
-    assert list(table["resident MiB"]) == [2.0, 2.0, 2.0]
 
 
 def test_full_is_not_compared_with_itself() -> None:
@@ -177,15 +159,6 @@ def test_no_step_attends_more_than_its_context() -> None:
     assert "60 attended per step (201 over all layers), 51 prompt tokens" in row_text(row, None)
 
 
-def test_how_many_samples_a_limit_makes() -> None:
-    (row,) = make_rows(plan("method=full"), {"full": [0.0]}).values()
-    several = {"a": {"0": 1.0, "1": 1.0}, "b": {"0": 1.0}}
-    assert results.samples_text([row]) == "1 sample" and results.samples_text([row], " a cell") == "1 sample a cell"
-    assert results.samples_text([{**row, "sample_scores": several, "n_samples": 3}]) == (  # type: ignore[typeddict-item]
-        "3 samples (1-2 of each of 2 sub-tasks)"
-    )
-
-
 def test_the_score_of_pg19_is_explained_where_it_is_printed() -> None:
     for mode, words in (("exact", "as a mean over positions"), ("stream", "100 / perplexity")):
         swept = plan(f"-m method=full,streaming task=pg19 task.mode={mode} task.source=constructed")
@@ -194,29 +167,6 @@ def test_the_score_of_pg19_is_explained_where_it_is_printed() -> None:
             assert words in text and "the book's next token in percent" in text
     (other,) = make_rows(plan("method=full"), {"full": [0.0]}).values()
     assert "score is" not in row_text(other, None)
-
-
-def test_bytes_are_content_beside_what_full_holds() -> None:
-    swept = plan("-m method=full,oracle budget=0.2")
-    buffers = {"device": 8 * 2**20}
-    rows = {}
-    for (name, row), content in zip(
-        make_rows(swept, {"full": [1.0], "oracle": [1.0]}, [sample(0, resident_bytes=buffers)]).items(),
-        ({"device": 4 * 2**20}, {"device": 2**20, "host": 3 * 2**20}),
-        strict=True,
-    ):
-        row["resident_bytes"] = dict.fromkeys(content, 8.0 * 2**20)
-        row["extra"] = {f"content_{tier}_bytes": nbytes for tier, nbytes in content.items()}
-        rows[name] = row
-    lines = tables.sweep_table(swept, rows, {}, width=200).splitlines()
-    assert lines[3].split()[4:6] == ["4.0", "0.0"] and lines[4].split()[6:10] == ["1.0", "(0.25)", "3.0", "(0.75)"]
-    assert "without unused buffer capacity; in brackets as a share of Full's" in tables.sweep_caption(rows)
-    text = row_text(list(rows.values())[1], None)
-    assert "device 1.0 MiB, host 3.0 MiB   (with unused buffer capacity device 8.0 MiB, host 8.0 MiB; peak" in text
-    next(iter(rows.values()))["extra"] = {}  # a row of an older version: no share of what is not known
-    old = tables.sweep_table(swept, rows, {}, width=200)
-    assert old.count("8.0") == 3 and "(" not in old
-    assert "unused buffer capacity included" in tables.sweep_caption(rows)
 
 
 def marked(line: str, **values: Any) -> str:
@@ -287,14 +237,6 @@ def test_a_mark_needs_no_method_of_today() -> None:
         budget_marks.remark(row)
         == "attends 300 tokens a step, 3.00 times the 100 of its budget. The rule is oracle's own."
     )
-
-
-def test_a_papers_table_names_the_lines_beside_their_budget() -> None:
-    swept = plan("-m method=full,oracle budget=0.1")
-    rows = make_rows(swept, {"full": [0.0], "oracle": [0.0]})
-    notes = {note.title: note.lines for note in footnotes(swept, rows)}
-    (line,) = notes["Tokens beside the budget"]
-    assert line.startswith("oracle at 0.1 attends 201 tokens a step, 2.01 times the 100 of its budget.")
 
 
 def test_every_field_of_the_row_is_documented() -> None:

@@ -7,16 +7,15 @@ tokens (full, quantizers) are never marked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pqcache.fields import option_fields
+from pqcache.fields import option_fields, retired
 from pqcache.harness.report.rows import Row
 from pqcache.registry import METHODS, method_class
 
 if TYPE_CHECKING:
-    from pqcache.selective import Method
     from pqcache.selective.budget import Plan
 
 MARK = "*"
@@ -62,7 +61,7 @@ def rule(row: Row) -> str:
     if row.get("protocol") not in (None, "aligned"):
         whose += f" under protocol={row['protocol']}"
     if _at_every_step(row):
-        from pqcache.selective.budget import RULES
+        from pqcache.selective.budget import RULES  # imports torch: only where a row is marked
 
         return f"{whose}, at every step: {RULES[str(row['budget_rule'])]}."
     tokens = round(row["prompt_tokens"] - ((row["prompt_protocol"] or {}).get("question_tokens") or 0))
@@ -105,26 +104,25 @@ def _keeps_the_prompt(row: Row) -> bool:
     return (row["budget_tokens"] or 0.0) >= row["prompt_tokens"]
 
 
-def _plans(row: Row, tokens: int) -> Sequence[Plan]:
+def _plans(row: Row, tokens: int) -> list[Plan]:
     """The plans of the layers that are not dense; empty where the method cannot be made from the row alone."""
     if row["method"] not in METHODS:
         return []
+    ratio, budget = row["budget_ratio"], row["budget_tokens"]
     try:
-        method = _method(method_class(row["method"]), row)
+        from pqcache.selective.budget import Budget
+
+        cls = method_class(row["method"])
+        known = set(option_fields(cls)) - set(retired(cls))
+        method = cls(
+            budget=Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(budget or 0)),
+            protocol=row["protocol"],
+            budget_rule="prompt",
+            dense_layers=row["dense_layers"],
+            **{name: value for name, value in row["hyper_parameters"].items() if name in known},
+        )
         dense = method.dense_layers or 0
         plans = [method.plan(tokens, layer, dense + LAYERS) for layer in range(dense, dense + LAYERS)]
     except Exception:  # a method of an older version, or one that needs a file
         return []
     return [plan for plan in plans if plan is not None]
-
-
-def _method(cls: Any, row: Row) -> Method:
-    """The row's method with its hyper-parameters, budget and protocol."""
-    from pqcache.selective import Budget
-
-    ratio, tokens = row["budget_ratio"], row["budget_tokens"]
-    budget = Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(tokens or 0))
-    known = set(option_fields(cls))
-    options = {name: value for name, value in row["hyper_parameters"].items() if name in known}
-    layers, protocol = row["dense_layers"], row["protocol"]
-    return cls(budget=budget, protocol=protocol, budget_rule="prompt", dense_layers=layers, **options)

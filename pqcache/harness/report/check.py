@@ -12,21 +12,27 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pqcache.harness.config.cells import Cell, RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused
-from pqcache.harness.report import papers
 from pqcache.harness.report.figure_request import key_of
 from pqcache.harness.report.footnotes import line_name
-from pqcache.harness.report.items import ALL, NOT_FULL, PAPERS, Item, Setting, items, reports
-from pqcache.harness.report.table_layout import Block, Field, Text
+from pqcache.harness.report.items import (
+    ALL,
+    CONFIGS,
+    NOT_FULL,
+    PAPERS,
+    Item,
+    Setting,
+    items,
+    plan_at_paper_scale,
+    reports,
+)
+from pqcache.harness.report.table import Table
 
 NAMES = ("model", "method", "task")
 
@@ -43,17 +49,12 @@ class Comparison:
     note: str  # the line of notes that names the difference
 
     @property
-    def equal(self) -> bool:
-        if not self.ours:
-            return False
-        if isinstance(self.printed, list) and not isinstance(self.ours[0], list):
-            return {_plain(v) for v in self.ours} == {_plain(v) for v in self.printed}
-        return all(_plain(value) == _plain(self.printed) for value in self.ours)
-
-    @property
     def state(self) -> str:
         """same | noted | DIFFERS."""
-        return "same" if self.equal else "noted" if self.note else "DIFFERS"
+        ours = {_plain(value) for value in self.ours}
+        each = isinstance(self.printed, list) and bool(self.ours) and not isinstance(self.ours[0], list)
+        same = ours == ({_plain(value) for value in self.printed} if each else {_plain(self.printed)})
+        return "same" if same else "noted" if self.note else "DIFFERS"
 
 
 def _plain(value: Any) -> Any:
@@ -63,28 +64,22 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def plan_at_paper_scale(name: str, out: str | Path, configs: Path = papers.CONFIGS) -> RunPlan:
-    """The cells of an experiment, at the paper's sizes where its file has both."""
-    file = yaml.safe_load((configs / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
-    scale = ["scale=paper"] if file.get("paper_scale") else []
-    return make_plan(compose_all([*papers.words(name, configs), f"out={out}", *scale], configs))
-
-
 def compare(plan: RunPlan, item: Item) -> list[Comparison]:
     """Every setting that the paper names for an item, beside the cells that it is of."""
     made = []
     for setting in item.settings:
         cells = [cell for cell in plan.cells if _is_of(cell, setting.of)]
         for key, printed in setting.values.items():
-            ours: list[Any] = []
             of_key = with_documents(cells) if key.partition(".")[0] == "task" else cells
+            ours: list[Any] = []
             for cell in of_key:
-                value = _value(cell, key)
-                if value not in ours:
-                    ours.append(value)
+                # a method's own attribute, where its default was resolved
+                value = cell.identity[key]["name"] if key in NAMES else key_of(cell, key)
+                ours += [value] if value not in ours else []
             lines = tuple(dict.fromkeys(map(line_name, of_key)))
-            note = _note(plan, setting, key, printed)
-            made.append(Comparison(key, lines, tuple(ours), printed, setting.source, note))
+            made.append(
+                Comparison(key, lines, tuple(ours), printed, setting.source, _note(plan, setting, key, printed))
+            )
     return made
 
 
@@ -94,29 +89,18 @@ def with_documents(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _is_of(cell: Cell, of: str | tuple[str, ...]) -> bool:
-    if of == ALL:
-        return True
-    if of == NOT_FULL:
-        return cell.identity["method"]["name"] != "full"
-    return bool({*cell.names, cell.identity["method"]["name"]} & set(of))
-
-
-def _value(cell: Cell, key: str) -> Any:
-    """An option of a cell; a method's own attribute where its default was resolved."""
-    if key in NAMES:
-        return cell.identity[key]["name"]
-    return key_of(cell, key)
+    method = cell.identity["method"]["name"]
+    return of == ALL or (method != "full" if of == NOT_FULL else bool({*cell.names, method} & set(of)))
 
 
 def _note(plan: RunPlan, setting: Setting, key: str, printed: Any) -> str:
     """The line of notes that names a difference; empty if none does."""
     values = printed if isinstance(printed, list) else [printed]
     words = [key, key.rpartition(".")[2], *map(str, values), *setting.words]
-    for line in plan.report.get("notes") or ():
-        text = str(line).lower().replace("_", " ")
-        for word in words:
-            if re.search(rf"(?<![\w.]){re.escape(word.lower().replace('_', ' '))}(?!\w|\.\d)", text):
-                return str(line)
+    patterns = [rf"(?<![\w.]){re.escape(word.lower().replace('_', ' '))}(?!\w|\.\d)" for word in words]
+    for line in map(str, plan.report.get("notes") or ()):
+        if any(re.search(pattern, line.lower().replace("_", " ")) for pattern in patterns):
+            return line
     return ""
 
 
@@ -130,26 +114,20 @@ def unnamed(name: str, own: Sequence[Item], configs: Path) -> list[str]:
     return []
 
 
-def table(comparisons: Iterable[Comparison]) -> Block:
-    """The comparisons as a table."""
-    body = []
-    for one in comparisons:
-        ours = "; ".join(map(str, one.ours)) or "no such line"
-        texts = (one.key, ", ".join(one.lines), ours, str(one.printed), one.source, one.state)
-        line: list[Field] = [(Text(text),) for text in texts]
-        body.append(line)
-    return Block("", ["option", "lines", "here", "paper", "source", ""], body, 1)
+def table(comparisons: Sequence[Comparison]) -> str:
+    """The comparisons as aligned text."""
+    body = [
+        [one.key, ", ".join(one.lines), _ours(one, "no such line"), str(one.printed), one.source, one.state]
+        for one in comparisons
+    ]
+    return Table("", ["option", "lines", "here", "paper", "source", ""], body, 6).plain(44)
 
 
-def printed_table(block: Block, width: int = 44) -> str:
-    """A table as aligned text; long texts are cut."""
-    lines = [block.head, *(["".join(p.text for p in field) for field in line] for line in block.body)]
-    lines = [[text if len(text) <= width else text[: width - 3] + "..." for text in line] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(block.head))]
-    return "\n".join("  ".join(f"{t:<{w}}" for t, w in zip(line, widths)).rstrip() for line in lines)
+def _ours(one: Comparison, none: str) -> str:
+    return "; ".join(map(str, one.ours)) or none
 
 
-def check(name: str, out: str = "results/runs", configs: Path = papers.CONFIGS) -> tuple[str, list[str]]:
+def check(name: str, out: str = "results/runs", configs: Path = CONFIGS) -> tuple[str, list[str]]:
     """(what to print, the errors) of an experiment."""
     own = [item for item in items(configs) if name in item.experiments]
     try:
@@ -161,11 +139,11 @@ def check(name: str, out: str = "results/runs", configs: Path = papers.CONFIGS) 
     for item in own:
         comparisons = compare(plan, item)
         parts.append(f"{name}: {PAPERS[item.paper]}, {item.name}. {item.shows}; {len(plan.cells)} cells")
-        parts.append(printed_table(table(comparisons)) if comparisons else "  the paper names no settings")
+        parts.append(table(comparisons) if comparisons else "  the paper names no settings")
         parts += [f"  note: {line}" for line in dict.fromkeys(c.note for c in comparisons if c.state == "noted")]
         errors += [
-            f"{name}, {item.name}: {c.key} is {'; '.join(map(str, c.ours)) or 'of no line'},"
-            f" the paper ({c.source}) has {c.printed}; no line of report.notes names it"
+            f"{name}, {item.name}: {c.key} is {_ours(c, 'of no line')}, the paper ({c.source}) has {c.printed};"
+            " no line of report.notes names it"
             for c in comparisons
             if c.state == "DIFFERS"
         ]

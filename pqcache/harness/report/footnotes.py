@@ -1,7 +1,5 @@
 """The footnotes of a paper's table, made from the experiment's cells, their rows and the methods' docstrings.
 
-    for note in footnotes(plan, rows): print(note.title, note.lines)
-
 A method says in a list below `Deviations:`, in the docstring of its module or class, where it differs from what was published.
 The list is read from there, so that it is under every table that shows the method.
 """
@@ -11,44 +9,36 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import budget_marks
 from pqcache.harness.report.entries import status
+from pqcache.harness.report.frame import budget_text
 from pqcache.harness.report.rows import Row, skipped_text
-from pqcache.harness.report.tables import budget_text
 from pqcache.registry import METHODS, method_class
 
-HEADING = re.compile(r"^Deviations\b([^:]*):\s*(.*)$")
+LIST = re.compile(r"^Deviations\b[^:\n]*:(.*)\n?((?:(?:- |  ).*(?:\n|$))*)", re.MULTILINE)
 AS_ANOTHER = re.compile(r"^as (\w+)'s\b")  # "Deviations: as H2O's." continues the list of a base class
+QUESTION = "the question is fed token by token through the decode path"
 
 
-@dataclass(frozen=True)
-class Footnote:
-    """A title and its sentences."""
-
-    title: str
-    lines: tuple[str, ...]
-
-
-def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> list[Footnote]:
-    """Everything a reader must know of a table: protocol, number format, choices of ours, deviations, samples.
-
-    rows: cell name -> row, of the cells that were measured.
-    """
-    notes = [
-        Footnote("Protocol", tuple(_protocols(plan.cells))),
-        Footnote("Prompts", tuple(_prompts(plan.cells, rows))),
-        Footnote("Number format", tuple(_dtypes(plan.cells, rows))),
-        Footnote("Chosen here, because the paper does not say", _sentences(plan, "guesses")),
-        Footnote("Differs from what was printed", _sentences(plan, "notes")),
-        *(Footnote(f"Deviations of {name}", tuple(lines)) for name, lines in deviations_of(plan.cells).items()),
-        Footnote("Tokens beside the budget", tuple(_beside_the_budget(plan.cells, rows))),
-        Footnote("Samples", tuple(_samples(plan.cells, rows))),
-    ]
-    return [note for note in notes if note.lines]
+def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> dict[str, Sequence[str]]:
+    """Title -> sentences: all that a reader must know of a table. rows: cell name -> row, of the cells that were measured."""
+    cells = plan.cells
+    named = [(f"{line_name(c)} at {budget_text(rows[c.name])}", rows[c.name]) for c in cells if c.name in rows]
+    notes: dict[str, Sequence[str]] = {
+        "Protocol": _grouped((_protocol(c), line_name(c)) for c in cells if c.identity["method"]["name"] != "full"),
+        "Prompts": list(dict.fromkeys(_prompt(cell, rows.get(cell.name)) for cell in cells)),
+        "Number format": _grouped((_dtype(cell, rows.get(cell.name)), line_name(cell)) for cell in cells),
+        "Chosen here, because the paper does not say": _sentences(plan, "guesses"),
+        "Differs from what was printed": _sentences(plan, "notes"),
+        **{f"Deviations of {name}": lines for name, lines in deviations_of(cells).items()},
+        "Tokens beside the budget": budget_marks.footnotes(named),
+        "Not compared with Full": [f"{name}: {row['paired_reason']}" for name, row in named if row["paired_reason"]],
+        "Samples": _samples(cells, rows),
+    }
+    return {title: lines for title, lines in notes.items() if lines}
 
 
 # -- deviations --------------------------------------------------------------------------------------------------------
@@ -60,37 +50,17 @@ def deviations(cls: type) -> list[str]:
     "Deviations: as H2O's." takes over the list of the base class H2O.
     """
     for text in (sys.modules[cls.__module__].__doc__, cls.__doc__):
-        found = _parse(inspect.cleandoc(text or ""))
-        if found is None:
+        if (found := LIST.search(inspect.cleandoc(text or ""))) is None:
             continue
-        remark, entries = found
-        if (other := AS_ANOTHER.match(remark)) is not None:
-            base = next((c for c in cls.__mro__[1:] if c.__name__ == other[1]), None)
-            if base is None:
-                raise ValueError(
-                    f"{cls.__module__}: Deviations as {other[1]}'s, which is no base class of {cls.__name__}"
-                )
-            return [*deviations(base), *entries]
-        return [*([remark] if remark else []), *entries]
+        remark = found[1].strip()
+        entries = [" ".join(entry.split()) for entry in re.split(r"^- ", found[2], flags=re.MULTILINE)[1:]]
+        if (other := AS_ANOTHER.match(remark)) is None:
+            return [*([remark] if remark else []), *entries]
+        base = next((c for c in cls.__mro__[1:] if c.__name__ == other[1]), None)
+        if base is None:
+            raise ValueError(f"{cls.__module__}: Deviations as {other[1]}'s, which is no base class of {cls.__name__}")
+        return [*deviations(base), *entries]
     return []
-
-
-def _parse(text: str) -> tuple[str, list[str]] | None:
-    """(what follows the colon of `Deviations:`, the entries of the list); None without such a line."""
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        if (heading := HEADING.match(line)) is None:
-            continue
-        entries: list[str] = []
-        for following in lines[number + 1 :]:
-            if following.startswith("- "):
-                entries.append(following.removeprefix("- ").strip())
-            elif following.startswith("  ") and entries:
-                entries[-1] += f" {following.strip()}"
-            else:
-                break
-        return heading[2].strip(), entries
-    return None
 
 
 def methods_of(cell: Cell) -> list[str]:
@@ -101,19 +71,17 @@ def methods_of(cell: Cell) -> list[str]:
 
 
 def deviations_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
-    """Method -> its deviations, for the methods of these cells that have some, in the order of the cells."""
+    """Method -> its deviations, for the methods of these cells that have some; without those of a base class shown too."""
     names = dict.fromkeys(name for cell in cells for name in methods_of(cell))
-    lists = {name: deviations(method_class(name)) for name in names}
-    return {name: _shortened(name, lists) for name, entries in lists.items() if entries}
-
-
-def _shortened(name: str, lists: Mapping[str, list[str]]) -> list[str]:
-    """A method's list, without the one of a base class that is shown too."""
-    for other, entries in lists.items():
-        own = lists[name]
-        if other != name and entries and len(own) > len(entries) and own[: len(entries)] == entries:
-            return [f"As {other}'s.", *own[len(entries) :]]
-    return lists[name]
+    lists = {name: found for name in names if (found := deviations(method_class(name)))}
+    bases = {
+        name: next((o for o, known in lists.items() if o != name and own[: len(known)] == known != own), None)
+        for name, own in lists.items()
+    }
+    return {
+        name: own if (base := bases[name]) is None else [f"As {base}'s.", *own[len(lists[base]) :]]
+        for name, own in lists.items()
+    }
 
 
 # -- how the cells were run --------------------------------------------------------------------------------------------
@@ -129,80 +97,47 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
     lines: dict[str, dict[str, None]] = {}
     for value, line in pairs:
         lines.setdefault(value, {})[line] = None
-    if len(lines) == 1:
-        return [f"{next(iter(lines))}: all lines"]
-    return [f"{value}: {', '.join(names)}" for value, names in lines.items()]
+    return [f"{value}: {'all lines' if len(lines) == 1 else ', '.join(names)}" for value, names in lines.items()]
 
 
-def _protocols(cells: Iterable[Cell]) -> list[str]:
+def _protocol(cell: Cell) -> str:
     """The protocol of the method's side, and the number of dense layers where there are some."""
-    pairs = []
-    for cell in cells:
-        options = cell.identity
-        if options["method"]["name"] == "full":
-            continue  # every token under any protocol
-        dense = f", {options['dense_layers']} dense layers" if options["dense_layers"] else ""
-        rule = f", budget_rule={options['budget_rule']}" if options["budget_rule"] != "prompt" else ""
-        rule += ", budget_of=context" if options["budget_of"] != "prompt" else ""
-        pairs.append((f"{options['protocol']}{rule}{dense}", line_name(cell)))
-    return _grouped(pairs) if pairs else []
+    options = cell.identity
+    rule = f", budget_rule={options['budget_rule']}" if options["budget_rule"] != "prompt" else ""
+    rule += ", budget_of=context" if options["budget_of"] != "prompt" else ""
+    return f"{options['protocol']}{rule}" + (f", {n} dense layers" if (n := options["dense_layers"]) else "")
 
 
-def _prompts(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
-    """What was done to the prompts: as recorded in the rows, else as the configuration asks for."""
-    texts: dict[str, None] = {}
-    for cell in cells:
-        row = rows.get(cell.name)
-        texts.setdefault(_recorded(row) if row is not None else _configured(cell))
-    return list(texts)
-
-
-def _recorded(row: Row) -> str:
-    protocol = row["prompt_protocol"] or {}
-    parts = [f"wrapper: {protocol['wrapper']}"] if protocol.get("wrapper") else []
-    parts += [f"truncation: {protocol['truncation']}"] if protocol.get("truncation") else []
-    if protocol.get("truncated_prompts"):
-        parts.append(f"{protocol['truncated_prompts']} of {row['n_samples']} prompts truncated")
-    if protocol.get("question_as_decode"):
-        parts.append("the question is fed token by token through the decode path")
-    return f"{row['model']}, {row['task']}: {'; '.join(parts) or 'as the task makes them'}"
-
-
-def _configured(cell: Cell) -> str:
+def _prompt(cell: Cell, row: Row | None) -> str:
+    """What was done to the prompts: as recorded in the row, else as the configuration asks for."""
+    if row is not None:
+        known = row["prompt_protocol"] or {}
+        parts = [f"{key}: {known[key]}" for key in ("wrapper", "truncation") if known.get(key)]
+        if known.get("truncated_prompts"):
+            parts.append(f"{known['truncated_prompts']} of {row['n_samples']} prompts truncated")
+        parts += [QUESTION] if known.get("question_as_decode") else []
+        return f"{row['model']}, {row['task']}: {'; '.join(parts) or 'as the task makes them'}"
     model, task = cell.identity["model"], cell.identity["task"]
     parts = [f"wrapper: {task['wrapper']}"] if task.get("wrapper") else []
     if model.get("chat") is not None:
         parts.append("chat template" if model["chat"] else "no chat template")
     if task.get("max_length"):
         parts.append(f"at most {task['max_length']} tokens, the middle is left out")
-    if cell.identity["question_as_decode"]:
-        parts.append("the question is fed token by token through the decode path")
+    parts += [QUESTION] if cell.identity["question_as_decode"] else []
     return f"{model['name']}, {task['name']}: {'; '.join(parts) or 'as the task makes them'} (planned)"
 
 
-def _dtypes(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
+def _dtype(cell: Cell, row: Row | None) -> str:
     """The data type of weights, keys and values: as measured, else as asked for."""
-    pairs = []
-    for cell in cells:
-        row = rows.get(cell.name)
-        asked = cell.identity["model"]["dtype"]
-        planned = "the checkpoint's (dtype=auto)" if asked == "auto" else asked
-        pairs.append((f"{row['kv_dtype']}" if row is not None else f"{planned}, planned", line_name(cell)))
-    return _grouped(pairs)
+    asked = cell.identity["model"]["dtype"]
+    planned = "the checkpoint's (dtype=auto)" if asked == "auto" else asked
+    return f"{planned}, planned" if row is None else str(row["kv_dtype"])
 
 
-def _sentences(plan: RunPlan, key: str) -> tuple[str, ...]:
+def _sentences(plan: RunPlan, key: str) -> list[str]:
     """`report.guesses` or `report.notes` of the experiment file."""
     value = plan.report.get(key) or []
-    return tuple(str(line) for line in ([value] if isinstance(value, str) else value))
-
-
-def _beside_the_budget(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
-    """The lines that attend clearly more or less than their budget, and by which rule."""
-    named = [
-        (f"{line_name(cell)} at {budget_text(rows[cell.name])}", rows[cell.name]) for cell in cells if cell.name in rows
-    ]
-    return budget_marks.footnotes(named)
+    return [value] if isinstance(value, str) else list(map(str, value))
 
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
@@ -211,8 +146,7 @@ def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
     left_out: dict[str, dict[str, None]] = {}
     missing = 0
     for cell in cells:
-        row = rows.get(cell.name)
-        if row is not None:
+        if (row := rows.get(cell.name)) is not None:
             counts.append((f"{row['n_samples']} samples{skipped_text(row)}", line_name(cell)))
             continue
         state, reason = status(cell)
@@ -220,6 +154,5 @@ def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
             missing += 1
         else:
             left_out.setdefault(f"{state} ({reason})", {})[line_name(cell)] = None
-    lines = _grouped(counts) if counts else []
-    lines += [f"{why}: {', '.join(names)}" for why, names in left_out.items()]
+    lines = [*_grouped(counts), *(f"{why}: {', '.join(names)}" for why, names in left_out.items())]
     return [*lines, *([f"{missing} cells not measured yet"] if missing else [])]

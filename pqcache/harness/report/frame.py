@@ -80,9 +80,11 @@ def pooled_groups(rows: Iterable[Row]) -> tuple[list[list[Row]], int]:
     return sorted(made, key=lambda rows: (rows[0]["method"] != "full", natural(rows[0]["folder"]))), left_out
 
 
-def ignores_budget(method: str) -> bool:
-    """Whether a method has no budget."""
-    return method in METHODS and method_class(method).ignores_budget
+def ignores_budget(row: Row) -> bool:
+    """Whether a row's method has no budget."""
+    if row["method"] == "full" or row["budget_ratio"] != 1.0:
+        return row["method"] == "full"
+    return row["method"] in METHODS and method_class(row["method"]).ignores_budget
 
 
 def budget_text(row: Row) -> str:
@@ -105,7 +107,7 @@ def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterato
     """The lines of a configuration: one, or one per sub-task and their average."""
     first = group[0]
     common = _options(first)
-    ignored = ignores_budget(first["method"])
+    ignored = ignores_budget(first)
     plain = {key: value for key, value in first.items() if key not in (*OBJECTS, *SAMPLES, *GROUPS.values())}
     texts = {key: value for key, value in plain.items() if not _is_number(value) and not isinstance(value, dict | list)}
     common |= {key: first[key] for key in FIELDS if key in first}  # type: ignore[literal-required]

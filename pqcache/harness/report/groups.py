@@ -14,11 +14,11 @@ from typing import Any
 from pqcache.atomic import write_text
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import budget_marks, plots
-from pqcache.harness.report.configurations import natural
 from pqcache.harness.report.escaping import in_markdown, printable
+from pqcache.harness.report.frame import budget_text, natural
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_under
-from pqcache.harness.report.tables import MISSING, budget_text, number, signed, size, spread
+from pqcache.harness.report.table import MISSING, Table, number, signed, size, spread
 
 
 def group_rows(folder: Path) -> list[Row]:
@@ -57,28 +57,20 @@ def table(rows: Sequence[Row]) -> str:
     prefix = f"{rows[0]['task']}_"
     head = ["method", "budget", "samples", "mean", "95 %", "to Full", "95 %", *(t.removeprefix(prefix) for t in tasks)]
     head += ["attended", "bytes per step", "TT2T s", "TPOT ms"]
-    lines = [f"| {' | '.join(map(in_markdown, head))} |", f"|{'---|' * len(head)}"]
+    body = []
     for row, label in zip(rows, labels(rows), strict=True):
-        full = row["method"] == "full"
-        cells = [
-            label,
-            budget_text(row),
-            str(row["n_samples"]),
-            number(row["score"]),
-            spread(row["score"], row["score_interval"]),
-            "" if full else signed(row["paired_difference"]),
-            "" if full else spread(row["paired_difference"], row["paired_interval"], signed),
-            *(_family(row, task) for task in tasks),
-            number(row["attended_tokens"], 0) + budget_marks.mark(row),
-            size(sum(row["bytes_per_step"].values())) if row["bytes_per_step"] else MISSING,
-            number(row["tt2t_s"], 3),
+        to_full = [signed(row["paired_difference"]), spread(row["paired_difference"], row["paired_interval"], signed)]
+        moved = size(sum(row["bytes_per_step"].values())) if row["bytes_per_step"] else MISSING
+        body.append([
+            label, budget_text(row), str(row["n_samples"]), number(row["score"]), spread(row["score"], row["score_interval"]),
+            *(["", ""] if row["method"] == "full" else to_full), *(_family(row, task) for task in tasks),
+            number(row["attended_tokens"], 0) + budget_marks.mark(row), moved, number(row["tt2t_s"], 3),
             number(row["tpot_p50_ms"], 2),
-        ]
-        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
+        ])  # fmt: skip
     named = ((f"{label} at {budget_text(row)}", row) for row, label in zip(rows, labels(rows), strict=True))
     notes = "".join(f"\n- {in_markdown(note)}" for note in budget_marks.footnotes(named))
     marked = f"\n\nMarked with an asterisk:\n{notes}" if notes else ""
-    return "\n".join(lines) + f"\n\n{_caption(rows)}{marked}"
+    return f"{Table('', head, body).markdown()}\n\n{_caption(rows)}{marked}"
 
 
 def _family(row: Row, task: str) -> str:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pqcache import places
+from pqcache.harness.config.cells import RunPlan, make_plan
+from pqcache.harness.config.compose import compose_all
 
 FILE = places.PUBLISHED / "settings.yaml"
 CONFIGS = places.CONFIGS
@@ -49,7 +52,7 @@ class Item:
     samples: int = 0  # of a cell
     prompt_tokens: int = 0
     new_tokens: int = 0
-    experiments: tuple[str, ...] = field(default=())
+    experiments: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -70,50 +73,17 @@ def downloads() -> dict[str, int]:
 @functools.cache
 def items(configs: Path = CONFIGS) -> tuple[Item, ...]:
     """All items in the papers' order, each with the experiments that repeat it."""
-    repeated = reports(configs)
-    return tuple(
-        _item(paper, str(name), values, repeated) for paper in PAPERS for name, values in _file().get(paper, {}).items()
-    )
-
-
-@functools.cache
-def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Experiment -> (paper, items), of the files that name them."""
-    named = {}
-    for file in sorted((configs / "experiment").glob("*.yaml")):
-        report = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("report") or {}
-        if report.get("paper"):
-            value = report.get("item") or ()
-            named[file.stem] = (str(report["paper"]), (value,) if isinstance(value, str) else tuple(map(str, value)))
-    return named
-
-
-def covers(named: str, item: str) -> bool:
-    """Whether an experiment of `named` repeats `item`: the same, or a figure whose panel it is."""
-    if named.lower() == item.lower():
-        return True
-    return bool(re.fullmatch(re.escape(named.lower()) + "[a-z]", item.lower())) and named[-1:].isdigit()
-
-
-def _item(
-    paper: str, name: str, values: Mapping[str, Any], repeated: Mapping[str, tuple[str, tuple[str, ...]]]
-) -> Item:
-    experiments = [
-        experiment
-        for experiment, (own, named) in repeated.items()
-        if own == paper and any(covers(one, name) for one in named)
-    ]
-    return Item(
-        paper=paper,
-        name=name,
-        shows=str(values["shows"]),
-        drawing=values.get("kind") == "drawing",
-        settings=tuple(_setting(one) for one in values.get("settings") or ()),
-        samples=int(values.get("samples") or 0),
-        prompt_tokens=int(values.get("prompt_tokens") or 0),
-        new_tokens=int(values.get("new_tokens") or 0),
-        experiments=tuple(experiments),
-    )
+    repeated = reports(configs).items()
+    made = []
+    for paper in PAPERS:
+        for name, values in _file().get(paper, {}).items():
+            own = (e for e, (of, named) in repeated if of == paper and any(covers(one, str(name)) for one in named))
+            settings = tuple(_setting(one) for one in values.get("settings") or ())
+            samples, prompt, new = (int(values.get(key) or 0) for key in ("samples", "prompt_tokens", "new_tokens"))
+            drawing = values.get("kind") == "drawing"
+            size = samples, prompt, new
+            made.append(Item(paper, str(name), str(values["shows"]), drawing, settings, *size, tuple(own)))
+    return tuple(made)
 
 
 def _setting(values: Mapping[str, Any]) -> Setting:
@@ -122,3 +92,53 @@ def _setting(values: Mapping[str, Any]) -> Setting:
     return Setting(
         str(values["source"]), of if isinstance(of, str) else tuple(of), rest, tuple(values.get("words") or ())
     )
+
+
+def covers(named: str, item: str) -> bool:
+    """Whether an experiment of `named` repeats `item`: the same, or a figure whose panel it is."""
+    named, item = named.lower(), item.lower()
+    return named == item or (named[-1:].isdigit() and bool(re.fullmatch(re.escape(named) + "[a-z]", item)))
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _files(configs: Path) -> dict[str, Mapping[str, Any]]:
+    """Experiment -> its file."""
+    files = sorted((configs / "experiment").glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in files}
+
+
+def experiments(configs: Path = CONFIGS, *, every: bool = False) -> list[str]:
+    """The experiments that repeat a paper's table or figure (`report:`); every: all there are."""
+    return [name for name, file in _files(configs).items() if every or "report" in file]
+
+
+@functools.cache
+def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Experiment -> (paper, items), of the files that name them."""
+    named = {}
+    for name, file in _files(configs).items():
+        report = file.get("report") or {}
+        if report.get("paper"):
+            value = report.get("item") or ()
+            named[name] = (str(report["paper"]), (value,) if isinstance(value, str) else tuple(map(str, value)))
+    return named
+
+
+def words(name: str, configs: Path = CONFIGS) -> list[str]:
+    """The words after `python run.py` in the command that an experiment file's first line gives."""
+    first = (configs / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    return shlex.split(first.partition("run.py ")[2]) or [f"experiment={name}"]
+
+
+def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> RunPlan:
+    """The cells of an experiment as `python run.py experiment=<name> out=<out>` would run them; nothing is loaded."""
+    return make_plan(compose_all([*words(name, configs), f"out={out}", f"smoke={str(smoke).lower()}"], configs))
+
+
+def plan_at_paper_scale(name: str, out: str | Path, configs: Path = CONFIGS) -> RunPlan:
+    """The cells of an experiment, at the paper's sizes where its file has both."""
+    scale = ["scale=paper"] if _files(configs)[name].get("paper_scale") else []
+    return make_plan(compose_all([*words(name, configs), f"out={out}", *scale], configs))

@@ -3,6 +3,10 @@
 python -m pqcache.harness.report.papers tables [experiment ...] [--out results/runs]  Markdown, LaTeX, CSV, PNG
 python -m pqcache.harness.report.papers missing [experiment ...] [--out results/runs]  the command of every empty cell
 
+`tables` without names (make tables) writes <out>/tables: <experiment>.md, .tex, .csv and .png of all experiments that have rows
+or whose paper prints numbers; status.md (a line per item of the papers), prose.md (numbers of the papers' text), tables.tex
+(all tables, one document) and contact_sheet.png (all figures).
+
 An experiment file says with `report:` how its cells are shown:
 
     report:
@@ -12,8 +16,8 @@ An experiment file says with `report:` how its cells are shown:
       guesses: [...]                              # what the paper does not say and this file chose, a sentence each
       notes: [...]                                # where this differs from what was printed, a sentence each
       columns: {score: score}                     # a column's name -> its number in a row, see entries.measured
-      figure: {kind: lines, x: budget, y: score}  # see figures.py; none for a table
-      layout, names, labels, datasets, best, lower  # see table_layout
+      figure: {kind: lines, x: budget, y: score}  # see figures.draw; none for a table
+      layout, names, labels, datasets, best, lower  # see layout
 
 `score` is the mean over the data sets, each of which has a column of its own. Numbers of a paper are those of
 results/published, table by experiment, model, method (or the cell's name) and budget. Difference to Full: of the same
@@ -31,47 +35,24 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
-from pqcache import places
 from pqcache.atomic import write_text
-from pqcache.harness.config.cells import Cell, RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report import figures
+from pqcache.harness.report import axes, figures, prose, published, reproducing
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
-from pqcache.harness.report.latex import fragment
+from pqcache.harness.report.items import experiment_plan, experiments, words
+from pqcache.harness.report.layout import tables_of
+from pqcache.harness.report.plots import contact_sheet
 from pqcache.harness.report.rows import Row, batch_text, rows_or_refused
-from pqcache.harness.report.table_layout import block_markdown, blocks
+from pqcache.harness.report.table import document, fragment, several
 
 if TYPE_CHECKING:
     import pandas as pd
 
-CONFIGS = places.CONFIGS
 FOLDER = "tables"  # under out=
-
-
-# -- experiments -------------------------------------------------------------------------------------------------------
-
-
-def experiments(configs: Path = CONFIGS, *, every: bool = False) -> list[str]:
-    """The experiments that repeat a paper's table or figure (`report:`); every: all there are."""
-    files = sorted((configs / "experiment").glob("*.yaml"))
-    return [f.stem for f in files if every or "report" in (yaml.safe_load(f.read_text(encoding="utf-8")) or {})]
-
-
-def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> RunPlan:
-    """The cells of an experiment as `python run.py experiment=<name> out=<out>` would run them; nothing is loaded."""
-    return make_plan(compose_all([*words(name, configs), f"out={out}", f"smoke={str(smoke).lower()}"], configs))
-
-
-def words(name: str, configs: Path = CONFIGS) -> list[str]:
-    """The words after `python run.py` in the command that an experiment file's first line gives."""
-    first = (configs / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    return shlex.split(first.partition("run.py ")[2]) or [f"experiment={name}"]
 
 
 # -- what is missing ---------------------------------------------------------------------------------------------------
@@ -87,12 +68,13 @@ def command(cell: Cell) -> str:
 
 def missing(plan: RunPlan) -> list[str]:
     """One line per empty cell that a run could fill: its command, after the reason where the last run failed."""
-    lines = []
-    for cell in plan.cells:
-        state, reason = status(cell)
-        if state in ("missing", "failed"):
-            lines.append(command(cell) + (f"    # failed: {reason[:100]}" if state == "failed" else ""))
-    return lines
+    rows = rows_of(plan)
+    states = [(cell, *status(cell)) for cell in plan.cells if cell.name not in rows]
+    return [
+        command(cell) + (f"    # failed: {reason[:100]}" if state == "failed" else "")
+        for cell, state, reason in states
+        if state in ("missing", "failed")
+    ]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -105,57 +87,75 @@ def frame(table: Iterable[Entry]) -> pd.DataFrame:
     return pd.DataFrame([asdict(e) for e in table], columns=[f.name for f in fields(Entry)])
 
 
+def title_of(plan: RunPlan) -> str:
+    """The paper's item and what it shows."""
+    return str(plan.report.get("title") or plan.experiment)
+
+
 def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """What a table shows, in one or two sentences."""
-    counts = sorted({e.samples for e in table if e.samples is not None})
-    sizes = "nothing measured yet"
-    if counts:
-        each = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-        sizes = f"{each} sample{'s' if counts[-1] > 1 else ''}, {batch_text(rows.values())},"
-    machines = " / ".join(dict.fromkeys(row["device"] for row in rows.values()))
+    each = several(e.samples for e in table)
+    sizes = (
+        f"{each} sample{'' if each == '1' else 's'}, {batch_text(rows.values())}," if each else "nothing measured yet"
+    )
+    machines = several(row["device"] for row in rows.values())
     text = f"{title_of(plan)}: {sizes}{f' on {machines}' if machines else ''}."
     if any(e.published is not None for e in table):
         text += " In brackets: as printed. Bold: the best, Full and Oracle excluded. Compare differences to Full;"
         text += " the papers' Full rows differ among themselves."
-    if any(row["smoke"] for row in rows.values()):
-        text = "SMOKE RUN, no results. " + text
-    return text
+    return ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows.values()) else "") + text
 
 
 def markdown(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
-    """The table of an experiment: caption, a block per model or as `report.layout` says, footnotes."""
+    """The table of an experiment: caption, a table per model or as `report.layout` says, footnotes."""
     parts = [in_markdown(caption(plan, table, rows))]
-    for block in blocks([*table, *printed_rows(plan)], plan.report, plan.best_of):
-        parts.append(block_markdown(block))
-    for note in footnotes(plan, rows):
-        parts.append(f"*{note.title}:*\n\n" + "\n".join(f"- {in_markdown(line)}" for line in note.lines))
+    parts += [one.markdown() for one in tables_of([*table, *printed_rows(plan)], plan.report, plan.best_of)]
+    for title, lines in footnotes(plan, rows).items():
+        parts.append(f"*{title}:*\n\n" + "\n".join(f"- {in_markdown(line)}" for line in lines))
     return "\n\n".join(parts) + "\n"
 
 
 def latex(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """The same as LaTeX (booktabs), split where it is wider or longer than a page."""
-    tables = blocks([*table, *printed_rows(plan)], plan.report, plan.best_of)
+    tables = tables_of([*table, *printed_rows(plan)], plan.report, plan.best_of)
     return fragment(title_of(plan), caption(plan, table, rows), tables, footnotes(plan, rows))
-
-
-def title_of(plan: RunPlan) -> str:
-    """The paper's item and what it shows."""
-    return str(plan.report.get("title") or plan.experiment)
 
 
 def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
     """Write <out>/tables/<experiment>.md, .tex and .csv, and .png if there is a figure to draw. Returns (Markdown, files)."""
     rows = rows_of(plan)
     table = table_entries(plan, rows)
-    folder = folder or Path(plan.cells[0].run.out).expanduser() / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / (plan.experiment or "table")
+    stem = (folder or Path(plan.cells[0].run.out).expanduser() / FOLDER) / (plan.experiment or "table")
     text = markdown(plan, table, rows)
-    write_text(stem.with_suffix(".md"), text)
-    write_text(stem.with_suffix(".tex"), latex(plan, table, rows))
-    write_text(stem.with_suffix(".csv"), frame(table).to_csv(index=False))
+    made = {".md": text, ".tex": latex(plan, table, rows), ".csv": frame(table).to_csv(index=False)}
+    for suffix, content in made.items():
+        write_text(stem.with_suffix(suffix), content)
     picture = figures.draw(plan, table, rows, stem.with_suffix(".png"))
-    return text, [stem.with_suffix(s) for s in (".md", ".tex", ".csv")] + ([picture] if picture else [])
+    return text, [*(stem.with_suffix(suffix) for suffix in made), *([picture] if picture else [])]
+
+
+def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
+    """Write everything; returns the files. An experiment that cannot be written is named and left out."""
+    folder = (out / SMOKE_FOLDER if smoke else out) / FOLDER
+    tables: dict[str, list[Entry]] = {}
+    files: list[Path] = []
+    for name in experiments():
+        try:
+            plan = experiment_plan(name, out, smoke=smoke)
+            rows = rows_of(plan)
+            if rows or published.numbers(name):
+                files += write(plan, folder)[1]
+                tables[name] = table_entries(plan, rows)
+        except Refused as refused:
+            print(f"{name}: {'; '.join(refused.lines)}", file=sys.stderr)
+        except Exception as error:  # one broken figure must not keep the others from being written
+            print(f"{name}: not written ({type(error).__name__}: {error})", file=sys.stderr)
+    texts = [path.read_text(encoding="utf-8") for path in files if path.suffix == ".tex"]
+    made = {"tables.tex": document(texts), "prose.md": prose.table(tables), "status.md": reproducing.status(out)}
+    for name, text in made.items():
+        write_text(folder / name, text)
+    sheet = contact_sheet([path for path in files if path.suffix == ".png"], folder / "contact_sheet.png")
+    return [*files, *(folder / name for name in made), *([sheet] if sheet else [])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,35 +163,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["tables", "missing"])
     parser.add_argument(
-        "experiments", nargs="*", help="all that repeat a paper's table or figure; missing: all there are"
+        "experiments", nargs="*", help="default: all that repeat a paper's table or figure; missing: all"
     )
     parser.add_argument("--out", default="results/runs", help="the out= folder of the runs")
     parser.add_argument("--smoke", action="store_true", help="of smoke runs")
-    arguments = parser.parse_args(argv)
-    known = experiments(every=True)
-    names = arguments.experiments or experiments(every=arguments.what == "missing")
-    if unknown := [name for name in names if name not in known]:
+    given = parser.parse_args(argv)
+    out = Path(given.out).expanduser()
+    if unknown := [name for name in given.experiments if name not in experiments(every=True)]:
         parser.error(f"unknown experiment: {', '.join(unknown)}")
-    if arguments.what == "tables":
+    if given.what == "tables":
         try:
-            rows_or_refused(Path(arguments.out, *([SMOKE_FOLDER] if arguments.smoke else [])), f"--out {arguments.out}")
+            rows_or_refused(out / SMOKE_FOLDER if given.smoke else out, f"--out {given.out}")
         except Refused as refused:
             print(f"error: {refused}", file=sys.stderr)
             return 2
-    for name in names:
+        axes.keep_files(out)
+        if not given.experiments:
+            print("\n".join(map(str, write_all(out, smoke=given.smoke))))
+            return 0
+    for name in given.experiments or experiments(every=True):
         try:
-            plan = experiment_plan(name, arguments.out, smoke=arguments.smoke)
+            plan = experiment_plan(name, given.out, smoke=given.smoke)
         except Refused as refused:
             print(f"# {name}: {'; '.join(refused.lines)}", file=sys.stderr)
             continue
-        if arguments.what == "missing":
-            lines = missing(plan)
-            if lines:
-                print(f"# {name}: {len(lines)} of {len(plan.cells)} cells; all: python run.py {' '.join(words(name))}")
-                print("\n".join(lines))
-        elif arguments.experiments or rows_of(plan):
+        if given.what == "tables":
             text, files = write(plan)
             print(f"## {name}\n\n{text}\n" + "\n".join(map(str, files)) + "\n")
+        elif lines := missing(plan):
+            print(f"# {name}: {len(lines)} of {len(plan.cells)} cells; all: python run.py {' '.join(words(name))}")
+            print("\n".join(lines))
     return 0
 
 

@@ -10,14 +10,13 @@ equal model, setting and data set. `how` says what is made of them:
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pqcache.harness.report import published
 from pqcache.harness.report.entries import Entry
-from pqcache.harness.report.published import FOLDER
-from pqcache.harness.report.tables import MISSING
+from pqcache.harness.report.table import MISSING
 
 HOW: Mapping[str, Callable[[float, float], float]] = {
     "value": lambda own, _: own,
@@ -48,15 +47,21 @@ class ProseNumber:
     setting: str  # what the entry's setting contains
     how: str
 
+    def is_of(self, entry: Entry) -> bool:
+        return (
+            entry.metric == self.metric
+            and self.line in entry.line.split(", ")
+            and self.model in ("", entry.model)
+            and self.dataset in ("", entry.dataset)
+            and self.budget in (None, entry.budget)
+            and {part for part in self.setting.split(", ") if part} <= set(entry.setting.split(", "))
+        )
+
 
 @functools.cache
 def numbers() -> tuple[ProseNumber, ...]:
     """All of them; none in an installation without the file."""
-    path = FOLDER / "prose.csv"
-    if not path.exists():
-        return ()
-    with open(path, newline="", encoding="utf-8") as file:
-        return tuple(_number(line) for line in csv.DictReader(file))
+    return tuple(map(_number, published.lines_of("prose")))
 
 
 def _number(line: Mapping[str, str]) -> ProseNumber:
@@ -69,49 +74,32 @@ def measured(number: ProseNumber, table: Sequence[Entry], field: str = "measured
 
     field: `published` takes the paper's own table instead.
     """
-    others = number.other.split("|") if number.other else []
+    others = set(number.other.split("|")) if number.other else set()
     values = []
-    for entry in table:
-        own = getattr(entry, field)
-        if own is None or not _is_of(number, entry) or number.line not in entry.line.split(", "):
-            continue
-        if not others:
-            values.append(HOW[number.how](own, 0.0))
-            continue
+    for entry in (e for e in table if number.is_of(e) and getattr(e, field) is not None):
         rivals = [
-            other
+            getattr(e, field)
             for e in table
-            if set(others) & set(e.line.split(", "))
+            if others & set(e.line.split(", "))
             and (e.model, e.dataset, e.metric) == (entry.model, entry.dataset, entry.metric)
             and (e.setting == entry.setting or not {e.setting, entry.setting} - {""} or field == "published")
             and (e.budget == entry.budget or len(others) == 1)
-            and (other := getattr(e, field)) is not None
+            and getattr(e, field) is not None
         ]
-        if rivals:
-            values.append(HOW[number.how](own, max(rivals)))
+        if rivals or not others:
+            values.append(HOW[number.how](getattr(entry, field), max(rivals, default=0.0)))
     return values
-
-
-def _is_of(number: ProseNumber, entry: Entry) -> bool:
-    return (
-        entry.metric == number.metric
-        and number.model in ("", entry.model)
-        and number.dataset in ("", entry.dataset)
-        and number.budget in (None, entry.budget)
-        and all(part in entry.setting.split(", ") for part in number.setting.split(", ") if part)
-    )
 
 
 def table(tables: Mapping[str, Sequence[Entry]], paper: str | None = None) -> str:
     """Markdown: each number beside what was measured. tables: experiment -> its entries."""
     head = ["paper", "where", "what", "printed", "measured", "experiment"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for one in numbers():
-        if paper is not None and one.paper != paper:
-            continue
+    for one in (one for one in numbers() if paper in (None, one.paper)):
         values = measured(one, tables.get(one.experiment, ())) if one.experiment else []
         ends = sorted({f"{v:.3g}" for v in (min(values), max(values))}, key=float) if values else []
         shown = " to ".join(ends) or ("not measured yet" if one.experiment else MISSING)
-        texts = [one.paper, one.source, one.says, one.printed_as, shown, one.experiment or "none"]
-        lines.append(f"| {' | '.join(texts)} |")
+        lines.append(
+            f"| {one.paper} | {one.source} | {one.says} | {one.printed_as} | {shown} | {one.experiment or 'none'} |"
+        )
     return "\n".join(lines) + "\n"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pqcache import places
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FOLDER = places.PUBLISHED
 AVERAGE = "average"
+Budget = float | int | None  # None: the method has none
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Number:
     table: str
     model: str
     method: str
-    budget: float | int | None  # None: the method has none
+    budget: Budget
     dataset: str
     metric: str
     value: float
@@ -39,17 +40,23 @@ class Number:
 @functools.cache
 def numbers(experiment: str) -> tuple[Number, ...]:
     """Every number of an experiment's table; none where the paper prints none, or in an installation without these files."""
-    path = FOLDER / f"{experiment}.csv"
+    return tuple(
+        Number(**{**line, "budget": _budget(line["budget"]), "value": float(line["value"])})  # type: ignore[arg-type]
+        for line in lines_of(experiment)
+    )
+
+
+def lines_of(name: str) -> list[dict[str, str]]:
+    """The lines of a CSV file of results/published."""
+    path = FOLDER / f"{name}.csv"
     if not path.exists():
-        return ()
+        return []
     with open(path, newline="", encoding="utf-8") as file:
-        return tuple(_number(line) for line in csv.DictReader(file))
+        return list(csv.DictReader(file))
 
 
-def _number(line: dict[str, str]) -> Number:
-    text = line["budget"]
-    budget = None if not text else float(text) if "." in text else int(text)
-    return Number(**{**line, "budget": budget, "value": float(line["value"])})  # type: ignore[arg-type]
+def _budget(text: str) -> Budget:
+    return None if not text else float(text) if "." in text else int(text)
 
 
 @functools.cache
@@ -58,45 +65,41 @@ def _index(experiment: str) -> dict[tuple, float]:
 
 
 def value(
-    experiment: str,
-    *,
-    model: str,
-    method: str,
-    budget: float | int | None,
-    dataset: str = AVERAGE,
-    metric: str = "score",
+    experiment: str, *, model: str, method: str, budget: Budget, dataset: str = AVERAGE, metric: str = "score"
 ) -> float | None:
     """One printed number; None if it is not printed."""
     return _index(experiment).get((model, method, budget, dataset, metric))
 
 
-def score(experiment: str, *, model: str, method: str, budget: float | int | None) -> float | None:
-    """The score of a line: its printed average, or its only score."""
-    line = {n.dataset: n.value for n in numbers(experiment) if _line(n) == (model, method, budget, "score")}
-    return line.get(AVERAGE, next(iter(line.values())) if len(line) == 1 else None)
+def pair(
+    experiment: str,
+    model: str,
+    labels: Iterable[str],
+    budget: Budget,
+    dataset: str,
+    metric: str,
+    *,
+    is_full: bool = False,
+) -> dict[str, float | None]:
+    """The number of the first label that has one (`published`), and its difference to the paper's Full."""
+    index = _index(experiment)
+    printed = next((v for name in labels if (v := index.get((model, name, budget, dataset, metric))) is not None), None)
+    full = None if is_full else index.get((model, "full", None, dataset, metric))
+    return {"published": printed, "published_to_full": None if printed is None or full is None else printed - full}
 
 
 def cell_score(cell: Cell) -> float | None:
-    """The paper's score of a cell; None outside an experiment whose paper prints one, and for a smoke run."""
+    """The paper's score of a cell: its line's printed average, or its only score. None outside an experiment whose paper
+    prints one, and for a smoke run."""
     if cell.experiment is None or cell.run.smoke:
         return None
     budget = None if cell.ignores_budget else cell.identity["budget"]
-    model = cell.identity["model"]["name"]
-    scores = (score(cell.experiment, model=model, method=label, budget=budget) for label in cell.labels)
-    return next((value for value in scores if value is not None), None)
-
-
-def _line(n: Number) -> tuple:
-    return n.model, n.method, n.budget, n.metric
-
-
-def mean(experiment: str, *, model: str, method: str, budget: float | int | None) -> float | None:
-    """The unweighted mean of a line's printed scores without the printed average, which it should equal."""
-    line = [
-        n for n in numbers(experiment) if (n.model, n.method, n.budget, n.metric) == (model, method, budget, "score")
-    ]
-    values = [n.value for n in line if n.dataset != AVERAGE]
-    return fmean(values) if values else None
+    for label in cell.labels:
+        line = (cell.identity["model"]["name"], label, budget, "score")
+        own = {n.dataset: n.value for n in numbers(cell.experiment) if (n.model, n.method, n.budget, n.metric) == line}
+        if (score := own.get(AVERAGE, next(iter(own.values())) if len(own) == 1 else None)) is not None:
+            return score
+    return None
 
 
 def experiments() -> list[str]:

@@ -12,28 +12,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.embedded import WEIGHTS
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import prose
-from pqcache.harness.report.check import compare, plan_at_paper_scale, with_documents
+from pqcache.harness.report.check import compare, with_documents
 from pqcache.harness.report.entries import Entry, table_entries
 from pqcache.harness.report.footnotes import methods_of
-from pqcache.harness.report.items import PAPERS, Item, downloads, items, models
+from pqcache.harness.report.items import PAPERS, Item, downloads, items, models, plan_at_paper_scale
 from pqcache.harness.report.rows import Row, rows_under
 
 ROOT = places.ROOT  # of a clone: the page is made from its tests and reference rows
 PAGE = ROOT / "docs" / "reproducing.md"
 REFERENCE = ROOT / "results" / "reference"
-TFLOPS, GB_PER_S, REACHED_COMPUTE, REACHED_MEMORY = (
-    312.0,
-    1555.0,
-    0.4,
-    0.6,
-)  # an A100 40GB in 16 bits, and how much of it
-HEAD = [
+TFLOPS, GB_PER_S, REACHED_COMPUTE, REACHED_MEMORY = 312.0, 1555.0, 0.4, 0.6  # an A100 40GB in 16 bits, how much of it
+HEAD = (
     "item",
     "what it shows",
     "experiment",
@@ -41,9 +37,10 @@ HEAD = [
     "settings beside the paper's",
     "a run needs (estimate)",
     "measured",
-]
+)
 
 Plans = Mapping[str, RunPlan]
+Tables = Mapping[str, Sequence[Entry]]
 
 
 def plans(names: Iterable[str]) -> dict[str, RunPlan]:
@@ -70,35 +67,27 @@ def hours(item: Item, cells: Sequence[Cell]) -> float | None:
 
     Per sample: 2 P s / compute for a prompt of s tokens, 2 P bytes / bandwidth for each new token; P parameters.
     """
-    total = 0.0
-    for cell in with_documents(cells):
-        if _size_name(cell) not in models():
-            return None
-        parameters = models()[_size_name(cell)][0] * 1e9
-        prefill = 2 * parameters * item.prompt_tokens / (REACHED_COMPUTE * TFLOPS * 1e12)
-        step = 2 * parameters / (REACHED_MEMORY * GB_PER_S * 1e9)
-        total += item.samples * (prefill + item.new_tokens * step)
-    return total / 3600
+    sizes = [models().get(_size_name(cell)) for cell in with_documents(cells)]
+    if None in sizes:
+        return None
+    parameters = sum(known[0] for known in sizes if known) * 1e9
+    prefill = item.prompt_tokens / (REACHED_COMPUTE * TFLOPS * 1e12)
+    decode = item.new_tokens / (REACHED_MEMORY * GB_PER_S * 1e9)
+    return 2 * parameters * item.samples * (prefill + decode) / 3600
 
 
 def longest_prompt(item: Item, cells: Sequence[Cell]) -> int:
     """Tokens of the longest prompt of an item's cells, as their options say; else the mean that settings.yaml has."""
     found = [item.prompt_tokens]
-    for cell in cells:
-        task = cell.identity["task"]
-        for key in ("max_length", "length", "tokens"):
-            found += [task[key]] if isinstance(task.get(key), int) else []
-        lengths = task.get("lengths")
-        found += [n for n in lengths if isinstance(n, int)] if isinstance(lengths, list) else []
+    for task in (cell.identity["task"] for cell in cells):
+        lengths = task.get("lengths") if isinstance(task.get("lengths"), list) else []
+        found += [n for n in (*map(task.get, ("max_length", "length", "tokens")), *lengths) if isinstance(n, int)]
     return max(found)
 
 
 def needs(item: Item, cells: Sequence[Cell]) -> str:
     """GPU hours, memory and downloads of an item, all estimates."""
-    if not cells:
-        return "unknown"
-    names = dict.fromkeys(_size_name(cell) for cell in cells)
-    known = [models()[name] for name in names if name in models()]
+    known = [models()[name] for name in dict.fromkeys(map(_size_name, cells)) if name in models()]
     if not known or not item.samples:
         return "unknown"
     time = hours(item, cells)
@@ -119,10 +108,7 @@ def _protocols(cells: Sequence[Cell]) -> str:
 
 def _settings(item: Item, plan: RunPlan) -> str:
     states = [one.state for one in compare(plan, item)]
-    if not states:
-        return "none printed"
-    counts = [f"{states.count(s)} {s}" for s in ("same", "noted", "DIFFERS") if s in states]
-    return ", ".join(counts)
+    return ", ".join(f"{states.count(s)} {s}" for s in ("same", "noted", "DIFFERS") if s in states) or "none printed"
 
 
 def tests_of(plan: RunPlan) -> tuple[list[str], list[str]]:
@@ -130,8 +116,7 @@ def tests_of(plan: RunPlan) -> tuple[list[str], list[str]]:
     tests = ROOT / "tests"
     tasks = dict.fromkeys(str(c.identity["task"]["name"]).partition("_cot")[0] for c in plan.cells)
     methods = dict.fromkeys(name for c in plan.cells for name in methods_of(c))
-    names = {"latency": tests / "harness" / "test_latency.py"}
-    of_tasks = [names.get(t, tests / "harness" / "tasks" / f"test_{t}.py") for t in tasks]
+    of_tasks = [tests / "harness" / ("test_latency.py" if t == "latency" else f"tasks/test_{t}.py") for t in tasks]
     of_methods = [tests / ("pq/test_pq.py" if m == "pqcache" else f"baselines/test_{m}.py") for m in methods]
     return [f.stem for f in of_tasks if f.exists()], [f.stem for f in of_methods if f.exists()]
 
@@ -139,34 +124,33 @@ def tests_of(plan: RunPlan) -> tuple[list[str], list[str]]:
 # -- the lines ---------------------------------------------------------------------------------------------------------
 
 
-def status(item: Item, own: Plans, rows: Mapping[str, Row]) -> list[list[str]]:
+def lines_of(item: Item, own: Plans, rows: Mapping[str, Row]) -> list[list[str]]:
     """The lines of an item, one per experiment. rows: folder name -> row, of everything that was measured."""
     if item.drawing:
         return [[item.name, item.shows, "a drawing: nothing to measure", "", "", "", ""]]
     if not item.experiments:
         return [[item.name, item.shows, "**no experiment**", "", "", "", "no"]]
     lines = []
-    for name in item.experiments:
-        plan = own[name]
-        size = f"{len(plan.cells)} cell{'' if len(plan.cells) == 1 else 's'}"
-        measured = sum(cell.name in rows for cell in plan.cells)
-        done = "no" if not measured else f"{measured} of {len(plan.cells)} cells"
-        lines.append(
-            [
-                item.name, item.shows, f"`{name}` ({size})", _protocols(plan.cells),
-                _settings(item, plan), needs(item, plan.cells), done,
-            ]
-        )  # fmt: skip
+    for name, plan in ((name, own[name]) for name in item.experiments):
+        cells = plan.cells
+        size = f"`{name}` ({len(cells)} cell{'' if len(cells) == 1 else 's'})"
+        measured = sum(cell.name in rows for cell in cells)
+        done = "no" if not measured else f"{measured} of {len(cells)} cells"
+        run = [_protocols(cells), _settings(item, plan), needs(item, cells)]
+        lines.append([item.name, item.shows, size, *run, done])
     return lines
 
 
 def status_table(paper: str, own: Plans, rows: Mapping[str, Row]) -> str:
     """Markdown: the lines of a paper's items."""
-    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
-    for item in items():
-        if item.paper == paper:
-            lines += [f"| {' | '.join(line)} |" for line in status(item, own, rows)]
-    return "\n".join(lines) + "\n"
+    lines = [line for item in items() if item.paper == paper for line in lines_of(item, own, rows)]
+    return _table(HEAD, lines)
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(
+        [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(line)} |" for line in lines)]
+    )
 
 
 def counted(own: Plans, rows: Mapping[str, Row]) -> str:
@@ -179,7 +163,15 @@ def counted(own: Plans, rows: Mapping[str, Row]) -> str:
     return f"**{done} of the {len(of_models)} cells of the papers' models have been measured.**"
 
 
-def page(own: Plans, rows: Mapping[str, Row], tables: Mapping[str, Sequence[Entry]]) -> str:
+def status(out: Path) -> str:
+    """A line per item of the papers, with how many of its cells a folder has."""
+    own = plans(named_experiments())
+    rows = {row["folder"]: row for row in rows_under(out)}
+    parts = [f"## {title}\n\n{status_table(paper, own, rows)}\n" for paper, title in PAPERS.items()]
+    return "\n\n".join([counted(own, rows), *parts])
+
+
+def page(own: Plans, rows: Mapping[str, Row], tables: Tables) -> str:
     """docs/reproducing.md."""
     measurable = [item for item in items() if not item.drawing]
     missing = [f"{PAPERS[i.paper].partition(',')[0]} {i.name}" for i in measurable if not i.experiments]
@@ -201,43 +193,30 @@ def page(own: Plans, rows: Mapping[str, Row], tables: Mapping[str, Sequence[Entr
         " methods add their own work. Memory = weights + K and V of the longest prompt in 16 bits. Downloads = weights + data.",
     ]
     for paper, title in PAPERS.items():
-        parts += [f"## {title}", status_table(paper, own, rows).rstrip()]
+        parts += [f"## {title}", status_table(paper, own, rows)]
         parts += ["Numbers of the text:", prose.table(tables, paper).rstrip()]
-    parts += ["## What is tested without the papers' models", _tests(own)]
-    return "\n\n".join(parts) + "\n"
+    tested = [[name, *(", ".join(names) for names in tests_of(plan))] for name, plan in own.items()]
+    head = ("experiment", "prompts and scores", "what is kept, selected or quantized")
+    return "\n\n".join([*parts, "## What is tested without the papers' models", _table(head, tested)]) + "\n"
 
 
-def _tests(own: Plans) -> str:
-    lines = ["| experiment | prompts and scores | what is kept, selected or quantized |", "|---|---|---|"]
-    for name, plan in own.items():
-        tasks, methods = tests_of(plan)
-        lines.append(f"| {name} | {', '.join(tasks)} | {', '.join(methods)} |")
-    return "\n".join(lines)
-
-
-def current(own: Plans | None = None) -> str:
+def current() -> str:
     """The page as it should be."""
-    own = plans(named_experiments()) if own is None else own
+    own = plans(named_experiments())
     rows = {row["folder"]: row for row in rows_under(REFERENCE)}
-    tables = {
-        name: table_entries(plan, {c.name: rows[c.name] for c in plan.cells if c.name in rows})
-        for name, plan in own.items()
-        if any(c.name in rows for c in plan.cells)
-    }
-    return page(own, rows, tables)
+    found = {name: {c.name: rows[c.name] for c in plan.cells if c.name in rows} for name, plan in own.items()}
+    return page(own, rows, {name: table_entries(own[name], of_plan) for name, of_plan in found.items() if of_plan})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write docs/reproducing.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
-    arguments = parser.parse_args(argv)
+    only_check = parser.parse_args(argv).check
     text = current()
-    if arguments.check:
-        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
+    stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
+    if only_check:
         print(
-            "docs/reproducing.md is out of date: python -m pqcache.harness.report.reproducing"
-            if stale
-            else "up to date"
+            f"docs/reproducing.md is {'out of date: python -m pqcache.harness.report.reproducing' if stale else 'up to date'}"
         )
         return int(stale)
     write_text(PAGE, text)

@@ -1,44 +1,36 @@
-"""One row in words: the lines that a single cell prints, and the half line of a cell of a sweep."""
+"""One row in words: the lines that a single cell prints, the half line of a cell of a sweep, and the sentence of `summary:`.
+
+    PQCache at 0.2: 0.67 of Full's time per token, 0.20 of its device memory (0.99 more on the host), -3.2 points [-9.1, +0.0].
+
+Times are medians of a decode step, memory is the cache's content after the last one, points are the mean difference of the same
+samples with its 95 % bootstrap interval. What was not measured is left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pqcache.harness.report import budget_marks
-from pqcache.harness.report.rows import NO_FULL, Row, decode_text, samples_text, skipped_text
-from pqcache.harness.report.tables import (
-    MISSING,
-    budget_text,
-    content,
-    number,
-    of_samples,
-    score_meaning,
-    signed,
-    spread_words,
-    tiers,
-)
+from pqcache.harness.report.frame import budget_text
+from pqcache.harness.report.rows import NO_FULL, Row, content, decode_text, find_full, samples_text, skipped_text
+from pqcache.harness.report.table import MISSING, number, signed, size, spread
+from pqcache.harness.report.tables import content_share, of_samples, score_meaning
+from pqcache.registry import method_class
 
 
 def row_text(row: Row, path: Path | None) -> str:
     """A row in a few lines; the last one is the path of its row.json."""
-    if row["method"] == "full":
-        to_full = ""  # it is what others are compared with
-    elif row["paired_difference"] is None:
-        to_full = f"   {row['paired_reason'] or NO_FULL}"
-    else:
-        interval = spread_words(row["paired_difference"], row["paired_interval"], signed)
-        difference = f"{signed(row['paired_difference'])} {interval}{of_samples(row)}"
-        to_full = f"   to Full {difference}, Full {number(row['full_score'])}"
-    lines = {"score": f"{number(row['score'])} {spread_words(row['score'], row['score_interval'])}{to_full}"}
+    extra, batch = row["extra"], row["extra"].get("batch", 1)
+    lines = {"score": f"{number(row['score'])} {_spread(row['score'], row['score_interval'])}{_to_full(row)}"}
     if row["task"] == "latency":
         lines = {"score": "none: task=latency measures times and bytes"}
-    if meaning := score_meaning(row):
-        lines["score is"] = meaning
-    if drawn := _drawn(row):
-        lines["drawn"] = drawn
+    spans = row["pass_at_interval"] or {}
+    passed = [f"pass@{k} {number(v)} {_spread(v, spans.get(k))}" for k, v in (row["pass_at"] or {}).items()]
     lines |= {
+        "score is": score_meaning(row),
+        "drawn": "; ".join([how, *passed]) if (how := decode_text(row)) else "",
         "tokens": tokens_text(row),
         "resident": _resident(row),
         "per step": tiers(row["bytes_per_step"]) or "nothing moved",
@@ -47,41 +39,45 @@ def row_text(row: Row, path: Path | None) -> str:
     }
     if remark := budget_marks.remark(row):
         lines["budget"] = f"{budget_marks.MARK} {row['method']} {remark}"
-    if row["extra"].get("batch", 1) > 1:
-        if row["task"] == "latency":
-            lines["time"] += f"; {_throughput(row)}"
-        else:
-            del lines["resident"], lines["per step"]
-            lines["time"] = _batch(row)
-    if other := metrics_text(row):
-        lines["metrics"] = other
+    if batch > 1 and row["task"] == "latency":
+        lines["time"] += f"; batch {batch:.0f}, {number(extra['tokens_per_s'])} tokens/s"
+    elif batch > 1:
+        lines |= {"resident": "", "per step": "", "time": f"not measured (batch {batch})"}
+        if "batch_checked" in extra:
+            differ = f"{extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
+            lines["time"] = f"not measured (batch {batch}: {differ})"
+    lines["metrics"] = metrics_text(row)
     if (measured := row["diagnostics"]) is not None:
-        lines["time"] = "not measured: diagnostics slow the steps"
-        lines["selection"] = diagnostics_text(measured)
+        lines |= {"time": "not measured: diagnostics slow the steps", "selection": diagnostics_text(measured)}
     if row["roofline"] is not None:
         lines["bound"] = bound_text(row)
     title = (
         f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
         f"  {samples_text([row])}{skipped_text(row)}" + ("  SMOKE RUN: no result" if row["smoke"] else "")
     )
-    body = [f"  {name:<9} {text}" for name, text in lines.items()]
-    return "\n".join([title, *body, *([f"  {'row':<9} {path}"] if path is not None else [])])
+    lines["row"] = "" if path is None else str(path)
+    return "\n".join([title, *(f"  {name:<9} {text}" for name, text in lines.items() if text)])
 
 
-def _drawn(row: Row) -> str:
-    """How tokens were drawn, and pass@k; empty for greedy rows."""
-    if not (how := decode_text(row)):
-        return ""
-    spans = row["pass_at_interval"] or {}
-    found = [
-        f"pass@{k} {number(value)} {spread_words(value, spans.get(k))}" for k, value in (row["pass_at"] or {}).items()
-    ]
-    return "; ".join([how, *found])
+def _spread(value: float | None, interval: list[float] | None, show: Any = number) -> str:
+    """An interval in a sentence: one that is missing is said so."""
+    text = spread(value, interval, show)
+    return "(no interval: one sample)" if text == MISSING else text
 
 
-def _own_prefills(row: Row) -> str:
-    """How many samples TT2T and prefill are of, if the others used a shared prefill."""
-    return f" (of {row['timed_samples']} samples)" if row["timed_samples"] < row["n_samples"] else ""
+def _to_full(row: Row) -> str:
+    if row["method"] == "full":
+        return ""  # it is what others are compared with
+    if row["paired_difference"] is None:
+        return f"   {row['paired_reason'] or NO_FULL}"
+    interval = _spread(row["paired_difference"], row["paired_interval"], signed)
+    difference = f"{signed(row['paired_difference'])} {interval}{of_samples(row)}"
+    return f"   to Full {difference}, Full {number(row['full_score'])}"
+
+
+def tiers(sizes: Mapping[str, float]) -> str:
+    """Bytes by tier, empty tiers left out."""
+    return ", ".join(f"{name} {size(value)}" for name, value in sizes.items() if value)
 
 
 def tokens_text(row: Row) -> str:
@@ -101,8 +97,7 @@ def tokens_text(row: Row) -> str:
 
 def _resident(row: Row) -> str:
     """Bytes by tier: the content, and what was allocated for it."""
-    known = content(row)
-    allocated = tiers(row["resident_bytes"])
+    known, allocated = content(row), tiers(row["resident_bytes"])
     rest = f"peak {tiers(row['peak_bytes'])}, {row['kv_dtype']} KV"
     if not known or tiers(known) == allocated:
         return f"{allocated}   ({rest})"
@@ -111,36 +106,21 @@ def _resident(row: Row) -> str:
 
 def _times(row: Row) -> str:
     """The times that were measured, and why others were not."""
+    own = f" (of {row['timed_samples']} samples)" if row["timed_samples"] < row["n_samples"] else ""
     tail = f" (p95 {number(row['tpot_p95_ms'], 2)})" if row["tpot_p95_ms"] is not None else ""
     parts = [
         f"TT2T {row['tt2t_s']:.3f} s" if row["tt2t_s"] is not None else "",
         f"TPOT {row['tpot_p50_ms']:.2f} ms{tail}" if row["tpot_p50_ms"] is not None else "",
-        f"prefill {row['prefill_s']:.3f} s{_own_prefills(row)}" if row["prefill_s"] is not None else "",
+        f"prefill {row['prefill_s']:.3f} s{own}" if row["prefill_s"] is not None else "",
         f"index build {row['index_build_s']:.3f} s" if row["index_build_s"] is not None else "",
     ]
-    return ", ".join(part for part in [*parts, _untimed(row)] if part)
-
-
-def _untimed(row: Row) -> str:
-    """Why a row has no TT2T or no TPOT; empty if it has both."""
     if not row["timed_samples"]:
-        return "no times: no sample was measured with a prefill of its own"
-    if row["tt2t_s"] is None:
-        return "no TT2T and TPOT: no sample has a decode step"
-    return "no TPOT: no sample has three decode steps" if row["tpot_p50_ms"] is None else ""
-
-
-def _batch(row: Row) -> str:
-    """Why a row has neither times nor bytes, and what was found of its batches."""
-    extra = row["extra"]
-    found = f"batch {extra['batch']}"
-    if "batch_checked" in extra:
-        found += f": {extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
-    return f"not measured ({found})"
-
-
-def _throughput(row: Row) -> str:
-    return f"batch {row['extra']['batch']:.0f}, {number(row['extra']['tokens_per_s'])} tokens/s"
+        parts.append("no times: no sample was measured with a prefill of its own")
+    elif row["tt2t_s"] is None:
+        parts.append("no TT2T and TPOT: no sample has a decode step")
+    elif row["tpot_p50_ms"] is None:
+        parts.append("no TPOT: no sample has three decode steps")
+    return ", ".join(part for part in parts if part)
 
 
 def _commit(row: Row) -> str:
@@ -152,19 +132,21 @@ def _commit(row: Row) -> str:
 def metrics_text(row: Row) -> str:
     """The metrics of a row with one sub-task, as lm-eval names and scales them; empty if there is only one metric."""
     tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
-    several = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
-    return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if several else ""
+    shown = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
+    return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if shown else ""
 
 
 def diagnostics_text(measured: Mapping[str, Any]) -> str:
     """Recall, mass and error of a diagnostics run in one line."""
     if not measured.get("samples"):
         return "nothing measured: no decode step"
+    known = {
+        key: number(measured[key], 3) for key in ("recall_kv", "recall_q", "chance", "mass", "mass_p5", "output_error")
+    }
     return (
-        f"recall {number(measured['recall_kv'], 3)} of the oracle's, {number(measured['recall_q'], 3)} of each query head's own"
-        f" (chance {number(measured['chance'], 3)}); mass {number(measured['mass'], 3)} (p5 {number(measured['mass_p5'], 3)}),"
-        f" output error {number(measured['output_error'], 3)}"
-    )
+        "recall {recall_kv} of the oracle's, {recall_q} of each query head's own (chance {chance}); mass {mass} (p5 {mass_p5}),"
+        " output error {output_error}"
+    ).format(**known)
 
 
 def bound_text(row: Row) -> str:
@@ -183,5 +165,32 @@ def summary_line(row: Row) -> str:
         f", TT2T {row['tt2t_s']:.3f} s" if row["tt2t_s"] is not None else "",
         f", TPOT {row['tpot_p50_ms']:.2f} ms" if row["tpot_p50_ms"] is not None else "",
     ]
-    score = f"score {number(row['score'])} {spread_words(row['score'], row['score_interval'])}".rstrip()
+    score = f"score {number(row['score'])} {_spread(row['score'], row['score_interval'])}".rstrip()
     return f"{score}{''.join(times)}, {samples_text([row])}{skipped_text(row)}"
+
+
+# -- the sentence of an experiment with `summary: <method>` ------------------------------------------------------------
+
+
+def summary(rows: Iterable[Row], method: str) -> list[str]:
+    """A sentence per row of `method` that has a Full row beside it: what it saves and costs."""
+    rows = list(rows)
+    pairs = [(row, find_full(row, rows)) for row in rows if row["method"] == method]
+    sentences = [_sentence(row, full) for row, full in pairs if full is not None and full is not row]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _sentence(row: Row, full: Row) -> str:
+    parts = []
+    if row["tpot_p50_ms"] and full["tpot_p50_ms"]:
+        parts.append(f"{row['tpot_p50_ms'] / full['tpot_p50_ms']:.2f} of Full's time per token")
+    device, host = (content_share(row, full, tier) for tier in ("device", "host"))
+    if device is not None:
+        of = "its" if parts else "Full's"
+        parts.append(f"{device:.2f} of {of} device memory" + (f" ({host:.2f} more on the host)" if host else ""))
+    if row["paired_difference"] is not None:
+        interval = _spread(row["paired_difference"], row["paired_interval"], signed)
+        parts.append(f"{signed(row['paired_difference'])} points {interval}")
+    smoke = "SMOKE RUN, no result: " if row["smoke"] else ""
+    name = method_class(row["method"]).__name__
+    return f"{smoke}{name} at {budget_text(row)}: {', '.join(parts)}." if parts else ""

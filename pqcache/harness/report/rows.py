@@ -167,6 +167,13 @@ def batch_text(rows: Iterable[Row]) -> str:
     return f"batch {' / '.join(map(str, sizes or [1]))}"
 
 
+def content(row: Row) -> dict[str, float]:
+    """Tier -> bytes of the cache after the last step, without unused buffer capacity; empty if the row does not say them."""
+    keys = {tier: f"content_{tier}_bytes" for tier in row["resident_bytes"] or ()}
+    known = all(key in row["extra"] for key in keys.values())  # rows of older versions lack them
+    return {tier: row["extra"][key] for tier, key in keys.items()} if known else {}
+
+
 def decode_of(row: Row) -> dict[str, Any]:
     """How a row's tokens were chosen. Rows that do not say it are greedy."""
     return {**asdict(DecodeOptions()), **(row.get("decode") or {})}

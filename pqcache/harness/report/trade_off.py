@@ -23,9 +23,8 @@ from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.frame import frame
 from pqcache.harness.report.groups import group_rows
 from pqcache.harness.report.plots import Panel
-from pqcache.harness.report.rows import Row, rows_under
+from pqcache.harness.report.rows import Row, content, rows_under
 from pqcache.harness.report.table import Table, number, signed, spread
-from pqcache.harness.report.tables import content
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,6 +87,13 @@ def table(made: pd.DataFrame) -> str:
         body.append(line)
     text = Table("", head, body).markdown()
     return text.replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))  # numbers to the right
+
+
+def draw_rows(rows: Sequence[Row], path: Path) -> Path | None:
+    """The picture of one sweep's rows."""
+    made = points(rows)
+    smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
+    return draw(made, path, smoke + caption(rows, made)) if len(made) else None
 
 
 def draw(made: pd.DataFrame, path: Path, caption: str) -> Path | None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import papers, pooling, summary, tables
+from pqcache.harness.report import papers, pooling, tables, trade_off
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.row_text import row_text, summary_line
+from pqcache.harness.report.row_text import row_text, summary, summary_line
 from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.report.table import MISSING
 from pqcache.harness.run import tracking
 from pqcache.harness.run.one_cell import Outcome
 
@@ -61,7 +62,7 @@ def _print_cell(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[st
 
 
 def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[str, Row], out: Path) -> None:
-    shown = {name: tables.MISSING if o.status != "failed" else "failed" for name, o in outcomes.items()}
+    shown = {name: MISSING if o.status != "failed" else "failed" for name, o in outcomes.items()}
     print(f"\n{tables.sweep_table(plan, rows, shown)}\n\n{tables.sweep_caption(rows)}rows: {out}")
     if best := tables.best_of_table(plan, rows):
         print(f"\n{best}")
@@ -75,10 +76,10 @@ def _print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[s
 
 def _print_summary(plan: RunPlan, method: str, rows: Mapping[str, Row], out: Path) -> None:
     """What one method saves and costs against Full, and where the picture of it is."""
-    if sentences := summary.lines(rows.values(), method):
+    if sentences := summary(rows.values(), method):
         print("\n" + "\n".join(sentences))
     try:
-        path = summary.draw(rows.values(), out / f"{plan.experiment}.png")
+        path = trade_off.draw_rows(list(rows.values()), out / f"{plan.experiment}.png")
     except Exception as error:  # the rows are on disk; the same command draws it again
         print(f"picture: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
         return

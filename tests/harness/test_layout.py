@@ -10,22 +10,23 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.report import latex
+from pqcache.harness.report import table as tables
 from pqcache.harness.report.entries import Entry
-from pqcache.harness.report.footnotes import Footnote
-from pqcache.harness.report.table_layout import Block, blocks
+from pqcache.harness.report.layout import tables_of
+from pqcache.harness.report.table import Bold, Table
 
 SETS = ("narrativeqa", "qasper", "average")
 
 
 def entry(line: str, budget: float | None, dataset: str, measured: float | None, **other: Any) -> Entry:
     known: dict[str, Any] = {
-        "experiment": "x", "model": "m", "line": line, "method": line, "budget": budget, "setting": "",
-        "dataset": dataset, "metric": "score", "measured": measured, "low": None, "high": None, "to_full": None,
-        "to_full_low": None, "to_full_high": None, "p": None, "published": None, "published_to_full": None,
-        "samples": 4, "status": "ok", "folder": f"{line}{budget}",
-    }  # fmt: skip
-    return Entry(**{**known, **other})
+        "method": line,
+        "dataset": dataset,
+        "metric": "score",
+        "measured": measured,
+        "budget": budget,
+    }
+    return Entry(**{"experiment": "x", "model": "m", "line": line, **known, "folder": f"{line}{budget}", **other})
 
 
 def table() -> list[Entry]:
@@ -40,14 +41,17 @@ def table() -> list[Entry]:
     return made
 
 
-def text(block: Block, line: int, column: str) -> str:
-    return "".join(f"*{p.text}*" if p.bold else p.text for p in block.body[line][block.head.index(column)])
+def text(block: Table, line: int, column: str) -> str:
+    field = block.body[line][list(block.head).index(column)]
+    return "".join(
+        f"*{part}*" if isinstance(part, Bold) else part for part in ([field] if isinstance(field, str) else field)
+    )
 
 
 def test_lines_and_columns_by_default() -> None:
-    (block,) = blocks(table(), {}, {})
+    (block,) = tables_of(table(), {}, {})
     assert block.head == ["method", "budget", *SETS]
-    assert [line[0][0].text for line in block.body] == ["full", "oracle", "oracle", "h2o", "h2o", "pqcache", "pqcache"]
+    assert [line[0] for line in block.body] == ["full", "oracle", "oracle", "h2o", "h2o", "pqcache", "pqcache"]
     assert text(block, 0, "qasper") == "51.00 (49)"  # Full is no rival
     assert text(block, 1, "qasper") == "45.00"  # nor is Oracle
     assert text(block, 5, "qasper") == "*36.00* (*39*)"
@@ -57,14 +61,14 @@ def test_lines_and_columns_by_default() -> None:
 
 def test_a_printed_row_of_no_method_is_ranked_nowhere() -> None:
     words = [entry("input length", None, d, None, method="", published=9000.0, status="printed") for d in SETS]
-    (block,) = blocks([*table(), *words], {"layout": {"lines": ["input length"]}}, {})
+    (block,) = tables_of([*table(), *words], {"layout": {"lines": ["input length"]}}, {})
     assert [text(block, 0, d) for d in SETS] == ["(9000)"] * 3
     assert text(block, 6, "qasper") == "*36.00* (*39*)"
 
 
 def test_rows_and_columns_as_a_paper_prints_them() -> None:
     report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}, "names": {"pqcache": "PQCache"}}
-    (block,) = blocks(table(), report, {})
+    (block,) = tables_of(table(), report, {})
     assert block.head[1:] == [
         "full",
         "0.2, oracle",
@@ -74,7 +78,7 @@ def test_rows_and_columns_as_a_paper_prints_them() -> None:
         "0.1, h2o",
         "0.1, PQCache",
     ]
-    assert [line[0][0].text for line in block.body] == list(SETS)
+    assert [line[0] for line in block.body] == list(SETS)
     assert text(block, 1, "0.1, PQCache") == "*31.00* (*39*)"
 
 
@@ -82,8 +86,8 @@ def test_lines_of_a_model_stand_together_and_the_printed_ones_come_first() -> No
     made = [entry(line, None, "gsm8k", 1.0, model=m) for line in ("new", "full", "zip") for m in ("a", "b")]
     made += [entry("zip", None, "gsm8k", 2.0, model=m, metric="ratio", to_full=5.0) for m in ("a", "b")]
     report = {"layout": {"rows": ["model", "line"], "columns": ["metric"], "lines": ["full", "zip"]}}
-    (block,) = blocks(made, report, {})
-    names = [(line[0][0].text, line[1][0].text) for line in block.body]
+    (block,) = tables_of(made, report, {})
+    names = [(line[0], line[1]) for line in block.body]
     assert names == [(m, line) for m in ("a", "b") for line in ("full", "zip", "new")]
     assert "to Full" not in block.head  # of the score, which has none here
 
@@ -91,8 +95,8 @@ def test_lines_of_a_model_stand_together_and_the_printed_ones_come_first() -> No
 def test_lines_of_one_printed_name_differ_in_their_labels() -> None:
     made = [entry("a", None, "gsm8k", 1.0), entry("b", None, "gsm8k", 2.0)]
     report = {"layout": {"rows": ["line"], "columns": ["metric"]}, "names": {"a": "crush", "b": "crush"}}
-    (block,) = blocks(made, report | {"labels": {"a": {"hh-cl": "1-3"}, "b": {"hh-cl": "3-1"}}}, {})
-    assert [[part[0].text for part in line] for line in block.body] == [
+    (block,) = tables_of(made, report | {"labels": {"a": {"hh-cl": "1-3"}, "b": {"hh-cl": "3-1"}}}, {})
+    assert [["".join(part) for part in line] for line in block.body] == [
         ["crush", "1-3", "1.00"],
         ["crush", "3-1", "2.00"],
     ]
@@ -103,15 +107,15 @@ def test_differences_are_a_block_of_their_own_where_lines_are_columns() -> None:
     one = entry(
         "pqcache", 0.2, "qasper", 38.0, to_full=-2.0, to_full_low=-3.0, to_full_high=-1.0, published_to_full=-0.5
     )
-    values, differences = blocks([entry("full", None, "qasper", 40.0), one], report, {})
+    values, differences = tables_of([entry("full", None, "qasper", 40.0), one], report, {})
     assert text(values, 0, "0.2, pqcache") == "38.00"
     assert text(differences, 0, "0.2, pqcache") == "-2.00 [-3.00, -1.00] (-0.50)"
-    (beside,) = blocks([entry("full", None, "qasper", 40.0), one], {}, {})
+    (beside,) = tables_of([entry("full", None, "qasper", 40.0), one], {}, {})
     assert text(beside, 1, "to Full") == "-2.00" and text(beside, 1, "printed to Full") == "-0.50"
 
 
 def test_a_line_without_a_budget_is_in_every_column_of_budgets() -> None:
-    (block,) = blocks(table(), {"layout": {"rows": ["line"], "columns": ["budget"]}, "datasets": ["average"]}, {})
+    (block,) = tables_of(table(), {"layout": {"rows": ["line"], "columns": ["budget"]}, "datasets": ["average"]}, {})
     assert block.head == ["method", "0.2", "0.1"]
     assert text(block, 0, "0.2") == text(block, 0, "0.1") == "52.00 (48)"
 
@@ -123,29 +127,29 @@ def test_a_line_without_a_budget_is_in_every_column_of_budgets() -> None:
 def test_the_best_among_lines_of_unequal_budgets(report: Mapping[str, Any], best: str | None) -> None:
     """Quantizers have a budget of their own each: they are compared over the whole column."""
     lines = [("full", None, 90.0), ("h2o", 0.4, 20.0), ("gear", None, 50.0), ("zipcache", 0.2, 45.0)]
-    (block,) = blocks([entry(name, budget, "gsm8k", score) for name, budget, score in lines], report, {})
-    bold = [line[0][0].text for line in block.body if line[-1][0].bold]
+    (block,) = tables_of([entry(name, budget, "gsm8k", score) for name, budget, score in lines], report, {})
+    bold = [line[0] for line in block.body if isinstance(line[-1][0], Bold)]
     assert bold == ([best] if best else [])
 
 
 def test_lower_is_better_for_times_and_candidates_are_not_ranked() -> None:
     times = [entry(name, 0.2, "t", value, metric="prefill_ms") for name, value in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
-    (block,) = blocks(times, {}, {"best": ["c"]})
-    assert [line[-1][0].bold for line in block.body] == [False, True, False]
+    (block,) = tables_of(times, {}, {"best": ["c"]})
+    assert [isinstance(line[-1][0], Bold) for line in block.body] == [False, True, False]
 
 
 def test_printed_columns_that_are_no_measurements() -> None:
     report = {"labels": {"pqcache": {"Bits": "4/2"}}, "layout": {"rows": ["line"], "columns": ["dataset"]}}
-    (block,) = blocks([entry("full", None, "gsm8k", 1.0), entry("pqcache", 0.2, "gsm8k", 2.0)], report, {})
+    (block,) = tables_of([entry("full", None, "gsm8k", 1.0), entry("pqcache", 0.2, "gsm8k", 2.0)], report, {})
     assert block.head == ["method", "Bits", "gsm8k"] and block.left == 2
-    assert [line[1][0].text for line in block.body] == ["", "4/2"]
+    assert [line[1] for line in block.body] == ["", "4/2"]
 
 
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(ValueError, match=r"report\.layout"):
-        blocks(table(), {"layout": {"rows": ["lines"]}}, {})
+        tables_of(table(), {"layout": {"rows": ["lines"]}}, {})
     with pytest.raises(ValueError, match=r"report\.best=all"):
-        blocks(table(), {"best": "all"}, {})
+        tables_of(table(), {"best": "all"}, {})
 
 
 def wide() -> list[Entry]:
@@ -158,25 +162,24 @@ def wide() -> list[Entry]:
 
 
 def test_wide_and_long_tables_are_split() -> None:
-    tables = blocks(wide(), {}, {})
-    tex = latex.fragment("t", "c", tables, [])
+    tex = tables.fragment("t", "c", tables_of(wide(), {}, {}), {})
     parts = tex.split("\\begin{tabular}")[1:]
     assert len(parts) > 3
     for part in parts:
         lines = [line for line in part.splitlines() if line.endswith(r"\\")]
         assert len({line.replace(r"\&", "").count("&") for line in lines}) == 1
-        assert len(lines) <= latex.LINES + 1
+        assert len(lines) <= tables.LINES + 1
     assert sum(part.count("method\\_7 &") for part in parts) == len(parts) / 2  # its name is in every part of its lines
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
 @pytest.mark.rest
 def test_the_pages_compile_and_nothing_is_wider_than_the_text(tmp_path: Path) -> None:
-    notes = [Footnote("Differs from ~ what^was_printed", ("50 % of {x} < y & z | [a] × \\ é", "more."))]
+    notes = {"Differs from ~ what^was_printed": ("50 % of {x} < y & z | [a] × \\ é", "more.")}
     texts = [
-        latex.fragment("Table #1 & 2", "100 % [x]", blocks(entries, {}, {}), notes) for entries in (wide(), table())
+        tables.fragment("Table #1 & 2", "100 % [x]", tables_of(entries, {}, {}), notes) for entries in (wide(), table())
     ]
-    (tmp_path / "page.tex").write_text(latex.document(texts))
+    (tmp_path / "page.tex").write_text(tables.document(texts))
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
