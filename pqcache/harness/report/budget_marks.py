@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from pqcache.fields import option_fields, retired
+from pqcache.fields import option_fields
 from pqcache.harness.report.rows import Row
 from pqcache.registry import METHODS, method_class
 
@@ -113,7 +113,7 @@ def _plans(row: Row, tokens: int) -> list[Plan]:
         from pqcache.selective.budget import Budget
 
         cls = method_class(row["method"])
-        known = set(option_fields(cls)) - set(retired(cls))
+        known = option_fields(cls)
         method = cls(
             budget=Budget(ratio=ratio) if ratio is not None else Budget(tokens=round(budget or 0)),
             protocol=row["protocol"],
