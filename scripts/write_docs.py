@@ -25,8 +25,14 @@ sys.path.insert(0, str(ROOT))
 
 from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import comments, option_fields  # noqa: E402
-from pqcache.harness.config.launch import LAUNCHES  # noqa: E402
-from pqcache.harness.config.options import DECODE, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
+from pqcache.harness.config.options import (  # noqa: E402
+    DECODE,
+    LAUNCHES,
+    LM_EVAL,
+    DecodeOptions,
+    ModelOptions,
+    RunOptions,
+)
 from pqcache.harness.lookup import row_fields  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report import trade_off  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pqcache.harness.config.values import fits
+from pqcache.harness.config.options import fits
 from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.answers import cut, stopper

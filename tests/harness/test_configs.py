@@ -11,8 +11,7 @@ import yaml
 from pqcache.fields import comments
 from pqcache.harness.config import files
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.launch import LAUNCHES
-from pqcache.harness.config.options import DecodeOptions, ModelOptions, RunOptions
+from pqcache.harness.config.options import LAUNCHES, DecodeOptions, ModelOptions, RunOptions
 from pqcache.harness.tasks import PARTS, TASKS, task_class
 from pqcache.places import CONFIGS
 from pqcache.registry import METHODS, method_class

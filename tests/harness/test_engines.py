@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import run
-from pqcache.harness.config.launch import RayLaunch, SlurmLaunch
-from pqcache.harness.config.options import Refused
+from pqcache.harness.config.options import RayLaunch, Refused, SlurmLaunch
 from pqcache.harness.run.engines import ray_engine, slurm_engine
 from pqcache.harness.run.engines.slurm_engine import shares
 from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, range_sizes

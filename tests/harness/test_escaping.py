@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.cells import foreign, make_plan, open_folder, read_config, write_status
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.files import CONFIGS
-from pqcache.harness.config.folders import foreign, open_folder, read_config, write_status
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report import papers
 from pqcache.harness.report.escaping import in_latex, in_markdown, printable
@@ -102,7 +101,7 @@ def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.M
         row = build_row(
             cell, {}, [], prompt_protocol={"system": f"of {secret}"}, kv_dtype="float32", data={"of": [secret]}
         )
-        write_row(open_folder(cell.folder, cell.about) / "row.json", row)
+        write_row(open_folder(cell) / "row.json", row)
         tracking.track(cell, row, [], "offline")
         shown = [cell.label, cell.yaml(), papers.command(cell), cell_label(cell, "model.path"), str(logged)]
         shown += [str(path) for path in tmp_path.rglob("*")]

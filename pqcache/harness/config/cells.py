@@ -1,8 +1,18 @@
-"""Cells: one configuration each, and the checked plan of all the cells that a command runs."""
+"""Cells: one configuration and one folder each, and the checked plan of all the cells that a command runs.
+
+<out>/<model>__<method>__<budget>__<task>__seed<seed>[__<key>=<value>...]__<8 hex digits of the identity>/
+    config.yaml     the resolved configuration, without out, wandb and limit
+    samples.jsonl   one line per finished sample, appended at once; workers write samples-<unit>-<attempt>.jsonl beside it
+    owner.json      the process that runs the cell, or ran it last; .lock beside it (run/claims.py)
+    row.json        the result (report.rows.Row)
+    status.json     running | ok | failed (with traceback) | interrupted | not applicable
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -11,13 +21,23 @@ from typing import Any
 
 import yaml
 
-from pqcache.harness.config import folders
+from pqcache.atomic import sweep, write_text
 from pqcache.harness.config.check import Checked, Draft, finish, read
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
-from pqcache.harness.config.launch import Launch, LocalLaunch
-from pqcache.harness.config.options import NOT_HASHED, DecodeOptions, Refused, RunOptions, without_secrets
+from pqcache.harness.config.options import (
+    NOT_HASHED,
+    DecodeOptions,
+    Launch,
+    LocalLaunch,
+    Refused,
+    RunOptions,
+    masked,
+    without_secrets,
+)
 from pqcache.harness.config.smoke import reduced
+
+CONFIG = "config.yaml"
 
 
 @dataclass
@@ -136,12 +156,12 @@ def make_plan(request: Request) -> RunPlan:
             found.add(_add(cells, checked, composed, request.experiment), composed)
     out = Path(next(iter(cells.values())).run.out).expanduser() if cells else Path()
     if not (lines := [*errors, *found.text()]):
-        older = folders.older(out, [cell.about for cell in cells.values()])
+        found_older = older(out, [cell.about for cell in cells.values()])
         for cell in cells.values():
             if cell.folder.exists():
-                lines += filter(None, [folders.foreign(cell.folder, cell.about)])
+                lines += filter(None, [foreign(cell.folder, cell.about)])
             else:
-                cell.older = older.get(cell.name)
+                cell.older = found_older.get(cell.name)
     if lines:
         raise Refused(lines)
     of_request = (request.best_of, request.report, request.words, request.summary)
@@ -211,6 +231,67 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
     return [f"{key}: one command cannot run the same cell with two values of {key}" for key in two]
 
 
+# -- what a cell's folder remembers of its configuration ----------------------------------------------------------------
+
+
+def older(out: Path, wanted: Iterable[Identity]) -> dict[str, Path]:
+    """Cell name -> the folder in which an older version of this project stored the same configuration, under another digest."""
+    cells = {about.name: about for about in wanted}
+    names = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
+    found: dict[str, Path] = {}
+    for name in names:
+        if name not in cells and (of := [a for a in cells.values() if name.startswith(f"{a.prefix}__")]):
+            stored = read_config(out / name)
+            found |= {a.name: out / name for a in of if a.name not in found and a.matches(stored)}
+    return found
+
+
+def read_config(folder: Path) -> Any:
+    """The configuration that a folder was made for; None if it is missing or unreadable."""
+    try:
+        return yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def foreign(folder: Path, about: Identity) -> str | None:
+    """One line if a cell's folder holds another configuration."""
+    stored = read_config(folder)
+    if not isinstance(stored, dict) or about.matches(stored):  # `open_folder` sets what cannot be read aside
+        return None
+    keys = _differing(without_secrets(about.migrated(stored)), without_secrets(about.options))
+    return f"{folder}: holds another configuration ({', '.join(keys[:5])}); move it away or choose another out="
+
+
+def _differing(a: Any, b: Any, prefix: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [line for k in sorted({*a, *b}, key=str) for line in _differing(a.get(k), b.get(k), f"{prefix}{k}.")]
+    return [] if a == b else [prefix.rstrip(".")]
+
+
 def open_folder(cell: Cell) -> Path:
-    """Make the cell's folder and its config.yaml."""
-    return folders.open_folder(cell.folder, cell.about)
+    """Make the cell's folder and its config.yaml.
+
+    A configuration that cannot be read is kept aside, with samples that do not say themselves which configuration is theirs.
+    """
+    folder = cell.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
+    if not isinstance(read_config(folder), dict):
+        damaged = [path for path in [folder / CONFIG] if path.exists()]
+        for path in folder.glob("samples*.jsonl"):
+            lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+            damaged += [path] if any(b'"cell": "' not in line for line in lines) else []
+        for path in damaged:
+            path.replace(path.with_name(f"{path.name}.set-aside"))
+            why = f"its configuration cannot be read; kept as {path.name}.set-aside, not used"
+            print(f"{path}: {why}", file=sys.stderr)
+        write_text(folder / CONFIG, yaml.safe_dump(cell.about.shown, sort_keys=False))
+    return folder
+
+
+def write_status(folder: Path, status: str, **facts: Any) -> None:
+    """Replace status.json. Secrets in its texts are masked."""
+    facts = {key: masked(value) if isinstance(value, str) else value for key, value in facts.items()}
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    write_text(folder / "status.json", json.dumps({"status": status, "time": stamp, **facts}, indent=2) + "\n")

@@ -17,20 +17,22 @@ from pqcache.harness import tasks
 from pqcache.harness.config import smoke
 from pqcache.harness.config.compose import Composed
 from pqcache.harness.config.identity import RETIRED, Group, Identity, Options, identify, without_index
-from pqcache.harness.config.launch import LAUNCHES, Launch
 from pqcache.harness.config.options import (
     DECODE,
     GROUPS,
+    LAUNCHES,
     LM_EVAL,
     NOT_HASHED,
     DecodeOptions,
+    Launch,
     ModelOptions,
     Refused,
     RunOptions,
     is_hashed,
+    plain,
+    show,
 )
 from pqcache.harness.config.rules import wrong_decode, wrong_model, wrong_run
-from pqcache.harness.config.values import plain, show
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class
 

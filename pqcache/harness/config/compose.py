@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pqcache import places
 from pqcache.fields import option_fields
-from pqcache.harness.config.options import Refused
+from pqcache.harness.config.options import Refused, show
 from pqcache.harness.config.overrides import (
     EXPERIMENT,
     VALUE,
@@ -37,7 +37,6 @@ from pqcache.harness.config.overrides import (
     wandb_mode,
     yaml_text,
 )
-from pqcache.harness.config.values import show
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS
 

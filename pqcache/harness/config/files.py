@@ -23,9 +23,16 @@ from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, option_fields
-from pqcache.harness.config.launch import LAUNCHES
-from pqcache.harness.config.options import DECODE, LM_EVAL, PLACES, DecodeOptions, ModelOptions, RunOptions
-from pqcache.harness.config.values import plain
+from pqcache.harness.config.options import (
+    DECODE,
+    LAUNCHES,
+    LM_EVAL,
+    PLACES,
+    DecodeOptions,
+    ModelOptions,
+    RunOptions,
+    plain,
+)
 from pqcache.registry import METHODS, method_class
 
 CONFIGS = places.CONFIGS

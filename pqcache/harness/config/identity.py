@@ -24,8 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pqcache.harness.config.options import masked, without_secrets
-from pqcache.harness.config.values import plain, show
+from pqcache.harness.config.options import masked, plain, show, without_secrets
 
 Options = dict[str, Any]
 # Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.

@@ -1,4 +1,4 @@
-"""The options that belong to no method and no task: the top-level keys of a command, and `model.*`.
+"""The options that belong to no method and no task: the top-level keys of a command, `model.*`, `decode.*` and `launch.*`.
 
 The keys of `method.*` and `task.*` are the fields of the dataclasses behind them (the Method class, the task's options), with
 their types and defaults. Nothing is listed twice.
@@ -6,9 +6,12 @@ their types and defaults. Nothing is listed twice.
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
-from typing import Any, Literal
+import types
+import typing
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from pqcache.fields import added
 
@@ -31,6 +34,49 @@ PLACES = ("device_map", "max_memory")
 def is_hashed(option: str) -> bool:
     """Whether an option of a group is part of a cell's identity."""
     return not option.startswith(PERMITS) and option not in PLACES
+
+
+# -- values as texts -----------------------------------------------------------------------------------------------------
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value that was read from JSON is of a type: numbers are finite, true is no number."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in args)
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, args[1]) for item in value.values())
+    if kind is types.NoneType or isinstance(value, bool):
+        return value is None if kind is types.NoneType else kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def show(value: Any) -> str:
+    """A value the way it is typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(show(v) for v in value) + "]"
+    return str(value)
+
+
+def plain(value: Any) -> Any:
+    """The value in types of YAML and JSON, so that a configuration read back equals the one written."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
 
 
 LONGEST_LINE = 2000  # characters
@@ -77,6 +123,9 @@ class Refused(Exception):
             dict.fromkeys(map(one_line, lines))
         )  # a sweep meets the same error in every cell: say it once
         super().__init__("\n".join(self.lines))
+
+
+# -- the options ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -196,3 +245,89 @@ class ModelOptions:
     geometry: str | None = None
     # of model=random: how many layers; null: all of the geometry's
     layers: int | None = None
+
+
+# -- where the cells run -----------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class LocalLaunch:
+    """This process."""
+
+    name: ClassVar[str] = "local"
+
+    def check(self) -> None:
+        """Refuse values that have the right type. Raises a one-line ValueError."""
+
+
+@dataclass(kw_only=True)
+class RayLaunch:
+    """Workers of a Ray cluster, or of one that is started on this machine."""
+
+    name: ClassVar[str] = "ray"
+
+    # local (start Ray on this machine) | auto (the cluster that this machine belongs to) | <host>:<port>
+    address: str = "local"
+    # processes that keep a model each; null: one for each GPU, or one where there is none
+    workers: int | None = None
+    # of each worker; null: 1 where the cluster has GPUs, else 0
+    gpus_per_worker: float | None = None
+    # of each worker; its threads are as many
+    cpus_per_worker: int = 1
+    # how often a unit is run again after its worker was lost
+    retries: int = 2
+
+    def check(self) -> None:
+        """Refuse values that have the right type. Raises a one-line ValueError."""
+        if self.address not in ("local", "auto") and not re.fullmatch(r"(ray://)?[^\s:/]+:\d+", self.address):
+            raise ValueError(f"address={self.address}: allowed is local, auto or <host>:<port>")
+        _at_least(self, 1, "workers", "cpus_per_worker")
+        _at_least(self, 0, "gpus_per_worker", "retries")
+
+
+@dataclass(kw_only=True)
+class SlurmLaunch:
+    """Array tasks of SLURM, one worker each."""
+
+    name: ClassVar[str] = "slurm"
+
+    # array tasks that run at once
+    workers: int = 1
+    # null: the cluster's default
+    partition: str | None = None
+    # null: the user's default
+    account: str | None = None
+    # null: the user's default
+    qos: str | None = None
+    # minutes that a task may run
+    time: int = 240
+    # of each worker
+    gpus_per_worker: int = 0
+    # of each worker; its threads are as many
+    cpus_per_worker: int = 1
+    # memory of each worker, as SLURM writes it (64G); null: the cluster's default
+    mem: str | None = None
+    # shell lines to run before a worker starts
+    setup: list[str] = field(default_factory=list)
+    # false: submit and end; the same command later collects what is there
+    wait: bool = True
+    # how often a unit is run again after its worker was lost
+    retries: int = 2
+
+    def check(self) -> None:
+        """Refuse values that have the right type. Raises a one-line ValueError."""
+        _at_least(self, 1, "workers", "time", "cpus_per_worker")
+        _at_least(self, 0, "gpus_per_worker", "retries")
+        if self.mem is not None and not re.fullmatch(r"\d+[KMGT]?", self.mem):
+            raise ValueError(f"mem={self.mem}: allowed is a number with K, M, G or T, or null")
+
+
+Launch = LocalLaunch | RayLaunch | SlurmLaunch
+LAUNCHES: dict[str, type[Launch]] = {cls.name: cls for cls in (LocalLaunch, RayLaunch, SlurmLaunch)}
+
+
+def _at_least(launch: Launch, least: int, *keys: str) -> None:
+    for f in fields(launch):
+        value = getattr(launch, f.name)
+        if f.name in keys and value is not None and value < least:
+            raise ValueError(f"{f.name}={show(value)}: must be at least {least}")

@@ -21,8 +21,7 @@ from hydra.errors import HydraException
 from omegaconf.resolvers import oc
 
 from pqcache.fields import option_fields
-from pqcache.harness.config.options import GROUPS, Refused, one_line
-from pqcache.harness.config.values import plain, show
+from pqcache.harness.config.options import GROUPS, Refused, one_line, plain, show
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS
 
@@ -63,8 +62,8 @@ def parts() -> dict[str, dict[str, Any]]:
 
     nodes = {}
     for name in PARTS:
-        options = option_fields(TASKS[name].Options).items()
-        nodes[name] = {"name": name, **{key: plain(default) for key, (_, default) in options}}
+        options = {key: default for key, (_, default) in option_fields(TASKS[name].Options).items()}
+        nodes[name] = plain({"name": name, **options})
         ConfigStore.instance().store(group="task", name=name, node=nodes[name])
     return nodes
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from pqcache.embedded import WEIGHTS
 from pqcache.harness import tasks
 from pqcache.harness.config.identity import Options
-from pqcache.harness.config.options import DecodeOptions, RunOptions
-from pqcache.harness.config.values import show
+from pqcache.harness.config.options import DecodeOptions, RunOptions, show
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pqcache.harness.config.cells import Cell
-from pqcache.harness.config.launch import LocalLaunch
+from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.run import chunks, models, smoke_models
 from pqcache.harness.run.memory import free_bytes, swap
 from pqcache.measure.geometries import GEOMETRIES, geometry

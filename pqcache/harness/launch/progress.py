@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.config.launch import LocalLaunch
+from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.launch import plan as planning
 from pqcache.harness.run.session import Session
 

@@ -23,19 +23,19 @@ from pqcache import places
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, describe, documented, option_fields
 from pqcache.harness.config.check import COMMON
-from pqcache.harness.config.launch import LAUNCHES
 from pqcache.harness.config.options import (
     DECODE,
     GROUPS,
+    LAUNCHES,
     LM_EVAL,
     DecodeOptions,
     ModelOptions,
     Refused,
     RunOptions,
     one_line,
+    show,
 )
 from pqcache.harness.config.overrides import options_of
-from pqcache.harness.config.values import show
 from pqcache.harness.lookup import terms
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import Refused
-from pqcache.harness.config.values import show
+from pqcache.harness.config.options import Refused, show
 from pqcache.harness.report import budget_marks, plots
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame, natural, pooled_groups

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, one_line
+from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, fits, one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.config.values import fits
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.escaping import printable
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pqcache.harness.config.values import show
+from pqcache.harness.config.options import show
 
 FOLDER = "offload"  # in cache_dir
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.config.launch import LocalLaunch
-from pqcache.harness.config.options import Refused
+from pqcache.harness.config.options import LocalLaunch, Refused
 from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.session import Session, model_key, task_of_cell

@@ -17,9 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pqcache.harness.config import environment
-from pqcache.harness.config.cells import Cell, RunPlan, open_folder
-from pqcache.harness.config.folders import write_status
-from pqcache.harness.config.launch import LocalLaunch, RayLaunch
+from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
+from pqcache.harness.config.options import LocalLaunch, RayLaunch
 from pqcache.harness.report.rows import match_full, pair_with_full, read_row, write_row
 from pqcache.harness.run import one_cell, precheck, printing, tracking
 from pqcache.harness.run.claims import Busy, claim

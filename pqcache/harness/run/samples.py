@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
-from pqcache.harness.config.values import fits
+from pqcache.harness.config.options import fits
 from pqcache.harness.run.claims import claim
 
 if TYPE_CHECKING:

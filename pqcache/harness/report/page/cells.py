@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.cells import CONFIG, make_plan, read_config
 from pqcache.harness.config.compose import compose_all, yaml_text
-from pqcache.harness.config.folders import CONFIG, read_config
 from pqcache.harness.config.options import DECODE, LM_EVAL, Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pqcache import places
-from pqcache.harness.config.launch import RayLaunch
-from pqcache.harness.config.options import Refused
+from pqcache.harness.config.options import RayLaunch, Refused
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
 from pqcache.harness.run.worker import Follower, Worker
 

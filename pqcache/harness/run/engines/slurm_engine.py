@@ -20,8 +20,7 @@ from typing import Any
 
 from pqcache import places
 from pqcache.atomic import write_text
-from pqcache.harness.config.launch import SlurmLaunch
-from pqcache.harness.config.options import Refused, without_secrets
+from pqcache.harness.config.options import Refused, SlurmLaunch, without_secrets
 from pqcache.harness.run.units import FOLDER as LAUNCH
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult, result_from
 from pqcache.harness.run.worker import Follower, Worker
