@@ -17,9 +17,8 @@ from pqcache.harness.config.options import fits
 from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.answers import cut, stopper
-from pqcache.harness.run.claims import Busy
 from pqcache.harness.run.models import LoadedModel, opening_tokens
-from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks, fingerprint
+from pqcache.harness.run.samples import Busy, Sample, SampleLog, SampleMarks, fingerprint
 from pqcache.registry import method_class
 from pqcache.selective import Budget
 

@@ -17,7 +17,7 @@ from pqcache.harness.report.row_text import row_text
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.run import batches
 from pqcache.registry import METHODS, method_class
-from tests.harness.cells import Command
+from tests.harness.cells import Command, on_model, status
 
 NUMBERS = ("batch_checked", "batch_differ", "batch")
 
@@ -141,13 +141,10 @@ def test_prompts_of_one_length_where_chunks_ask_for_it(
     assert capsys.readouterr().out.count("infllm takes prompts of one length in chunks") == 1
 
 
-def test_given_texts_are_scored_one_by_one() -> None:
-    class Scored:
-        OUTPUT_TYPE = "loglikelihood"
-
-    batches.check_task({"texts": Scored}, 1)
-    with pytest.raises(ValueError, match="batch=4: texts scores given texts"):
-        batches.check_task({"texts": Scored}, 4)
+def test_given_texts_are_scored_one_by_one(tiny: Path, tmp_path: Path) -> None:
+    words = ["method=full", "task=pg19", "task.source=constructed", "task.tokens=300", "limit=1", "batch=4"]
+    assert run.main([*words, *on_model(tiny, tmp_path / "out")]) == 1
+    assert "scores given texts, which works with batch=1 only" in status(tmp_path / "out")["full"]["reason"]
 
 
 def test_latency_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from pqcache.harness.launch.bound import bound
-from pqcache.harness.run import chunks, units
+from pqcache.harness.run import memory as chunks
+from pqcache.harness.run import units
 from tests.harness.cells import Command
 
 CONFIG = LlamaConfig(

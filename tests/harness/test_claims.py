@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness.run.claims import Busy, Claim, claim
+from pqcache.harness.run.samples import Busy, Claim, claim
 
 
 def test_a_claim_is_refused_until_it_is_released(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
 
 def test_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from pqcache.harness.run.claims import claim\n"
+        "import os; from pathlib import Path; from pqcache.harness.run.samples import claim\n"
         f"mine = claim(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

@@ -16,7 +16,7 @@ import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.run import adapter, runner, sharing, units
-from pqcache.harness.run.claims import claim
+from pqcache.harness.run.samples import claim
 from pqcache.selective import record
 from tests.harness.cells import Command
 from tests.harness.in_process import InProcess
@@ -148,7 +148,7 @@ def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:
     def shares(*words: str) -> bool:
         typed = ["model=hf", f"model.path={tiny}", "task.length=256", f"out={tmp_path}", *words]
         (group,) = units.groups(make_plan(compose_all(typed, run.CONFIGS)).cells)
-        asked = sharing.may_share(group)
+        asked = units.may_share(group)
         assert (units.local_units(group, 1)[0].shared == "only") == asked
         assert any(unit.shared == "yes" for unit in units.ranges(group, documents=9, tasks=1, workers=2)) == asked
         return asked
@@ -166,12 +166,11 @@ def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: pytest.MonkeyPa
     assert sharing.recording_bytes(model.config, 40, "float32") == held
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
 
-    def place(shared: Any, device: torch.device | None = cpu, **options: Any) -> str:
-        return sharing.place_of(model.config, 40, "float32", device, shared, **options)
+    def place(shared: Any, device: torch.device = cpu) -> str:
+        return sharing.place_of(model.config, 40, "float32", device, shared)
 
     monkeypatch.setattr(sharing, "free_bytes", lambda _: 2**30)
-    assert place("auto") == place("auto", None) == "device"
-    assert place("auto", reserved=2**30) == place(False) == "off"
+    assert place("auto") == "device" and place(False) == "off"
     monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)
     assert place("auto") == "off" and place(True) == "device"
     monkeypatch.setattr(sharing, "free_bytes", lambda device: 1000 if device.type == "cuda" else 2**30)

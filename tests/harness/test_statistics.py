@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pqcache.harness.report import score_statistics
-from pqcache.harness.run.timing import percentile, pooled_steps, tpot_ms
+from pqcache.harness.run.row_builder import percentile, pooled_steps, tpot_ms
 
 
 def test_mean_is_unweighted_over_tasks() -> None:

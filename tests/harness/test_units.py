@@ -14,7 +14,7 @@ import torch
 import run
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter, runner
-from pqcache.harness.run.claims import claim
+from pqcache.harness.run.samples import claim
 from pqcache.harness.run.units import Job, Unit, UnitResult, digest_of
 from scripts.same_rows import differences
 from tests.harness.cells import Command, rows, status

@@ -3,7 +3,7 @@
 <out>/<model>__<method>__<budget>__<task>__seed<seed>[__<key>=<value>...]__<8 hex digits of the identity>/
     config.yaml     the resolved configuration, without out, wandb and limit
     samples.jsonl   one line per finished sample, appended at once; workers write samples-<unit>-<attempt>.jsonl beside it
-    owner.json      the process that runs the cell, or ran it last; .lock beside it (run/claims.py)
+    owner.json      the process that runs the cell, or ran it last; .lock beside it (run/samples.py)
     row.json        the result (report.rows.Row)
     status.json     running | ok | failed (with traceback) | interrupted | not applicable
 """

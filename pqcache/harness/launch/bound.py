@@ -20,8 +20,8 @@ import torch
 
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
-from pqcache.harness.run import chunks, models, smoke_models
-from pqcache.harness.run.memory import free_bytes, swap
+from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run.memory import fitting_chunk, free_bytes, kept_bytes, prefill_bytes, swap
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.selective import ModelShape
 from pqcache.selective.eviction import EvictionMethod
@@ -78,9 +78,9 @@ def bound(
     device, host, exact = cache_bytes(config, method, prompt_tokens, new_tokens, dtype)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     if chunk < prompt_tokens:
-        device = max(device, chunks.kept_bytes(config, prompt_tokens, dtype))
+        device = max(device, kept_bytes(config, prompt_tokens, dtype))
     weights = parameter_count(config) * getattr(torch, dtype).itemsize
-    prefill = chunks.prefill_bytes(config, chunk, dtype, attn)
+    prefill = prefill_bytes(config, chunk, dtype, attn)
     exact = exact and getattr(config, "quantization_config", None) is None
     return Memory(weights, batch * device, batch * host, batch * prefill, exact)
 
@@ -199,7 +199,7 @@ def memory_of(cell: Cell, longest: tuple[int, int]) -> Memory | None:
     if chunk == "auto":
         there = free(device_of(cell))
         weights = parameter_count(config) * getattr(torch, dtype).itemsize
-        chunk = None if there is None else chunks.fitting_chunk(config, prompt, max(0, there - weights) // batch, dtype)
+        chunk = None if there is None else fitting_chunk(config, prompt, max(0, there - weights) // batch, dtype)
     return bound(
         config,
         cell.method,

@@ -12,6 +12,7 @@ evaluates n times, with `lm.draw` = 0 .. n - 1.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import zlib
@@ -22,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lm_eval.api.model import LM
 
+from pqcache import selective
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import DecodeOptions
 from pqcache.harness.run import answers
-from pqcache.harness.run.chunks import Chunk, Chunks
+from pqcache.harness.run.memory import Chunk, Chunks
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import DEFAULT_NEW_TOKENS, Prepared, PromptFacts, Prompts, Reader, Text, TokenTask
 from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, prompt_marks, target_marks
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
-from pqcache.harness.run.timing import warm_up
 from pqcache.selective import GenerationResult, NonFinite, generate, likelihood
 from pqcache.selective.support import attention_kernel
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pqcache.harness.run.recorder import Recorder
     from pqcache.selective import Method, Prefill
 
+WARM_TOKENS = 1024  # of the prompt that warms the kernels up
 Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, response) -> 0..100
 
 
@@ -229,7 +231,11 @@ class HarnessLM(LM):
             raise Missing(f"{task} sample {doc_id}: no worker has computed it")
         if not self.warm:
             self.warm = True
-            warm_up(self.loaded.model, self.method, ids, self.attn, self.chunks.of(self.loaded.model, len(ids)))
+            start = torch.tensor([list(ids[:WARM_TOKENS])], device=self.loaded.device)
+            chunk = self.chunks.of(self.loaded.model, len(ids))
+            with contextlib.suppress(ValueError):  # what the method refuses, the sample will report
+                how: dict[str, Any] = {"max_new_tokens": 3, "attn": self.attn, "prefill_chunk": chunk}
+                selective.generate(self.loaded.model, self.method, start, **how)
         torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
 
     def ends(self, prepared: Prepared) -> tuple[tuple[int, ...], tuple[int, ...]]:

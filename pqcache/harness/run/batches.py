@@ -9,10 +9,11 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.prompts import Prepared, TooLong
+from pqcache.harness.run.samples import DIFFERS
 from pqcache.selective import NonFinite, NotApplicable, Request, generate_batch
 
 if TYPE_CHECKING:
@@ -21,21 +22,13 @@ if TYPE_CHECKING:
     from pqcache.selective import Prefill
 
 APART = "batch > 1: {} takes prompts of one length in chunks; prompts of other lengths are answered apart"
-DIFFERS = "differs_alone"  # in a sample's `extra`: 1 if the answer alone is another one
 
 Todo = tuple[Prepared, "Instance"]  # a request in the model's terms, and as lm-eval made it
 Ask = tuple["Instance", int]  # a request, and the number of its answer
 
 
-def check_task(tasks: dict[str, Any], batch: int) -> None:
-    """Refuse tasks that are not answered by generation. Raises a one-line ValueError."""
-    others = [name for name, task in tasks.items() if task.OUTPUT_TYPE != "generate_until"]
-    if batch > 1 and others:
-        raise ValueError(f"batch={batch}: {others[0]} scores given texts, which works with batch=1 only")
-
-
 def fill(lm: HarnessLM, requests: Sequence[Instance], done: Callable[[int], object] = lambda count: None) -> None:
-    """Compute the missing samples of generation requests into the log. done: is called with the size of each batch."""
+    """Compute the missing samples of generation requests into the log, and check some. done: is told the size of each batch."""
     asks = [(request, draw) for request in requests for draw in lm.draws]
     for group in in_batches(lm, asks, lambda ask: ask[1] in lm.lacking(ask[0])):
         for part in _parts(lm, read(lm, group)):
@@ -45,6 +38,7 @@ def fill(lm: HarnessLM, requests: Sequence[Instance], done: Callable[[int], obje
                 for one in part:
                     answer(lm, [one])
             done(len(part))
+    check(lm, requests)
 
 
 def in_batches(lm: HarnessLM, asks: Sequence[Ask], lacks: Callable[[Ask], bool]) -> Iterator[Sequence[Ask]]:
@@ -136,10 +130,3 @@ def check(lm: HarnessLM, requests: Sequence[Instance]) -> None:
             alone = None
         lm.log.append({**sample, "extra": {**sample["extra"], DIFFERS: int(alone != sample["response"])}})
         lm.computed += 1
-
-
-def facts(samples: Sequence[Any], batch: int) -> dict[str, Any]:
-    """What a row's `extra` says of its batches."""
-    checked = [s["extra"][DIFFERS] for s in samples if DIFFERS in s["extra"]]
-    found = {"batch_checked": len(checked), "batch_differ": sum(checked)} if checked else {}
-    return {"batch": batch, **found}

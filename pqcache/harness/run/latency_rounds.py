@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pqcache.harness.report import rows
-from pqcache.harness.run.chunks import Chunks
-from pqcache.harness.run.row_builder import build_row
+from pqcache.harness.run.memory import Chunks
+from pqcache.harness.run.row_builder import DROPPED_STEPS, build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
-from pqcache.harness.run.timing import DROPPED_STEPS
 from pqcache.measure.machine import Ceilings, ceilings
 from pqcache.measure.peak import peak_memory
 from pqcache.measure.roofline import bound, prompt

@@ -1,11 +1,96 @@
-"""Memory that can still be had, on a device and on the host."""
+"""Memory that can be had, and `prefill_chunk`: how many tokens of a prompt are computed at a time, so that they fit in it.
+
+A forward pass over a whole prompt needs temporaries for all its tokens, at 32K of a 7B model several GB. In chunks it needs those
+of one chunk. But then every layer holds the prompt's K and V until its last chunk, where a whole pass lets one layer after
+the other evict or pack them.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from pqcache.selective import ModelShape
+from pqcache.selective.placement import devices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+STEP = 512  # `auto` is a multiple of this
+SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take
+
+Chunk = Literal["auto"] | int | None
+
+
+def prefill_bytes(config: PreTrainedConfig, tokens: int, dtype: str, attn: str = "auto") -> int:
+    """Temporaries of a forward pass over `tokens` tokens, at the worse of attention and MLP of one layer.
+
+    Both hold the residual and its normalised copy. Attention adds q, k, v, their rotated copies and the output, and under
+    attn=standard the whole matrix, logits and probabilities in float32. The MLP adds three tensors of its width. A
+    normalisation works in float32 on two copies.
+    """
+    text = config.get_text_config(decoder=True)
+    shape, item = ModelShape.of(text), getattr(torch, dtype).itemsize
+    hidden, wide = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    heads, kv = shape.h * shape.d, shape.h_kv * shape.d
+    attention = (3 * heads + 3 * kv) * item * tokens
+    if attn == "standard":
+        attention += 2 * shape.h * tokens * tokens * 4
+    mlp = 3 * wide * item * tokens
+    norm = 2 * hidden * 4 * tokens
+    return 2 * hidden * item * tokens + max(attention, mlp, norm)
+
+
+def kept_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
+    """K and V of `tokens` tokens in all layers."""
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    return 2 * shape.n_layers * shape.h_kv * shape.d * tokens * getattr(torch, dtype).itemsize
+
+
+def fitting_chunk(config: PreTrainedConfig, tokens: int, free: int, dtype: str) -> int | None:
+    """The largest multiple of 512 whose temporaries fit beside the K and V of a prompt of `tokens` tokens, at least 512.
+
+    None: the whole prompt fits. free: bytes beside the weights.
+    """
+    room = int(SHARE_OF_FREE * free) - kept_bytes(config, tokens, dtype)
+    if prefill_bytes(config, tokens, dtype) <= room:
+        return None
+    chunk = max(1, room // prefill_bytes(config, STEP, dtype)) * STEP
+    return None if chunk >= tokens else chunk
+
+
+@dataclass
+class Chunks:
+    """`prefill_chunk` of one cell. `auto` is decided by the memory that is free when the first prompt comes.
+
+    Of a model on several devices each counts as if it alone held the cache: chunks may be smaller than they need to be.
+    """
+
+    wanted: Chunk
+    batch: int = 1  # prompts at once, which share the memory
+    free: int | None = None
+
+    def of(self, model: PreTrainedModel, tokens: int) -> int | None:
+        """Tokens per chunk of a prompt of `tokens` tokens; None: all at once."""
+        if self.wanted != "auto":
+            return self.wanted
+        if self.free is None:
+            room = [free_bytes(device) for device in devices(model)]
+            self.free = min((known for known in room if known is not None), default=None)
+        if self.free is None:
+            return None
+        return fitting_chunk(model.config, tokens, self.free // self.batch, str(model.dtype).removeprefix("torch."))
+
+    def fact(self, chunk: int | None) -> dict[str, Any]:
+        """What a sample's `extra` says of it."""
+        return {} if self.wanted is None or chunk is None else {"prefill_chunk": chunk}
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -17,12 +17,9 @@ from lm_eval.tasks.manager import TaskDict
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.check import overridden_budget
 from pqcache.harness.config.options import without_secrets
-from pqcache.harness.report import sample_figures
 from pqcache.harness.report.rows import Row, full_rows, match_full, pair_with_full, read_row, write_row
-from pqcache.harness.run import batches
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.prompts import TooLong
-from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.session import Session, set_seed, task_of_cell
@@ -49,7 +46,9 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
     """A cell's method behind lm-eval's interface. Raises NotApplicable; see `_check_first_prompt`."""
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
-    batches.check_task(tasks["tasks"], cell.run.batch)
+    others = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+    if cell.run.batch > 1 and others:
+        raise ValueError(f"batch={cell.run.batch}: {others[0]} scores given texts, which works with batch=1 only")
     cell.method.know_tokenizer(loaded.tokenizer)
 
     def scorer(task: str, doc: dict, response: str) -> float | None:
@@ -59,6 +58,8 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
 
     recorder = None
     if level := cell.run.diagnostics:
+        from pqcache.harness.run.recorder import Recorder
+
         recorder = Recorder(cell.folder, level, without_secrets(cell.identity), cell.identity["dense_layers"] or 0)
     lm = HarnessLM(
         loaded,
@@ -288,6 +289,8 @@ def _draw(figures: Iterable[Figure], answers: list[dict[str, Any]], folder: Path
     """Draw the figures that the task names."""
     try:
         for figure in figures:
+            from pqcache.harness.report import sample_figures
+
             sample_figures.draw(figure, answers, folder, title)
     except Exception as error:  # the samples are on disk; the same command draws it again
         print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)

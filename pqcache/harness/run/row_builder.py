@@ -1,7 +1,13 @@
-"""From the samples of a cell to its row."""
+"""From the samples of a cell to its row.
+
+TT2T runs from submitting the prompt to the second token: the first token never needs a method's index, the second does. TPOT is
+the time of one decode step. Each sample's first two steps are dropped, because they include warming up; the rest are pooled
+over samples. If no step is left the result is None, never 0.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
@@ -12,10 +18,9 @@ from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import SCHEMA, Row
 from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
-from pqcache.harness.run import batches
-from pqcache.harness.run.samples import Sample
-from pqcache.harness.run.timing import percentile, tpot_ms
+from pqcache.harness.run.samples import DIFFERS, Sample
 
+DROPPED_STEPS = 2
 STEP_MEANS = ("context_tokens", "allowed_tokens")  # means over decode steps, to be compared with attended_tokens
 
 
@@ -47,8 +52,10 @@ def build_row(
         if (value := known_mean([s["extra"].get(key) for s in samples], steps)) is not None:
             extra[key] = value
     if cell.run.batch > 1:
-        extra.pop(batches.DIFFERS, None)
-        extra |= batches.facts(samples, cell.run.batch)
+        checked = [s["extra"][DIFFERS] for s in samples if DIFFERS in s["extra"]]
+        extra.pop(DIFFERS, None)
+        extra["batch"] = cell.run.batch
+        extra |= {"batch_checked": len(checked), "batch_differ": sum(checked)} if checked else {}
     row = {
         "schema": SCHEMA,
         **without_secrets(_configuration(cell)),
@@ -205,6 +212,28 @@ def _origin(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 # -- over samples ------------------------------------------------------------------------------------------------------
+
+
+def pooled_steps(steps: Iterable[Sequence[float]]) -> list[float]:
+    """Decode steps of all samples, the first two of each dropped."""
+    return [s for sample in steps for s in sample[DROPPED_STEPS:]]
+
+
+def percentile(values: Iterable[float | None], share: float) -> float | None:
+    """The value below which `share` of the values lie, linear between neighbours; None without values."""
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return None
+    at = share * (len(known) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(known) - 1)
+    return known[low] + (known[high] - known[low]) * (at - low)
+
+
+def tpot_ms(steps: Iterable[Sequence[float]], share: float) -> float | None:
+    """A percentile of the time per output token, in milliseconds."""
+    seconds = percentile(pooled_steps(steps), share)
+    return None if seconds is None else seconds * 1000
 
 
 def _joined(values: Iterable[str | None]) -> str | None:

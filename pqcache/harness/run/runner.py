@@ -12,23 +12,28 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
 from pqcache.harness.config.options import LocalLaunch, RayLaunch
-from pqcache.harness.report.rows import match_full, pair_with_full, read_row, write_row
-from pqcache.harness.run import one_cell, precheck, printing, tracking
-from pqcache.harness.run.claims import Busy, claim
+from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.row_text import row_text, summary_line
+from pqcache.harness.report.rows import Row, match_full, pair_with_full, read_row, write_row
+from pqcache.harness.run import one_cell, precheck
 from pqcache.harness.run.compute import Member, compute
-from pqcache.harness.run.engines import Engine
 from pqcache.harness.run.one_cell import Outcome
-from pqcache.harness.run.samples import Missing, SampleLog
+from pqcache.harness.run.row_builder import tpot_ms
+from pqcache.harness.run.samples import Busy, Missing, Sample, SampleLog, claim
 from pqcache.harness.run.session import Session, Watch, model_key
-from pqcache.harness.run.sharing import may_share
-from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, groups, local_units, ranges
+from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, groups, local_units, may_share, ranges
+
+if TYPE_CHECKING:
+    from pqcache.harness.run.engines import Engine
 
 REPLACED = re.compile(r".+\.replaced-(\d+)")
 
@@ -40,15 +45,21 @@ class Interrupted(Exception):
 def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code. watch: is told what happens."""
     out = Path(plan.cells[0].run.out).expanduser()
-    if plan.cells[0].run.wandb == "sync":
+    mode = plan.cells[0].run.wandb
+    if mode == "sync":
+        from pqcache.harness.run import tracking
+
         return tracking.sync(plan)
     try:
         outcomes = run_cells(plan, Session(watch, weights=isinstance(plan.launch, LocalLaunch)))
     except Interrupted as interrupted:
         print(f"\ninterrupted in {interrupted}; the same command goes on where it stopped", file=sys.stderr)
         return 130
-    tracking.track_rows(plan, plan.cells[0].run.wandb)
-    printing.print_result(plan, outcomes, out)
+    if mode != "disabled":
+        from pqcache.harness.run import tracking
+
+        tracking.track_rows(plan, mode)
+    print_result(plan, outcomes, out)
     if not plan.sweep and all(outcome.status == "not applicable" for outcome in outcomes.values()):
         return 2
     return 1 if any(outcome.status == "failed" for outcome in outcomes.values()) else 0
@@ -127,7 +138,7 @@ class _Run:
                 self._compute(units.pop(0), opened, cell.label)
                 self._finish(member)
             if self.plan.sweep:
-                print(f"      {printing.outcome_line(self.outcomes[cell.name])}", flush=True)
+                print(f"      {outcome_line(self.outcomes[cell.name])}", flush=True)
 
     def _tasks(self, cell: Cell) -> int:
         """How many lm-eval tasks a cell has."""
@@ -201,7 +212,7 @@ class _Run:
             if cell.skip is not None or misfit is not None:
                 self._failed(cell, Failure(cell.skip or misfit or "", skipped=cell.skip is not None))
             else:
-                log = SampleLog(folder / "samples.jsonl", cell.about.mark, self.session.on_sample(cell))
+                log = SampleLog(folder / "samples.jsonl", cell.about.mark, partial(self._sample, cell.name))
                 return Member(cell, stack.enter_context(log))
         except Busy as busy:
             self.outcomes[cell.name] = Outcome("failed", reason=str(busy))
@@ -209,6 +220,12 @@ class _Run:
             self.outcomes[cell.name] = Outcome("failed", reason=f"{type(error).__name__}: {error}")
         self._ended(cell.name)
         return None
+
+    def _sample(self, cell: str, sample: Sample) -> None:
+        """A sample was computed here."""
+        if self.watch is not None:
+            one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
+            self.watch.sample(cell, *one, tpot_ms([sample.get("step_s") or []], 0.5))
 
     def _report(self, event: UnitResult | Progress) -> None:
         """A unit has ended, or a worker has finished a sample."""
@@ -280,6 +297,59 @@ class _Run:
         for member in members:
             with contextlib.suppress(OSError):
                 write_status(member.cell.folder, "interrupted", n_samples=len(member.log))
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """How a cell of a sweep ended, in half a line."""
+    if outcome.row is not None:
+        kept = "; row.json keeps its larger number of samples" if outcome.kept else ""
+        loaded = "; loaded, nothing was computed" if outcome.loaded else ""
+        return summary_line(outcome.row) + kept + loaded
+    return f"{'skipped, ' if outcome.status == 'not applicable' else ''}{outcome.status}: {outcome.reason}"
+
+
+def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> None:
+    """Print what was measured, then the failed cells."""
+    rows = _rows(plan, outcomes)
+    if plan.sweep:
+        from pqcache.harness.run.printing import print_sweep
+
+        print_sweep(plan, outcomes, rows, out)
+    else:
+        _print_cell(plan, outcomes, rows)
+    for cell in plan.cells:
+        if outcomes[cell.name].status == "failed":
+            print(printable(f"failed: {cell.label}: {outcomes[cell.name].reason}"), file=sys.stderr)
+
+
+def _rows(plan: RunPlan, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
+    """Cell name -> row, with the refreshed comparison to Full; a kept cell shows the row of this run."""
+    rows: dict[str, Row] = {}
+    for cell in plan.cells:
+        outcome = outcomes[cell.name]
+        if outcome.row is not None:
+            refreshed = None if outcome.kept else read_row(cell.folder / "row.json")
+            rows[cell.name] = refreshed or outcome.row
+    return rows
+
+
+def _print_cell(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[str, Row]) -> None:
+    cell = plan.cells[0]
+    outcome = outcomes[cell.name]
+    if outcome.status not in ("ok", "failed"):
+        print(outcome_line(outcome))
+    if cell.name in rows:
+        print(row_text(rows[cell.name], cell.folder / "row.json"))
+        if outcome.kept:
+            print("  row.json keeps its larger number of samples; the figures above are of this limit")
+        elif outcome.loaded:
+            print("  loaded: all samples were on disk; fresh=true computes them again")
+
+
+# -- the comparison to Full --------------------------------------------------------------------------------------------
 
 
 def refresh_pairs(out: Path) -> None:

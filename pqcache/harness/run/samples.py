@@ -3,6 +3,10 @@
 A line is appended, flushed and synced before the next sample starts. A sample is looked up by its task, document number
 and fingerprint (weights, model input, generation settings), so that a line of other weights or another prompt is never
 used.
+
+Who runs a cell holds a lock on `.lock` in its folder, which ends with its process however that ends; owner.json names it.
+Where the file system has no locks, filelock's own files stand for them: of a process that was killed on another machine such a
+file stays, and is deleted by hand.
 """
 
 from __future__ import annotations
@@ -12,15 +16,19 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
+from filelock import BaseFileLock, FileLock, Timeout
+
+from pqcache.atomic import write_text
 from pqcache.harness.config.options import fits
-from pqcache.harness.run.claims import claim
 
 if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
@@ -30,8 +38,10 @@ if TYPE_CHECKING:
 Key = tuple[str, int, str]  # task, document, fingerprint
 # What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
 PROMPT_END = 300  # characters of a prompt that its line keeps
+DIFFERS = "differs_alone"  # in a sample's `extra`, with batch_check: 1 if the answer alone is another one
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 _said: set[str] = set()
+LOCK, OWNER = ".lock", "owner.json"
 
 
 class Missing(RuntimeError):
@@ -152,6 +162,53 @@ def make_sample(
         "git_commit": facts["git_commit"],
         "versions": dict(facts["versions"]),
     }
+
+
+# -- who runs a cell ---------------------------------------------------------------------------------------------------
+
+
+class Busy(RuntimeError):
+    """Another process has this cell."""
+
+
+class Claim:
+    """A cell's folder that this process owns until `release`."""
+
+    def __init__(self, lock: BaseFileLock) -> None:
+        self._lock = lock
+
+    def release(self) -> None:
+        """Give the cell back."""
+        self._lock.release()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def claim(folder: Path) -> Claim:
+    """Own a cell's folder. Raises Busy if another process has it."""
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise Busy(f"{folder}: another process is running this cell: {_owner(folder)}") from None
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    write_text(folder / OWNER, json.dumps(owner) + "\n")
+    return Claim(lock)
+
+
+def _owner(folder: Path) -> str:
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its owner is not known yet"
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
 
 
 class SampleLog:

@@ -15,7 +15,6 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prompts
-from pqcache.harness.run.timing import tpot_ms
 from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
 
     from pqcache.harness.config.cells import RunPlan
-    from pqcache.harness.run.samples import Sample
 
 
 def model_key(cell: Cell) -> str:
@@ -162,17 +160,6 @@ class Session:
             self._shown_prompts.add(prompt["sha256"])
             where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
             print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
-
-    def on_sample(self, cell: Cell) -> Callable[[Sample], None]:
-        """What is called with each new sample of a cell."""
-
-        def tell(sample: Sample) -> None:
-            if self.watch is not None:
-                tpot = tpot_ms([sample.get("step_s") or []], 0.5)
-                one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
-                self.watch.sample(cell.name, *one, tpot)
-
-        return tell
 
     def facts(self, loaded: LoadedModel) -> environment.Facts:
         """Versions, git commit and the machine that runs a model, read once per device."""

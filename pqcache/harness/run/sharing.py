@@ -4,70 +4,56 @@ Each prompt is computed once, and every cell generates from the recording. Two k
 first ones of each cell, so that TT2T is measured, and all samples of methods that do not attend to the prompt exactly.
 
 A recording holds q, k, v, the output and the input of every layer. With shared_prefill=auto it goes where it fits: to the
-device, else to host memory, else nowhere. The plan and the run decide by the same two functions, `may_share` and `place_of`.
+device, else to host memory, else nowhere. `units.may_share` says which cells share.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import torch
 
-from pqcache.harness.run.chunks import kept_bytes
-from pqcache.harness.run.memory import free_bytes
-from pqcache.selective import ModelShape, Prefill, record, record_batch
+from pqcache.harness.config.options import one_line
+from pqcache.harness.run import batches
+from pqcache.harness.run.memory import free_bytes, kept_bytes
+from pqcache.selective import ModelShape, NotApplicable, OwnPrefill, Prefill, record, record_batch
 from pqcache.selective.placement import home
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedConfig
 
-    from pqcache.harness.config.cells import Cell
     from pqcache.harness.run.adapter import HarnessLM
     from pqcache.selective import Request
 
 Place = Literal["device", "host", "off"]
+STRIKES = 3  # a cell that fails at so many shared prompts in a row is left to its own unit
 SHARE_OF_FREE = 0.9  # of the free memory that a recording and a method's cache may take
 NOTES: dict[Place, str] = {
     "device": "",
-    "host": "shared prefills: a recording does not fit the device beside a cache; it is kept in host memory",
-    "off": "shared prefills: a recording fits neither the device nor host memory; each cell computes its own",
+    "host": "a recording does not fit the device beside a cache; it is kept in host memory",
+    "off": "a recording fits neither the device nor host memory; each cell computes its own",
 }
-CHUNKS = (
-    "shared prefills: a batch with prompts of several lengths is not recorded in chunks; each cell computes its own"
-)
-
-
-def may_share(group: Sequence[Cell]) -> bool:
-    """Whether cells with the same prompts (`units.groups`) share prefills wherever a recording fits."""
-    first = group[0]
-    if first.run.shared_prefill is False or first.run.diagnostics or first.identity["task"]["name"] == "latency":
-        return False
-    return sum(cell.decode.samples for cell in group) > 1
+CHUNKS = "a batch with prompts of several lengths is not recorded in chunks; each cell computes its own"
 
 
 def place_of(
     config: PreTrainedConfig,
     tokens: int,
     dtype: str,
-    device: torch.device | None,
+    device: torch.device,
     shared: Literal["auto"] | bool,
-    *,
-    reserved: int = 0,
 ) -> Place:
-    """Where the recording of a prompt of `tokens` tokens is kept. shared=true always records.
-
-    device: None where it is not known: a worker's. reserved: bytes of the device that are free now and will not be.
-    """
+    """Where the recording of a prompt of `tokens` tokens is kept. shared=true always records."""
     if shared is False:
         return "off"
-    free = None if device is None else free_bytes(device)
-    recording = recording_bytes(config, tokens, dtype)
-    if free is None or recording + _beside_bytes(config, tokens, dtype) <= SHARE_OF_FREE * (free - reserved):
+    free, recording = free_bytes(device), recording_bytes(config, tokens, dtype)
+    if free is None or recording + _beside_bytes(config, tokens, dtype) <= SHARE_OF_FREE * free:
         return "device"
-    if device is not None and device.type == "cpu":
+    if device.type == "cpu":
         return "device" if shared is True else "off"
     room = free_bytes(torch.device("cpu"))
     return "host" if shared is True or room is None or recording <= SHARE_OF_FREE * room else "off"
@@ -88,15 +74,52 @@ def _beside_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
     return int(2 * kept_bytes(config, tokens, dtype) + tokens * wide * getattr(torch, dtype).itemsize)
 
 
-@dataclass
-class Recordings:
-    """Records prompts for cells that share them, and says once where it cannot do so on the device."""
+class Sharing:
+    """Answers prompts from one prefill, by every cell that can use it.
 
-    shared: Literal["auto"] | bool
-    prompts: int = 0  # recorded
-    said: set[str] = field(default_factory=set)
+    A prompt that cannot be recorded, or at which a cell fails, is named once, and the others are shared.
+    """
 
-    def record(self, lm: HarnessLM, request: Instance) -> Prefill | None:
+    def __init__(self, shared: Literal["auto"] | bool) -> None:
+        self.shared = shared
+        self.prompts = 0  # recorded
+        self.served = 0  # samples that were answered from a recording
+        self._alone: set[str] = set()  # labels of cells that cannot share, or failed STRIKES times in a row
+        self._strikes: Counter[str] = Counter()
+        self._said: set[str] = set()
+
+    def answer(self, requests: Sequence[Instance], todo: Sequence[tuple[HarnessLM, int]]) -> None:
+        """Answer one request, or a batch of them. todo: the cells that lack them, and the number of the answer."""
+        prefill: Prefill | None = None
+        for lm, draw in todo:
+            if lm.label in self._alone:
+                continue
+            rows = [] if lm.batch == 1 else batches.read(lm, [(request, draw) for request in requests])
+            try:
+                if prefill is None:
+                    prefill = self._batch(lm, batches.rows_of(lm, rows)) if rows else self._prompt(lm, requests[0])
+            except Exception as error:  # of the prompt, not of this cell: out of memory, perhaps
+                self._failed(requests, "cannot be recorded", error)
+            if prefill is None:
+                return
+            before = lm.computed
+            try:
+                if rows:
+                    batches.answer(lm, rows, prefill)
+                else:
+                    lm.answer(requests[0], prefill, draw)
+                self._strikes[lm.label] = 0
+            except (OwnPrefill, NotApplicable):
+                self._alone.add(lm.label)
+            except Exception as error:  # the cell's own unit meets it again, and reports it
+                self._failed(requests, f"fails in {lm.label}", error)
+                self._strikes[lm.label] += 1
+                if self._strikes[lm.label] == STRIKES:
+                    self._alone.add(lm.label)
+                prefill = None  # it may have been left half used
+            self.served += lm.computed - before
+
+    def _prompt(self, lm: HarnessLM, request: Instance) -> Prefill | None:
         """The dense prefill of a request's prompt; None where it does not fit."""
         prepared = lm.reader.read(request)
         body = prepared.ids[: len(prepared.ids) - prepared.question]
@@ -106,29 +129,32 @@ class Recordings:
         model, kept = lm.loaded.model, "cpu" if place == "host" else None
         return record(model, torch.tensor([body]), lm.attn, kept, prefill_chunk=lm.chunks.of(model, len(body)))
 
-    def record_batch(self, lm: HarnessLM, rows: Sequence[Request]) -> Prefill | None:
+    def _batch(self, lm: HarnessLM, rows: Sequence[Request]) -> Prefill | None:
         """The dense prefill of a batch; None where it does not fit, or needs chunks and has prompts of several lengths."""
         model, width = lm.loaded.model, max(row.body for row in rows)
         chunk, place = lm.chunks.of(model, width), self._place(lm, len(rows) * width)
         if place == "off":
             return None
         if chunk is not None and chunk < width and len({row.body for row in rows}) > 1:
-            self.say(CHUNKS)
+            self._say(CHUNKS, sys.stdout)
             return None
         self.prompts += len(rows)
-        kept = "cpu" if place == "host" else None
-        return record_batch(model, rows, attn=lm.attn, device=kept, prefill_chunk=chunk)
+        return record_batch(model, rows, attn=lm.attn, device="cpu" if place == "host" else None, prefill_chunk=chunk)
 
     def _place(self, lm: HarnessLM, tokens: int) -> Place:
         """Where a recording of so many tokens goes; says once if that is not the device."""
         model = lm.loaded.model
         place = place_of(model.config, tokens, lm.loaded.dtype, home(model), self.shared)
         if NOTES[place]:
-            self.say(NOTES[place])
+            self._say(NOTES[place], sys.stdout)
         return place
 
-    def say(self, line: str) -> None:
+    def _failed(self, requests: Sequence[Instance], what: str, error: Exception) -> None:
+        first = f"{requests[0].task_name} sample {requests[0].doc_id}"
+        self._say(one_line(f"{first} {what} ({type(error).__name__}: {error})")[:400], sys.stderr)
+
+    def _say(self, line: str, stream: TextIO) -> None:
         """Print a line once."""
-        if line not in self.said:
-            self.said.add(line)
-            print(line, flush=True)
+        if line not in self._said:
+            self._said.add(line)
+            print(f"shared prefills: {line}", file=stream, flush=True)

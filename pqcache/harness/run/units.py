@@ -21,7 +21,6 @@ from typing import Any, Literal
 from pqcache.atomic import write_text
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.run.sharing import may_share
 from pqcache.selective import NotApplicable
 
 OWN_PREFILLS = 5  # at least so many samples of a cell are timed with their own prefill
@@ -115,6 +114,14 @@ def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
         key = json.dumps([same, cell.device, cell.unhashed, *how, alone], sort_keys=True)
         by_prompts.setdefault(key, []).append(cell)
     return [sorted(group, key=lambda cell: cell.identity["method"]["name"] != "full") for group in by_prompts.values()]
+
+
+def may_share(group: Sequence[Cell]) -> bool:
+    """Whether cells with the same prompts (a group) share prefills wherever a recording fits."""
+    first = group[0]
+    if first.run.shared_prefill is False or first.run.diagnostics or first.identity["task"]["name"] == "latency":
+        return False
+    return sum(cell.decode.samples for cell in group) > 1
 
 
 def own_documents(tasks: int, batch: int = 1) -> int:

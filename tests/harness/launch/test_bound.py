@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import run
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.launch import bound, plan
-from pqcache.harness.run import chunks, memory, session
+from pqcache.harness.run import memory, session
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.session import Session
 from pqcache.measure.geometries import geometry
@@ -112,7 +112,7 @@ def test_temporaries_are_those_of_a_forward_pass() -> None:
     with torch.no_grad(), Peak() as peak:
         generate(model, method_class("full")(), ids, max_new_tokens=1)
     cache, _, _ = bound.cache_bytes(config, None, tokens, 1, "float32")
-    assert chunks.prefill_bytes(config, tokens, "float32") == pytest.approx(peak.most - cache, rel=0.35)
+    assert memory.prefill_bytes(config, tokens, "float32") == pytest.approx(peak.most - cache, rel=0.35)
 
 
 def test_this_machine_has_memory(tmp_path: Path) -> None:
