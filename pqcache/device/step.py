@@ -106,7 +106,7 @@ class _Ranking:
         weights = scores(q, centroids, codes, ends, scaling).softmax(-1).view(n, h_kv, -1, codes.shape[2]).sum(2)
         # one number per token that orders by weight, then by position: the bits of floats >= 0 order as they do
         order = (weights.view(torch.int32).long() << 32) - torch.arange(codes.shape[2], device=q.device)
-        chosen = order.topk(self.k, -1).indices + self.n_sink
+        chosen = order.topk(self.k, -1, sorted=self.few is not None).indices + self.n_sink
         chosen = chosen if self.few is None else chosen.masked_fill(self.few, -1)
         window = torch.where(self.back < 0, -1, cursor - self.back)[:, None]
         return torch.cat([self.sinks.expand(n, h_kv, -1), chosen, window.expand(n, h_kv, -1)], -1).int()

@@ -51,7 +51,7 @@ _MODULES = (
     "softmax",
     "vectors",
 )
-# compiled: any kernel, a GPU's included; numba: the kernels of this package
+# compiled: any kernel at all; numba: the kernels of this package
 switches = {"compiled": True, "numba": True}
 
 
@@ -87,7 +87,7 @@ def _not_used(why: str) -> bool:
 
 
 def allowed(*tensors: torch.Tensor) -> bool:
-    """Whether compiled kernels, a GPU's included, may serve at all: not switched off, no gradient to record."""
+    """Whether compiled kernels may serve at all: not switched off, no gradient to record."""
     return switches["compiled"] and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
@@ -106,7 +106,7 @@ def _off(which: str) -> Iterator[None]:
 
 
 def plain_torch() -> contextlib.AbstractContextManager[None]:
-    """Switch all compiled kernels off inside the block, a GPU's included: for comparisons, and to rule them out."""
+    """Switch all compiled kernels of the CPU off inside the block: for comparisons, and to rule them out."""
     return _off("compiled")
 
 

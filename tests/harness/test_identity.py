@@ -90,6 +90,12 @@ def test_recording_steps_is_no_part_of_a_cell() -> None:
     assert yaml.safe_load(other.yaml())["graph"] == "off"
 
 
+def test_kernels_are_part_of_a_cell_where_they_are_not_torchs() -> None:
+    plain, typed, other = (cell(f"method=pqcache {more}") for more in ("", "kernels=torch", "kernels=auto"))
+    assert plain.name == typed.name != other.name and plain.identity == typed.identity
+    assert "kernels" not in plain.name and other.run.kernels == "auto"
+
+
 def test_another_revision_of_an_algorithm_never_shares_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["method=quest", "method=two_stage", "method=oracle"]  # two_stage shortens with quest
     before = [cell(line).name for line in lines]
