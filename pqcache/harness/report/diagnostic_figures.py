@@ -221,15 +221,14 @@ def draw_sweep(sweep: dict[str, Any], out: Path) -> list[Path]:
     for point in own:
         hyper, line, recall = point["hyper"], f"B = {point['budget']}", point["recall_budget"]
         if point["budget"] in budgets and "distance" not in hyper:
-            count = tokens // hyper.get("tokens_per_cluster", TOKENS_PER_CLUSTER)
+            count = max(1, tokens // hyper.get("tokens_per_cluster", TOKENS_PER_CLUSTER))
             clusters.append({"line": line, "x": count, "y": recall})
         if point["budget"] in budgets and "tokens_per_cluster" not in hyper:
             distances.append({"line": hyper.get("distance", "cosine"), "x": line, "y": recall, "text": f"{recall:.3f}"})
-    default = f"C0 = L / {TOKENS_PER_CLUSTER} = {tokens // TOKENS_PER_CLUSTER}"
-    title = f"ClusterKV: recall over the number of clusters ({default} by default)"
-    number = Panel(title, plots.frame(clusters), "clusters C0", "recall", log="x", limits=(0, TOP))
-    title = f"ClusterKV: recall by clustering distance ({default})"
-    distance = Panel(title, plots.frame(distances), "", "recall", kind="bars", limits=(0, 1.1))
+    title, label = "ClusterKV: recall over the number of clusters", f"clusters C0 (default: L / {TOKENS_PER_CLUSTER})"
+    number = Panel(title, plots.frame(clusters), label, "recall", log="x", limits=(0, TOP))
+    title = "ClusterKV: recall by clustering distance"
+    distance = Panel(title, plots.frame(distances), "budget B (tokens)", "recall", kind="bars", limits=(0, 1.1))
     panels = [number, distance]
     drawn.append(plots.draw(panels, out / "recall_clusters.png", caption, size=(5.0, 3.8)))
     return [path for path in drawn if path is not None]
