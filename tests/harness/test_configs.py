@@ -10,10 +10,8 @@ import yaml
 
 from pqcache.fields import comments
 from pqcache.harness.config import files
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import LAUNCHES, DecodeOptions, ModelOptions, RunOptions
-from pqcache.harness.tasks import PARTS, TASKS, task_class
-from pqcache.places import CONFIGS
+from pqcache.harness.tasks import TASKS, task_class
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Method
 
@@ -67,30 +65,12 @@ def test_what_is_written_by_hand_stays(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# by hand\ndefaults:\n  - model: mine\n\nbudget: 0.7\n")
     (tmp_path / "method" / "oracle.yaml").write_text("# by hand\nname: oracle\nscope: none\n")
     (tmp_path / "model" / "mine.yaml").write_text("# by hand\nname: mine\npath: me/mine\n")
-    texts = {path.relative_to(tmp_path).as_posix(): text for path, text in files.generated(tmp_path).items()}
-    assert texts.keys() == {"config.yaml", "model/mine.yaml"} | {
-        f"{group}/{name}.yaml"
-        for group, names in (
-            ("method", METHODS),
-            ("task", [*(name for name in TASKS if name not in PARTS), "lm_eval"]),
-            ("launch", LAUNCHES),
-        )
-        for name in names
-    }
-    assert all(
-        texts[name].startswith("# by hand\n") for name in ("config.yaml", "method/oracle.yaml", "model/mine.yaml")
-    )
-    assert yaml.safe_load(texts["config.yaml"])["budget"] == 0.2
-    assert yaml.safe_load(texts["config.yaml"])["defaults"] == [{"model": "mine"}]
-    assert yaml.safe_load(texts["method/oracle.yaml"])["scope"] == "all"
-    assert yaml.safe_load(texts["model/mine.yaml"]) == {"name": "mine", "path": "me/mine"}
-    assert "# device: auto # auto (cuda" in texts["model/mine.yaml"]
-
-
-def test_long_chain_takes_its_own_weights_where_no_model_is_typed() -> None:
-    def model(*words: str) -> list[str]:
-        return [one.config["model"]["name"] for one in compose_all(list(words), CONFIGS).composed]
-
-    assert model("task=long_chain") == ["embedded_chain"]
-    assert model("task=long_chain", "model=embedded") == ["embedded"]
-    assert model("-m", "task=pocket_qa,long_chain") == ["embedded", "embedded_chain"]
+    made = files.generated(tmp_path)
+    top, oracle, mine = (made[tmp_path / name] for name in ("config.yaml", "method/oracle.yaml", "model/mine.yaml"))
+    assert all(text.startswith("# by hand\n") for text in (top, oracle, mine))
+    assert yaml.safe_load(top) | {"defaults": 0} == yaml.safe_load(top) | {"defaults": 0, "budget": 0.2}
+    assert yaml.safe_load(top)["defaults"] == [{"model": "mine"}]
+    assert yaml.safe_load(oracle)["scope"] == "all"
+    assert yaml.safe_load(mine) == {"name": "mine", "path": "me/mine"}
+    assert "# device: auto # auto (cuda" in mine
+    assert tmp_path / "task" / "lm_eval.yaml" in made and tmp_path / "launch" / "ray.yaml" in made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -49,19 +48,7 @@ def keys() -> list[str]:
         "method.name",
         "cells",
     ]
-    odd += [
-        "report",
-        "report.title",
-        "cell",
-        "paper_scale",
-        "best_of",
-        "model",
-        "task",
-        "method",
-        "experiment",
-        "task.a b",
-        "é",
-    ]
+    odd += ["report", "report.title", "cell", "paper_scale", "best_of", "model", "task", "experiment", "task.a b", "é"]
     return [*top, *sorted(methods), *sorted(tasks), *(f"model.{key}" for key in option_fields(ModelOptions)), *odd]
 
 
@@ -107,19 +94,7 @@ def compose(argv: list[str]) -> None:
     assert time.process_time() - began < SECONDS, argv
 
 
-def examples(number: int) -> settings:
-    checks = list(HealthCheck)
-    return settings(max_examples=number, deadline=None, suppress_health_check=checks, phases=[Phase.generate])
-
-
-@examples(200)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(line)
 def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None:
-    compose(argv)
-
-
-@pytest.mark.rest
-@examples(600)
-@given(line)
-def test_many_command_lines(argv: list[str]) -> None:
     compose(argv)

@@ -11,8 +11,6 @@ from pqcache.fields import comments, option_fields
 from pqcache.harness import lookup
 from pqcache.harness.config.options import GROUPS, RunOptions
 from pqcache.harness.config.overrides import options_of
-from pqcache.harness.lookup import terms
-from pqcache.harness.report import rows, tables
 from pqcache.harness.tasks import TASKS
 from pqcache.registry import METHODS
 
@@ -77,18 +75,6 @@ def test_an_option_of_several_methods(capsys: Capture) -> None:
 def test_explanations(asked: str, parts: list[str], capsys: Capture) -> None:
     text = said(capsys, f"explain={asked}")
     assert all(part in text for part in parts), text
-
-
-def test_every_column_of_a_table_and_field_of_a_row_is_explained() -> None:
-    for column in (*tables.COLUMNS, "ms per token"):
-        assert terms.find(column) is not None, column
-    for field in rows.Row.__annotations__:
-        assert f"row.json: {field}\n" in lookup.explained(field) + "\n", field
-
-
-def test_a_term_has_one_meaning() -> None:
-    names = [terms.folded_name(name) for name in terms.every()]
-    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize(
