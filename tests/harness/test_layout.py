@@ -59,13 +59,6 @@ def test_lines_and_columns_by_default() -> None:
     assert text(block, 6, "average") == "*32.00* (*38*)"  # the other budget is another setting
 
 
-def test_a_printed_row_of_no_method_is_ranked_nowhere() -> None:
-    words = [entry("input length", None, d, None, method="", published=9000.0, status="printed") for d in SETS]
-    (block,) = tables_of([*table(), *words], {"layout": {"lines": ["input length"]}}, {})
-    assert [text(block, 0, d) for d in SETS] == ["(9000)"] * 3
-    assert text(block, 6, "qasper") == "*36.00* (*39*)"
-
-
 def test_rows_and_columns_as_a_paper_prints_them() -> None:
     report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}, "names": {"pqcache": "PQCache"}}
     (block,) = tables_of(table(), report, {})
@@ -136,13 +129,6 @@ def test_lower_is_better_for_times_and_candidates_are_not_ranked() -> None:
     times = [entry(name, 0.2, "t", value, metric="prefill_ms") for name, value in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
     (block,) = tables_of(times, {}, {"best": ["c"]})
     assert [isinstance(line[-1][0], Bold) for line in block.body] == [False, True, False]
-
-
-def test_printed_columns_that_are_no_measurements() -> None:
-    report = {"labels": {"pqcache": {"Bits": "4/2"}}, "layout": {"rows": ["line"], "columns": ["dataset"]}}
-    (block,) = tables_of([entry("full", None, "gsm8k", 1.0), entry("pqcache", 0.2, "gsm8k", 2.0)], report, {})
-    assert block.head == ["method", "Bits", "gsm8k"] and block.left == 2
-    assert [line[1] for line in block.body] == ["", "4/2"]
 
 
 def test_unknown_keys_are_refused() -> None:

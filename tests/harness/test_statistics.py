@@ -31,6 +31,8 @@ def test_interval_is_exact_where_it_can_be_counted() -> None:
     assert score_statistics.interval({"t": {"0": 0.0, "1": 100.0}}) == [0.0, 100.0]
     assert score_statistics.interval({"t": {"0": 30.0, "1": 30.0}}) == [30.0, 30.0]
     assert score_statistics.interval({"t": {}}) is None
+    # constant tasks: resampling within them changes nothing, resampling over all samples would
+    assert score_statistics.interval({"a": {"0": 0.0, "1": 0.0}, "b": {"0": 100.0, "1": 100.0}}) == [50.0, 50.0]
 
 
 def test_one_sample_of_a_sub_task_has_no_interval_and_no_p() -> None:
@@ -49,16 +51,6 @@ def test_interval_agrees_with_the_normal_approximation() -> None:
     half = 1.959964 * math.sqrt(1000 / 220)
     assert low == pytest.approx(50 - half, abs=0.25)
     assert high == pytest.approx(50 + half, abs=0.25)
-
-
-def test_interval_of_tasks_draws_within_each_task() -> None:
-    """Constant tasks: resampling within them changes nothing, resampling over all samples would."""
-    assert score_statistics.interval({"a": {"0": 0.0, "1": 0.0}, "b": {"0": 100.0, "1": 100.0}}) == [50.0, 50.0]
-
-
-def test_interval_is_seeded() -> None:
-    scores = {"t": {str(i): float(i * i % 97) for i in range(50)}}
-    assert score_statistics.interval(scores) == score_statistics.interval(scores)
 
 
 def test_the_first_two_steps_of_each_sample_are_dropped() -> None:

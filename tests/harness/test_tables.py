@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -109,139 +108,87 @@ def test_row_figures_are_pooled_as_documented() -> None:
     assert "TT2T 0.600 s, 1 sample" in summary_line(nothing)
 
 
-def test_budget_fields() -> None:
-    (ratio,) = make_rows(plan("method=oracle budget=0.2"), {"oracle": [0.0]}).values()
-    assert (ratio["budget_ratio"], ratio["budget_tokens"], ratio["budget_applied"]) == (0.2, 200, 0.2)
-    (tokens,) = make_rows(plan("method=oracle budget=512"), {"oracle": [0.0]}).values()
-    assert (tokens["budget_ratio"], tokens["budget_tokens"]) == (None, 512)
-    (one,) = make_rows(plan("method=oracle budget=1"), {"oracle": [0.0]}).values()
-    assert one["budget_ratio"] == 1.0
-    unbounded = [sample(0, budget_tokens=None)]
-    (full,) = make_rows(plan("method=full budget=0.2"), {"full": [0.0]}, unbounded).values()
-    assert (full["budget_ratio"], full["budget_tokens"], full["budget_applied"]) == (1.0, None, 1.0)
+@pytest.mark.parametrize(
+    ("line", "unbounded", "expected"),
+    [
+        ("oracle budget=0.2", False, (0.2, 200, 0.2)),
+        ("oracle budget=512", False, (None, 512, 0.2)),
+        ("oracle budget=1", False, (1.0, 200, 0.2)),
+        ("full budget=0.2", True, (1.0, None, 1.0)),
+    ],
+)
+def test_budget_fields(line: str, unbounded: bool, expected: tuple[float | None, ...]) -> None:
+    samples = [sample(0, budget_tokens=None)] if unbounded else None
+    (row,) = make_rows(plan(f"method={line}"), {line.split()[0]: [0.0]}, samples).values()
+    assert (row["budget_ratio"], row["budget_tokens"], row["budget_applied"]) == expected
 
 
-def test_nan_is_written_as_null(tmp_path: Path) -> None:
-    (row,) = make_rows(plan("method=oracle"), {"oracle": [0.0]}).values()
-    row["extra"] = {"mass": float("nan")}
-    write_row(tmp_path / "row.json", row)
-    read = results.read_row(tmp_path / "row.json")
-    assert read is not None
-    assert read["extra"] == {"mass": None}
-
-
-def test_full_is_not_compared_with_itself() -> None:
+def test_what_one_row_says() -> None:
     swept = plan("-m method=full,oracle budget=0.2")
-    full, oracle = make_rows(swept, {"full": [100.0, 80.0], "oracle": [90.0, 80.0]}).values()
-    assert full["paired_difference"] == 0.0
-    assert "+0.0" not in row_text(full, None) and "to Full" not in row_text(full, None)
-    assert "to Full -5.0 [-10.0, +0.0], Full 90.0" in row_text(oracle, None)
-
-
-def test_each_commit_that_made_samples_is_named() -> None:
     samples = [sample(0, git_commit="a" * 40), sample(1, git_commit="b" * 40 + "-dirty")]
-    (row,) = make_rows(plan("method=full"), {"full": [0.0, 0.0]}, samples).values()
-    assert f"commit {'a' * 12} / {'b' * 12}-dirty\n" in row_text(row, None) + "\n"
-
-
-def test_no_step_attends_more_than_its_context() -> None:
-    """Short prompts with long answers: 61 tokens a step are more than the 51 of a mean prompt."""
+    full, oracle = make_rows(swept, {"full": [100.0, 80.0], "oracle": [90.0, 80.0]}, samples).values()
+    assert full["paired_difference"] == 0.0 and "to Full" not in row_text(full, None)
+    assert "to Full -5.0 [-10.0, +0.0], Full 90.0" in row_text(oracle, None)
+    assert f"commit {'a' * 12} / {'b' * 12}-dirty" in row_text(oracle, None)
+    # short prompts with long answers: 61 tokens a step are more than the 51 of a mean prompt
     samples = [
         sample(0, prompt_tokens=92, step_s=[0.1], attended_tokens=93.0, extra={"context_tokens": 93.0}),
         sample(1, prompt_tokens=10, step_s=[0.1] * 99, attended_tokens=60.0, extra={"context_tokens": 60.0}),
     ]
     (row,) = make_rows(plan("method=full"), {"full": [0.0, 0.0]}, samples).values()
-    assert row["attended_tokens"] == row["extra"]["context_tokens"] == pytest.approx(60.33)
-    assert row["prompt_tokens"] == 51.0
-    text = row_text(row, None)
-    assert "60 attended per step (201 over all layers) of a context of 60 on average (1.00), 51 prompt tokens" in text
+    assert "60 attended per step (201 over all layers) of a context of 60 on average (1.00)" in row_text(row, None)
     del row["extra"]["context_tokens"]  # a row of an older version
     assert "60 attended per step (201 over all layers), 51 prompt tokens" in row_text(row, None)
+    pg19 = plan("-m method=full,streaming task=pg19 task.mode=stream task.source=constructed")
+    rows = make_rows(pg19, {"full": [1.0], "streaming": [1.0]})
+    for text in (tables.sweep_caption(rows), *(row_text(row, None) for row in rows.values())):
+        assert "100 / perplexity" in text
 
 
-def test_the_score_of_pg19_is_explained_where_it_is_printed() -> None:
-    for mode, words in (("exact", "as a mean over positions"), ("stream", "100 / perplexity")):
-        swept = plan(f"-m method=full,streaming task=pg19 task.mode={mode} task.source=constructed")
-        rows = make_rows(swept, {"full": [1.0], "streaming": [1.0]})
-        for text in (tables.sweep_caption(rows), *(row_text(row, None) for row in rows.values())):
-            assert words in text and "the book's next token in percent" in text
-    (other,) = make_rows(plan("method=full"), {"full": [0.0]}).values()
-    assert "score is" not in row_text(other, None)
+SHORT = {"prompt_tokens": 250, "budget_tokens": 53, "attended_tokens": 54.0}
+PAGES = {"prompt_tokens": 250, "budget_tokens": 16, "attended_tokens": 17.0}
+KEPT = {**SHORT, "attended_tokens": 90.0}
+TINY = {"prompt_tokens": 40, "budget_tokens": 33, "attended_tokens": 34.0}
+ANSWER = {"prompt_tokens": 300, "budget_tokens": 300, "extra": {"context_tokens": 900.0, "allowed_tokens": 505.0}}
+EVERYTHING = {"prompt_tokens": 100, "budget_tokens": None, "attended_tokens": 180.0}
 
 
-def marked(line: str, **values: Any) -> str:
-    """The remark on the row of one sample with these values."""
-    cells = plan(line)
-    name = cells.cells[0].identity["method"]["name"]
-    (row,) = make_rows(cells, {name: [0.0]}, [sample(0, **values)]).values()
-    text, caption = row_text(row, None), tables.sweep_caption({"a": row})
-    remark = budget_marks.remark(row)
+@pytest.mark.parametrize(
+    ("line", "values", "words"),
+    [
+        ("oracle budget=0.1", SHORT, "attends 54 tokens a step, 2.16 times the 25 of its budget."),
+        ("oracle budget=0.1", SHORT, "oracle's own: 32 sinks + 10 in the local window + 11 chosen = 53 of 250 tokens."),
+        ("quest budget=0.1", PAGES, "0.68 times the 25 of its budget. The rule is quest's own: 16 chosen = 16 of 250"),
+        ("snapkv budget=0.1", KEPT, "of 250 tokens, and beside them what was generated since."),
+        ("h2o budget=0.1 protocol=release", KEPT, "The rule is h2o's own under protocol=release"),
+        # by the same steps, not by the mean prompt: one long prompt with many steps among short ones
+        ("oracle budget=0.1", {**SHORT, "attended_tokens": 400.0, "extra": {"allowed_tokens": 390.0}}, ""),
+        ("oracle budget=0.2", {"prompt_tokens": 4000, "budget_tokens": 825, "attended_tokens": 826.0}, ""),
+        (
+            "oracle budget=0.2",
+            TINY,
+            "keeps 0.82 of prompts that are as short as 40 tokens: hardly anything is compressed.",
+        ),
+        # the answer fills the budget: compared with what it gives at each step
+        ("oracle budget=512", {**ANSWER, "attended_tokens": 506.0}, ""),
+        (
+            "snapkv budget=512",
+            {**ANSWER, "attended_tokens": 300.0},
+            "0.59 times the 505 of its budget. The rule is snapkv's",
+        ),
+        ("oracle budget=0.9", {"prompt_tokens": 1000, "budget_tokens": 903, "attended_tokens": 904.0}, ""),
+        *((f"{method}", EVERYTHING, "") for method in ("full budget=0.2", "int8 budget=64", "zipcache budget=0.2")),
+        ("oracle budget=0.1", {**TINY, "attended_tokens": None}, ""),  # no decode step
+    ],
+)
+def test_rows_beside_their_budget_are_marked_with_the_methods_own_rule(
+    line: str, values: dict[str, Any], words: str
+) -> None:
+    cells = plan(f"method={line}")
+    (row,) = make_rows(cells, {line.split()[0]: [0.0]}, [sample(0, **values)]).values()
+    remark, text, caption = budget_marks.remark(row), row_text(row, None), tables.sweep_caption({"a": row})
+    assert words in remark and bool(words) == bool(remark)
     assert (budget_marks.mark(row) == "*") == ("  budget    *" in text) == ("\n* " in caption) == bool(remark)
-    return remark
-
-
-def test_rows_beside_their_budget_are_marked_with_the_methods_own_rule() -> None:
-    short = {"prompt_tokens": 250, "budget_tokens": 53, "attended_tokens": 54.0}
-    assert marked("method=oracle budget=0.1", **short) == (
-        "attends 54 tokens a step, 2.16 times the 25 of its budget. The rule is oracle's own: 32 sinks + 10 in the local"
-        " window + 11 chosen = 53 of 250 tokens."
-    )
-    page = {"prompt_tokens": 250, "budget_tokens": 16, "attended_tokens": 17.0}
-    assert marked("method=quest budget=0.1", **page) == (
-        "attends 17 tokens a step, 0.68 times the 25 of its budget. The rule is quest's own: 16 chosen = 16 of 250 tokens."
-    )
-    kept = {"prompt_tokens": 250, "budget_tokens": 53, "attended_tokens": 90.0}
-    assert marked("method=snapkv budget=0.1", **kept).endswith(
-        "of 250 tokens, and beside them what was generated since."
-    )
-    released = marked("method=h2o budget=0.1 protocol=release", **kept)
-    assert "The rule is h2o's own under protocol=release" in released
-    # by the same steps, not by the mean prompt: one long prompt with many steps among short ones
-    weighted = {**short, "attended_tokens": 400.0, "extra": {"allowed_tokens": 390.0}}
-    assert marked("method=oracle budget=0.1", **weighted) == ""
-    long = {"prompt_tokens": 4000, "budget_tokens": 825, "attended_tokens": 826.0}
-    assert marked("method=oracle budget=0.2", **long) == ""
-
-
-def test_prompts_too_short_to_be_compressed_are_marked() -> None:
-    tiny = {"prompt_tokens": 40, "budget_tokens": 33, "attended_tokens": 34.0}
-    assert marked("method=oracle budget=0.2", **tiny).startswith(
-        "keeps 0.82 of prompts that are as short as 40 tokens: hardly anything is compressed. The rule is oracle's own: 32"
-    )
-    whole = {"prompt_tokens": 300, "budget_tokens": 300, "attended_tokens": 301.0}
-    assert "keeps 1.00 of prompts" in marked("method=oracle budget=512", **whole)
-    # the answer fills the budget: compared with what it gives at each step
-    extra = {"context_tokens": 900.0, "allowed_tokens": 505.0}
-    answer = {"prompt_tokens": 300, "budget_tokens": 300, "extra": extra}
-    assert marked("method=oracle budget=512", **answer, attended_tokens=506.0) == ""
-    assert marked("method=snapkv budget=512", **answer, attended_tokens=300.0) == (
-        "attends 300 tokens a step, 0.59 times the 505 of its budget. The rule is snapkv's own, at every step: everything until B"
-        " tokens are held, then ranked again, down to max(B - 64, B / 2), whenever B is reached."
-    )
-    nearly = {"prompt_tokens": 1000, "budget_tokens": 903, "attended_tokens": 904.0}
-    assert marked("method=oracle budget=0.9", **nearly) == ""
-
-
-def test_methods_without_a_budget_of_tokens_are_not_marked() -> None:
-    everything = {"prompt_tokens": 100, "budget_tokens": None, "attended_tokens": 180.0}
-    for line in ("full budget=0.2", "int8 budget=0.2", "int8 budget=64", "zipcache budget=0.2", "oracle budget=1.0"):
-        assert marked(f"method={line}", **everything) == "", line
-    assert marked("method=oracle", prompt_tokens=40, budget_tokens=33, attended_tokens=None) == ""  # no decode step
-
-
-def test_a_mark_needs_no_method_of_today() -> None:
-    """A row of an older version, whose method cannot be made again, has its mark without the plan."""
-    (row,) = make_rows(plan("method=oracle budget=0.1"), {"oracle": [0.0]}, [sample(0, attended_tokens=300.0)]).values()
-    row["hyper_parameters"] = {"reduce": "of another time"}
-    assert (
-        budget_marks.remark(row)
-        == "attends 300 tokens a step, 3.00 times the 100 of its budget. The rule is oracle's own."
-    )
-
-
-def test_every_field_of_the_row_is_documented() -> None:
-    body = inspect.getsource(Row)
-    plain = {"method", "task", "n_samples", "versions", "tpot_p95_ms"}  # say it all by their name or neighbour
-    for name in Row.__annotations__:
-        line = next(line for line in body.splitlines() if line.strip().startswith(f"{name}:"))
-        assert "#" in line or name in plain, name
+    if remark:  # of an older version, whose method cannot be made again: marked, without the plan
+        row["hyper_parameters"] = {"dense_layers": "of another time"}
+        assert budget_marks.remark(row)
