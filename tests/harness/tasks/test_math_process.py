@@ -148,13 +148,6 @@ def test_the_process_ends_with_its_parent(busy: bool, functions: Functions) -> N
         parent.communicate()
 
 
-def test_a_file_that_cannot_be_loaded(functions: Functions) -> None:
-    (functions.folder / "only_there.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(CallFailed, match="ModuleNotFoundError: No module named 'nowhere_at_all'"):
-        functions.start()
-    assert functions.process is None
-
-
 def test_an_answer_without_a_score_is_wrong_and_counted(functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_process, "SECONDS", 0.3)
     (functions.file).write_text(
@@ -175,16 +168,6 @@ def test_no_score_is_made_up_where_a_package_is_missing(functions: Functions) ->
     with pytest.raises(math_process.CannotScore, match="No module named 'nowhere_at_all'.*`make math` installs them"):
         scored({}, ["a"])
     assert unscored == []
-
-
-def test_where_the_packages_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(packages.VARIABLE, raising=False)
-    assert packages.folder() == Path.home() / ".cache" / "pqcache" / "math"
-    monkeypatch.setenv(packages.VARIABLE, str(tmp_path))
-    assert packages.folder() == tmp_path
-    assert packages.command() == "make math"
-    monkeypatch.setattr("pqcache.places.INSTALLED", True)
-    assert packages.command() == "python -m pqcache.harness.tasks.math_process.packages"
 
 
 # -- the real packages -----------------------------------------------------------------------------------------------------
