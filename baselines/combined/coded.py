@@ -18,7 +18,6 @@ Deviations from the parts alone:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,7 +29,7 @@ from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
-from pqcache.selective.quantization import QuantizationMethod, attend_coded
+from pqcache.selective.quantization import QuantizationMethod, attend_everything
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import exact_copy
@@ -62,13 +61,10 @@ class CodedRetrievalLayer(RetrievalLayer):
         super().settle(k, v, lengths, ctx)
         self.packed.pack(everything=self.codec.packs_prompt)
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
-        """Store one token per row; see EvictionLayer.add."""
-        self.packed.append(k, v)
-
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         if all(self.dense) and not self.method.replans:  # nothing to choose from: decode tile by tile, not all at once
-            out = attend_all(self, q, k, v, ctx)
+            self.packed.append(k, v)
+            out = attend_everything(self, self.packed, q, ctx)
         else:
             out = super().decode(q, k, v, ctx)
         self.packed.pack()
@@ -137,26 +133,11 @@ class CodedEvictionLayer(EvictionLayer):
         self.packed.retain(slots, counts)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        out = attend_all(self, q, k, v, ctx)
+        self.add(k, v, ctx)
+        out = attend_everything(self, self.packed, q, ctx)
         self.packed.pack()
         self.refresh(q, ctx)
         return out
-
-
-def attend_all(
-    layer: CodedRetrievalLayer | CodedEvictionLayer,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ctx: LayerContext,
-) -> torch.Tensor:
-    """Store one token per row, k and v (n, h_kv, 1, d), and attend q (n, h, 1, d) to everything stored: (n, 1, h, d)."""
-    layer.add(k, v, ctx)
-    lengths = layer.packed.lengths
-    part = attend_coded(q, layer.packed, ctx.scaling, accelerator=ctx.cache.accelerator)
-    layer.packed.observe_step(q, part.lse, ctx.scaling)
-    ctx.cache.ledger.attend(layer.layer_idx, fmean(lengths), selecting=True)
-    return part.out.transpose(1, 2).to(q.dtype)
 
 
 def chooses(cls: type[Any]) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -23,50 +22,44 @@ from pqcache.selective.attention import row_mask
 from pqcache.selective.eviction import EvictionLayer, kept_of
 from pqcache.selective.evictor import join_rows
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.quantization import attend_coded
+from pqcache.selective.quantization import attend_everything
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
+from pqcache.store.base import Store
 from pqcache.store.codec import TokenCodec
 from pqcache.store.layout import Run
-from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream, Tile
 from pqcache.store.resident import ResidentStore
 
 from ..kvcrush import KVCrush
 
 
-class SplitStore:
+class SplitStore(Store):
     """K and V of entries in a packed part, which comes first in every row, and an exact one, which grows."""
-
-    whole = False
 
     def __init__(self, packed: PackedStore, exact: ResidentStore) -> None:
         self.packed, self.exact = packed, exact
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:  # type: ignore[override]
         return [a + b for a, b in zip(self.packed.lengths, self.exact.lengths, strict=True)]
-
-    @property
-    def length(self) -> int:
-        return max(self.lengths, default=0)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.exact.append(k, v)
-
-    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """See PackedStore.tiles; the exact part is a tile of its own, not a copy."""
-        yield from self.rest(size, [0] * len(self.lengths))
 
     def runs(self, exact: bool = False) -> tuple[list[Run], list[int]]:
         """See PackedStore.runs: of the packed part."""
         return self.packed.runs(exact)
 
-    def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """See PackedStore.rest."""
-        yield from self.packed.rest(size, read)
+    def tiles(self, size: int, read: Sequence[int] = ()) -> Iterator[Tile]:
+        """See PackedStore.tiles; the exact part is a tile of its own, not a copy."""
+        yield from self.packed.tiles(size, read)
         keys, values = self.exact.view()
         yield keys, values, row_mask(self.exact.lengths, keys.shape[2], keys.device)
+
+    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
+        """See PackedStore."""
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything, decoded: (n, h_kv, length, d)."""
@@ -125,10 +118,9 @@ class MixedLayer(EvictionLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.add(k, v, ctx)
-        part = attend_coded(q, self.store, ctx.scaling, accelerator=ctx.cache.accelerator)
-        ctx.cache.ledger.attend(self.layer_idx, fmean(self.store.lengths), selecting=True)
+        out = attend_everything(self, self.store, q, ctx)
         self.refresh(q, ctx)
-        return part.out.transpose(1, 2).to(q.dtype)
+        return out
 
 
 @dataclass(kw_only=True)

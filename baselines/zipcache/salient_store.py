@@ -11,7 +11,7 @@ from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
 from pqcache.store.chosen import chosen_run
 from pqcache.store.layout import Run
-from pqcache.store.packed import PackedStore, PackedStream
+from pqcache.store.packed import PackedStore, PackedStream, Tile
 from pqcache.store.transfer import table
 
 from .mixed_codec import MixedCodec
@@ -168,11 +168,13 @@ class SalientStore(PackedStore):
             self.sums[row, :, :left] = sums[row, :, count : count + left]
             self.seen_by[row, :, :left] = seen_by[row, :, count : count + left]
 
-    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The codes of one width after the other, in slot order, then the exact tail. K and V have the same order."""
+    def tiles(self, size: int, read: Sequence[int] = ()) -> Iterator[Tile]:
+        """The codes of one width after the other, in slot order, unless `read`; then the exact tail. K and V have one order."""
         k, v, tail = self.k.codec, self.v.codec, self.k.tail
         assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec) and tail is not None and self.v.tail is not None
-        for which, subset in enumerate(k.subsets):
+        if list(read) == self.lengths:
+            return
+        for which, subset in enumerate(k.subsets if list(read) != self.k.body else ()):
             slots = 0 if subset.codes is None else subset.codes.shape[2]
             shortest = min((min(filled) for filled in subset.filled), default=0)
             for lo in range(0, slots, size):
@@ -182,7 +184,14 @@ class SalientStore(PackedStore):
                     filled = table(subset.filled, tail.device)[..., None]
                     inside = torch.arange(lo, hi, device=tail.device) < filled
                 yield k.slots(which, lo, hi), v.slots(which, lo, hi), inside
-        yield from self.rest(size, self.k.body)
+        width = tail.shape[2]
+        for lo in range(0, width, size):
+            hi = min(lo + size, width)
+            inside = None
+            if min(self.k.tails) < width:
+                column = torch.arange(lo, hi, device=tail.device)
+                inside = column >= width - table(self.k.tails, tail.device)[:, None, None]
+            yield tail[:, :, lo:hi], self.v.tail[:, :, lo:hi], inside
 
     def runs(self, exact: bool = False) -> tuple[list[Run], list[int]]:
         """One run per width, in slot order; if `exact`, the tail of even rows. None at all where ranges differ in a width."""
@@ -220,24 +229,6 @@ class SalientStore(PackedStore):
                 return None
             runs.append(run)
         return runs
-
-    def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The exact tail, if `read` is what is packed; nothing where all is read, without a run everything."""
-        tail = self.k.tail
-        assert tail is not None and self.v.tail is not None
-        if list(read) == self.lengths:
-            return
-        if list(read) != self.k.body:
-            yield from self.tiles(size)
-            return
-        width = tail.shape[2]
-        for lo in range(0, width, size):
-            hi = min(lo + size, width)
-            column = torch.arange(lo, hi, device=tail.device)
-            inside = None
-            if min(self.k.tails) < width:
-                inside = column >= width - table(self.k.tails, tail.device)[:, None, None]
-            yield tail[:, :, lo:hi], self.v.tail[:, :, lo:hi], inside
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

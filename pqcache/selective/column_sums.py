@@ -1,14 +1,8 @@
 """How much attention each key received: column sums of the softmax, without ever holding an s x s matrix.
 
-Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). There are two exact forms:
-
-- One pass: whole rows of logits are computed for a block of queries at a time, so their softmax is final. In fp32 on the CPU a
-  kernel does it (kernels/column_sums.py).
-- Two passes: the attention kernel has returned each query's log-sum-exp. The probabilities are computed again from it, for a
-  tile of keys and a block of queries at a time.
-
-The layers use one pass, since transformers' sdpa does not return its log-sum-exp; flash-attn's kernel does. A long prompt on the
-CPU gets its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
+Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Whole rows of logits are computed for a block of queries
+at a time, so their softmax is final. In fp32 on the CPU a kernel does it (kernels/column_sums.py). A long prompt on the CPU gets
+its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
 
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
 """
@@ -23,7 +17,6 @@ from pqcache import kernels
 
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
-LSE_TILE = 512  # keys whose logits exist at a time where the rows' log-sum-exp is known
 LONG = 1024  # tokens of a prompt from which on its attention and its sums are computed together
 TOGETHER = 1 << 20  # several KV heads are computed at once while their logits are at most this many numbers
 ON_DEVICE = 1 << 27  # the same on a CUDA device, where launches count
@@ -45,7 +38,6 @@ def add_column_sums(
     block: int = BLOCK,
     *,
     windows: Sequence[int] | None = None,
-    lse: torch.Tensor | None = None,
     attended: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """sums (n, h, >= max(stored)) += the probability each key gets from the queries q (n, h, t, d), per query head.
@@ -56,16 +48,14 @@ def add_column_sums(
 
     windows: in row r a key only counts the probabilities from the query at its own position and the windows[r] - 1 after it.
         The softmax is still over all keys that a query sees.
-    lse (n, h, t): log-sum-exp of each query's scaled logits over the keys it sees, for the two-pass form. Entries of padding are
-        not read. Not together with windows.
     attended: values (n, h_kv, >= max(stored), d') and where the attention of every real query over them is written,
-        (n, t, h, d'). In one pass, on the CPU.
+        (n, t, h, d'). On the CPU.
 
-    Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers, or g * block * LSE_TILE with
-    `lse`; of several groups if that stays below TOGETHER (ON_DEVICE). The CPU's kernel chooses blocks itself, one per thread, and
-    has a few copies of a row's sums.
+    Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers; of several groups if
+    that stays below TOGETHER (ON_DEVICE). The CPU's kernel chooses blocks itself, one per thread, and has a few copies of a row's
+    sums.
     """
-    if lse is None and kernel_serves(sums, q, k, *(attended or ())):
+    if kernel_serves(sums, q, k, *(attended or ())):
         for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
             if count:
                 first = q.shape[2] - count
@@ -79,25 +69,20 @@ def add_column_sums(
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
     g, block = h // h_kv, min(block, t)
-    widest = LSE_TILE if lse is not None else max(stored)
+    widest = max(stored)
     # one buffer for all blocks: freed ones, each a little smaller than the next, would pile up in the allocator
     most = ON_DEVICE if q.is_cuda else TOGETHER
     scratch = torch.empty(max(g * block * widest, min(h * block * widest, most)), dtype=dtype, device=q.device)
     future = torch.ones((block, block), dtype=torch.bool, device=q.device).triu(1)  # of a block's own keys
     q, sums = (x.unflatten(1, (h_kv, g)) for x in (q, sums))
-    lse = lse if lse is None else lse.unflatten(1, (h_kv, g))
     for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
         for start, stop in _blocks(t - count, t, length - t, block):
             m = length - t + stop
-            step = max(1, most // (g * (stop - start) * min(m, widest)))
+            step = max(1, most // (g * (stop - start) * m))
             for head in range(0, h_kv, step):
                 heads = slice(head, head + step)
                 block_q = q[row, heads, :, start:stop].to(dtype)
                 keys, into = k[row, heads, :m], sums[row, heads, :, :m]
-                if lse is not None:
-                    own_lse = lse[row, heads, :, start:stop].to(dtype)
-                    _add_tiles(into, block_q * scaling, keys, own_lse, future, scratch)
-                    continue
                 probs, factor = _probabilities(block_q, keys, scaling, future, scratch)
                 if attended is not None:
                     values, out = attended[0][row, heads, :m].to(dtype), attended[1].unflatten(2, (h_kv, g))
@@ -209,25 +194,6 @@ def _over_queries(probs: torch.Tensor) -> torch.Tensor:
     if probs.device.type != "cpu":
         return probs.sum(2)
     return (probs.new_ones(1, probs.shape[2]) @ probs)[:, :, 0]
-
-
-def _add_tiles(
-    sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, future: torch.Tensor, scratch: torch.Tensor
-) -> None:
-    """sums (H, g, m) += the same probabilities by each query's lse (H, g, b), one tile of keys at a time; q is scaled."""
-    heads, g, b, d = q.shape
-    m = k.shape[1]
-    # q with -lse as one more channel, and keys with 1 there: the product subtracts lse, which saves a pass over the logits
-    rows = torch.cat([q, -lse[..., None]], -1).view(heads, g * b, d + 1)
-    for start in range(0, m, LSE_TILE):
-        stop = min(start + LSE_TILE, m)
-        tile = torch.nn.functional.pad(k[:, start:stop].to(q.dtype), (0, 1), value=1.0)
-        logits = scratch[: heads * g * b * (stop - start)].view(heads, g * b, stop - start)
-        probs = torch.bmm(rows, tile.mT, out=logits).exp_().view(heads, g, b, stop - start)
-        own = max(start, m - b)
-        if own < stop:
-            probs[..., own - start :].masked_fill_(future[:b, own - (m - b) : stop - (m - b)], 0)
-        sums[..., start:stop] += probs.sum(2)
 
 
 class QueryWindow:

@@ -15,7 +15,7 @@ import torch
 from pqcache import kernels
 from pqcache.selective.attention import Part, merge, partial
 from pqcache.selective.group import per_head
-from pqcache.selective.layer import LayerContext
+from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer, exact_copy
@@ -39,7 +39,7 @@ def attend_coded(
         return Part(fused[0].transpose(1, 2), fused[1])
     size = tile or (DEVICE_TILE if q.is_cuda else TILE)
     joined, read = _attend_runs(q, store, scaling) if tile is None else (None, [])
-    for keys, values, inside in store.tiles(size) if joined is None else store.rest(size, read):
+    for keys, values, inside in store.tiles(size, read):
         mask = None if inside is None else per_head(inside, q.shape[1])[:, :, None]
         part = partial(q, keys, values, scaling, mask)
         joined = part if joined is None else merge([joined, part])
@@ -58,6 +58,14 @@ def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[P
     if not runs or not all(kernels.packed.serves(q, run) for run in runs):
         return None, []
     return Part(*kernels.packed.attend_codes(q, runs, scaling)), read
+
+
+def attend_everything(layer: SelectiveLayer, store: Any, q: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+    """A decode step's attention of q (n, h, 1, d) to all of a layer's coded store, its token included: (n, 1, h, d)."""
+    part = attend_coded(q, store, ctx.scaling, accelerator=ctx.cache.accelerator)
+    ctx.cache.ledger.attend(layer.layer_idx, fmean(store.lengths), selecting=not layer.attends_all)
+    store.observe_step(q, part.lse, ctx.scaling)
+    return part.out.transpose(1, 2).to(q.dtype)
 
 
 class QuantizationLayer(StagedLayer):
@@ -88,12 +96,9 @@ class QuantizationLayer(StagedLayer):
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         self.store.append(k, v)  # attended exactly once, packed afterwards
-        part = attend_coded(q, self.store, ctx.scaling, accelerator=ctx.cache.accelerator)
-        lengths = self.store.lengths
-        ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=False)
-        self.store.observe_step(q, part.lse, ctx.scaling)
+        out = attend_everything(self, self.store, q, ctx)
         self.store.pack()
-        return part.out.transpose(1, 2).to(q.dtype)
+        return out
 
     def map_rows(self, index: torch.Tensor) -> None:
         super().map_rows(index)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pqcache.store.lanes import Lanes
+from pqcache.store.transfer import table
 
 
 def joined(*parts: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
@@ -81,8 +82,27 @@ class RetrievalStore(Store):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of [first `sinks` | `indices` (n, H, k) | last `local`] tokens, joined: (n, h_kv or h, m, d).
 
-        The local part is right-aligned: its last entry is each row's newest token.
+        The local part is right-aligned: its last entry is each row's newest token. Default, for stores with `tile` and `take`:
+        one concatenation if all rows have one length, else one gather.
         """
+        first, length, n = self.tile(0, sinks), self.lengths[0], len(self.lengths)
+        device, heads = first[0].device, 1 if indices is None else indices.shape[1]
+        if len(set(self.lengths)) == 1 and heads <= first[0].shape[1]:
+            chosen = [] if indices is None else [self.take(indices)]
+            k, v = (torch.cat(x, 2) for x in zip(first, *chosen, self.tile(length - local, length), strict=True))
+            return k, v
+        newest = table(self.lengths, device)[:, None, None] - local + torch.arange(local, device=device)
+        pieces = [torch.arange(sinks, device=device).expand(n, heads, -1), newest.expand(n, heads, -1)]
+        if indices is not None:
+            pieces.insert(1, indices)
+        return self.take(torch.cat(pieces, 2), group)
+
+    def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens lo .. hi-1 of every row: (n, h_kv, hi - lo, d)."""
+        raise NotImplementedError
+
+    def take(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens `indices` (n, H, k), see `take_tokens`: (n, h_kv or h, k, d)."""
         raise NotImplementedError
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:

@@ -43,10 +43,6 @@ class Codec:
         """
         return None
 
-    def reserve(self, tokens: int) -> int:
-        """Make room for `tokens` packed tokens per row, where codes are in buffers. Returns for how many there is room now."""
-        return 0
-
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
         """Keep only indices (n, h_kv, m), ascending: row r's new tokens are its old ones indices[r, :, :counts[r]].
 
@@ -96,11 +92,6 @@ class BufferCodec(Codec):
             self.parts = [Buffer.like(part, step=self.step) for part in packed]
         for buffer, part in zip(self.parts, packed, strict=True):
             buffer.write(part, starts, counts)
-
-    def reserve(self, tokens: int) -> int:
-        for buffer in self.parts:
-            buffer.reserve(tokens)
-        return min((buffer.capacity for buffer in self.parts), default=0)
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
         return self.decode([b.data[:, :, lo:hi] for b in self.parts])

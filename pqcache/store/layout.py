@@ -15,7 +15,7 @@ Steps and lows of the query's side fold away: (q * channel_step) . code, with q 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,18 +84,6 @@ class Codes:
             self, codes=self.codes[:, :, lo:hi], token_step=step, token_low=low, channel_step=next(by_channel),
             channel_low=next(by_channel), offset=(self.offset + lo) % self.span,
         )  # fmt: skip
-
-    def row(self, row: int) -> Codes:
-        """One row's part."""
-
-        def narrow(x):
-            if isinstance(x, torch.Tensor):
-                return x[row : row + 1]
-            if isinstance(x, Outliers | LowRank):
-                return replace(x, **{field.name: narrow(getattr(x, field.name)) for field in fields(x)})
-            return x
-
-        return replace(self, **{field.name: narrow(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True)

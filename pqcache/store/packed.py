@@ -16,6 +16,8 @@ from pqcache.store.codec import Codec, right_align
 from pqcache.store.layout import Codes, Run
 from pqcache.store.transfer import table
 
+# K and V (n, h_kv, m, d), and which entries are tokens, (n, 1 or h_kv, m) bool; None: all
+Tile = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 Schedule = Callable[[int], int]  # exact tokens in the tail -> how many of the oldest to pack now
 
 
@@ -302,52 +304,24 @@ class PackedStore(RetrievalStore):
                 runs.append(Run(keys, values, [[hi - lo] * self.k.heads] * len(self.lengths)))
         return runs, list(self.lengths)
 
-    def rest(self, size: int, read: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """As `tiles`, without each row's first read[r] tokens; `read` is what `runs` returned."""
+    def tiles(self, size: int, read: Sequence[int] = ()) -> Iterator[Tile]:
+        """Every token once, at most `size` at a time and in any order, without each row's first read[r] (see `runs`).
+
+        Only one tile is decoded at a time.
+        """
         ends, device = self.lengths, self.k.device
-        same = len(set(read)) == len(set(ends)) == 1
+        read = read or [0] * len(ends)
         for lo in range(min(read), max(ends), size):
             hi = min(lo + size, max(ends))
             inside = None
-            if not same:
+            if max(read) > lo or min(ends) < hi:
                 column = torch.arange(lo, hi, device=device)
                 inside = (column >= _rows(read, device)) & (column < _rows(ends, device))
             yield *self.tile(lo, hi), inside
 
-    def tiles(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Every token once, at most `size` at a time and in any order: K and V (n, h_kv, m, d), and which entries are tokens.
-
-        The mask is (n, 1 or h_kv, m) bool, or None for all. Only one tile is decoded at a time.
-        """
-        shortest = min(self.lengths)
-        for lo in range(0, self.length, size):
-            hi = min(lo + size, self.length)
-            inside = None
-            if shortest < hi:
-                inside = torch.arange(lo, hi, device=self.k.device) < _rows(self.lengths, self.k.device)
-            yield *self.tile(lo, hi), inside
-
-    def read(
-        self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RetrievalStore; packed tokens are decoded."""
-        length, streams = self.length, (self.k, self.v)
-        h_kv = self.k.heads
-        heads = 1 if indices is None else indices.shape[1]
-        if len(set(self.lengths)) == 1 and heads <= h_kv:
-            parts = []
-            for stream in streams:
-                chosen = [] if indices is None else [stream.take(indices)]
-                parts.append(torch.cat([stream.tile(0, sinks), *chosen, stream.tile(length - local, length)], 2))
-            return parts[0], parts[1]
-        device = self.k.device
-        ends, n = _rows(self.lengths, device), len(self.lengths)
-        pieces = [torch.arange(sinks, device=device).expand(n, heads, -1)]
-        if indices is not None:
-            pieces.append(indices)
-        pieces.append((ends - local + torch.arange(local, device=device)).expand(n, heads, -1))
-        every = torch.cat(pieces, 2)
-        return self.k.take(every, group), self.v.take(every, group)
+    def take(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decoded."""
+        return self.k.take(indices, group), self.v.take(indices, group)
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1, decoded: (n, h_kv, hi - lo, d)."""

@@ -7,7 +7,7 @@ Granularity is which entries of x (n, h_kv, t, d) share one (step, low) pair:
     channelwise         quantize(x, bits, dim=2)                       one channel over all tokens
     groupwise(G)        quantize(x.unflatten(-1, (-1, G)), bits)       G consecutive channels of a token
                         quantize(x.unflatten(2, (-1, G)), bits, dim=3) G consecutive tokens of a channel
-    channel-separable   c = channel_scale(x); quantize(x / c, bits, dim=(1, 3)), decoded times c
+    channel-separable   quantize(x / c, bits, dim=(1, 3)), decoded times c, c = sqrt(max |x|) of a channel over its tokens
 """
 
 from __future__ import annotations
@@ -83,18 +83,6 @@ def dequantize(packed: Quantized, dtype: torch.dtype) -> torch.Tensor:
 def finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x as `dtype`, clamped for fp16: a value at the edge of its range may decode half a step beyond, which would be inf."""
     return x.clamp(-LIMIT, LIMIT).half() if dtype == torch.float16 else x.to(dtype)
-
-
-def channel_scale(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """c = sqrt(max |x|) per channel over the tokens: x (n, h_kv, t, d) -> (n, h_kv, 1, d) fp16, 1 for channels of zeros.
-
-    Channels are divided by c before tokenwise quantization, so that a channel of outliers does not widen the others' range.
-    """
-    size = x.float().abs()
-    if valid is not None:
-        size = size.masked_fill(~valid, 0)
-    c = size.amax(2, keepdim=True).clamp(max=LIMIT).sqrt().half()
-    return torch.where(c == 0, torch.ones_like(c), c)
 
 
 def packed_width(d: int, bits: int) -> int:

@@ -9,7 +9,6 @@ import torch
 from pqcache import kernels
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import Buffer, take_tokens
-from pqcache.store.transfer import table
 
 
 class ResidentStore(RetrievalStore):
@@ -56,28 +55,14 @@ class ResidentStore(RetrievalStore):
         assert self.k is not None and self.v is not None
         return self.k.view(self.length), self.v.view(self.length)
 
-    def read(
-        self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RetrievalStore; one concatenation if all rows have one length, else one gather."""
+    def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """No copy."""
         assert self.k is not None and self.v is not None
-        if len(set(self.lengths)) == 1 and (indices is None or indices.shape[1] <= self.k.data.shape[1]):
-            length = self.lengths[0]
-            parts = []
-            for data in (self.k.data, self.v.data):
-                chosen = [] if indices is None else [take_tokens(data, indices)]
-                parts.append(torch.cat([data[:, :, :sinks], *chosen, data[:, :, length - local : length]], dim=2))
-            return parts[0], parts[1]
-        device = self.k.data.device
-        ends = table(self.lengths, device)
-        n = len(self.lengths)
-        heads = 1 if indices is None else indices.shape[1]
-        pieces = [torch.arange(sinks, device=device).expand(n, heads, -1)]
-        if indices is not None:
-            pieces.append(indices)
-        pieces.append((ends[:, None] - local + torch.arange(local, device=device))[:, None].expand(n, heads, -1))
-        every = torch.cat(pieces, dim=2)
-        return take_tokens(self.k.data, every, group), take_tokens(self.v.data, every, group)
+        return self.k.data[:, :, lo:hi], self.v.data[:, :, lo:hi]
+
+    def take(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.k is not None and self.v is not None
+        return take_tokens(self.k.data, indices, group), take_tokens(self.v.data, indices, group)
 
     def attend_in_place(
         self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float

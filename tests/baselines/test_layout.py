@@ -30,7 +30,7 @@ def test_the_layout_stands_for_what_the_codec_decodes(name: str, lengths: list[i
                 count = run.counts[r][head]
                 pieces.append(torch.cat([decoded(codes)[r, head, :count] for codes in (run.k, run.v)], 1))
             assert sum(len(piece) for piece in pieces) == packed
-            for keys, values, inside in store.rest(7, read):
+            for keys, values, inside in store.tiles(7, read):
                 mask = slice(None) if inside is None else inside[r, min(head, inside.shape[1] - 1)]
                 pieces.append(torch.cat([keys[r, head, mask], values[r, head, mask]], 1))
             got = torch.cat(pieces)
@@ -42,13 +42,12 @@ def test_the_layout_stands_for_what_the_codec_decodes(name: str, lengths: list[i
             torch.testing.assert_close(got[nearest], want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_part_of_a_layout_is_that_of_fewer_tokens_or_one_row() -> None:
+def test_a_part_of_a_layout_is_that_of_fewer_tokens() -> None:
     store = store_of(METHODS["gear kivi"], [40, 40], 9, seed=5)
     for run in store.runs()[0]:
         for codes in (run.k, run.v):
             whole = decoded(codes)
             assert torch.equal(decoded(codes.part(0, 5)), whole[:, :, :5])
-            assert torch.equal(decoded(codes.row(1)), whole[1:])
 
 
 def test_a_part_of_a_segment_knows_where_it_begins() -> None:
@@ -76,7 +75,7 @@ def test_ranges_that_differ_within_a_width_have_no_layout() -> None:
     assert store_of(method, [30], 0, seed=1).runs()[0]
     store = store_of(method, [30], 9, seed=1)
     assert store.runs() == ([], [0])
-    assert sum(keys.shape[2] for keys, _, _ in store.rest(8, [0])) == 39
+    assert sum(keys.shape[2] for keys, _, _ in store.tiles(8)) == 39
 
 
 def decoded(codes: Codes) -> torch.Tensor:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pqcache.store.quantizer import (
     LIMIT,
     Quantized,
-    channel_scale,
     dequantize,
     encode,
     pack_codes,
@@ -64,25 +63,6 @@ def test_worked_example() -> None:
     assert dequantize(packed, torch.float32).tolist() == [-1, 0, 1, 2]
 
 
-def test_channel_separable_example() -> None:
-    """Two channels: after dividing by c = (2, 0.5) each token's range is its own two entries, and two bits are exact."""
-    x = torch.tensor([[4, 0.25], [-1, -0.09], [0, 0.16]])[None, None]
-    c = channel_scale(x)
-    assert c.flatten().tolist() == [2, 0.5]
-    y = quantize(x / c.float(), 2, (1, 3))
-    torch.testing.assert_close(dequantize(y, torch.float32) * c.float(), x, rtol=1e-3, atol=1e-3)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]))
-def test_channel_separable_error_bound(seed: int, bits: int) -> None:
-    x = draw(seed)
-    c = channel_scale(x).float()
-    packed = quantize(x / c, bits, (1, 3))
-    error = (dequantize(packed, torch.float32) * c - x).abs()
-    assert (error <= c * bound(packed, bits) * (1 + 1e-5)).all()
-
-
 @settings(max_examples=60, deadline=None)
 @given(bits=st.integers(1, 8), d=st.integers(1, 70), seed=st.integers(0, 10**6))
 def test_codes_survive_packing(bits: int, d: int, seed: int) -> None:
@@ -116,21 +96,6 @@ def test_edge_values(dtype: torch.dtype, granularity: str, bits: int) -> None:
     x[:, :, ::3] *= -1
     assert dequantize(quantize(cut(x.to(dtype)), bits, dim), dtype).isfinite().all()
     assert dequantize(quantize(cut(torch.full((1, 1, 4, 4), 1e38)), bits, dim), torch.float16).isfinite().all()
-
-
-def test_zero_channels_and_extremes_under_channel_scaling() -> None:
-    for dtype in (torch.float16, torch.float32):
-        x = draw(1).to(dtype)
-        x[:, :, :, 3] = 0
-        x[:, 1] = 0
-        x[0, 0, :, 5] = LIMIT
-        c = channel_scale(x)
-        assert (c[:, 1] == 1).all() and (c[:, :, :, 3] == 1).all()
-        for bits in (2, 4):
-            back = dequantize(quantize(x.float() / c.float(), bits, (1, 3)), torch.float32) * c.float()
-            assert back.isfinite().all()
-    zeros = torch.zeros(1, 2, 5, 4)
-    assert torch.equal(dequantize(quantize(zeros / channel_scale(zeros), 2, (1, 3)), torch.float32), zeros)
 
 
 @settings(max_examples=20, deadline=None)
