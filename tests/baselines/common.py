@@ -26,7 +26,7 @@ MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module | None = None) -> LayerContext:
     """As much of a layer's context as a retrieval layer looks at."""
     # an observer, so that the layer notes its selection
-    cache: Any = SimpleNamespace(ledger=ledger, lanes=Lanes(), observers=[1], watchers=[], expected=0)
+    cache: Any = SimpleNamespace(ledger=ledger, lanes=Lanes(), observers=[1], watchers=[], expected=0, accelerator=None)
     nothing: Any = None
     ctx = LayerContext(0, module or nothing, cache, nothing, nothing, nothing, None, [], nothing, step)
     ctx.scaling = shape.d**-0.5

@@ -40,6 +40,7 @@ class Driver:
             watchers=[],
             observers=[lambda layer, *_: self.seen.append(layer.selected)],
             attn="sdpa",
+            accelerator=None,
             kernel=kernel,
         )
         self.cache.note_resident = lambda: None
