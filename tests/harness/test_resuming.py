@@ -57,6 +57,20 @@ def test_a_resumed_row_states_what_was_measured(
     assert len(generated) == 2
 
 
+def test_fresh_does_a_cell_again_and_keeps_the_old_files(
+    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("method=oracle", "limit=2") == 0
+    (folder,) = (tmp_path / "out").glob("*oracle*")
+    old = (folder / "samples.jsonl").read_bytes()
+    for number in (1, 2):
+        assert command("method=oracle", "limit=2", "fresh=true") == 0
+        assert len(generated) == 2 + 2 * number
+        assert f"the old files are kept as *.replaced-{number}" in capsys.readouterr().out
+    assert (folder / "samples.jsonl.replaced-1").read_bytes() == old
+    assert (folder / "row.json.replaced-2").exists() and list(rows(tmp_path / "out")) == ["oracle 0.2"]
+
+
 def test_other_weights_under_the_same_path_are_computed_again(
     command: Command, tiny: Path, tmp_path: Path, generated: list[int]
 ) -> None:

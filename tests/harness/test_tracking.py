@@ -17,6 +17,7 @@ import run
 from pqcache.harness.config.cells import Cell, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
+from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import tracking
 
 SAMPLE = {
@@ -28,9 +29,11 @@ SAMPLE = {
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `wandb.init` was given, and `points`: what was logged."""
-    seen: dict[str, Any] = {"points": [], "runs": 0}
+    seen: dict[str, Any] = {"points": [], "runs": 0, "summaries": []}
     started = SimpleNamespace(
-        log=lambda point, step=None: seen["points"].append(point), summary={}, finish=lambda exit_code: None
+        log=lambda point, step=None: seen["points"].append(point),
+        summary=SimpleNamespace(update=lambda row: seen["summaries"].append(dict(row))),
+        finish=lambda exit_code: None,
     )
 
     def init(**given: Any) -> Any:
@@ -103,6 +106,27 @@ def test_a_row_is_logged_once(tmp_path: Path, logged: dict[str, Any], monkeypatc
     track(one, "online", score=60.0)
     track(one, "offline", score=60.0)
     assert logged["runs"] == 3 and logged["mode"] == "online"
+
+
+def test_each_finished_row_is_logged_once_with_its_pair(tmp_path: Path, logged: dict[str, Any]) -> None:
+    words = [
+        "-m",
+        "method=oracle,full",
+        "task=pocket_qa",
+        "task.length=512",
+        "limit=1",
+        "smoke=true",
+        f"out={tmp_path}",
+    ]
+    words.append(f"cache_dir={tmp_path / 'cache'}")
+    for runs in (2, 2, 3):
+        assert run.main([*words, "wandb=offline"] if runs < 3 else [*words, "budget=0.3", "wandb=offline"]) == 0
+        assert logged["runs"] == runs
+    rows = [read_row(path) for path in (tmp_path / "smoke").glob("*/row.json")]
+    assert {summary["folder"]: summary["full_score"] for summary in logged["summaries"]} == {
+        row["folder"]: row["full_score"] for row in rows if row is not None
+    }
+    assert all(summary["full_score"] is not None for summary in logged["summaries"])
 
 
 def test_without_a_network_one_line_and_no_wait(
