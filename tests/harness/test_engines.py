@@ -30,7 +30,7 @@ UNITS = [Unit(("cell",), "task", first, first + 1) for first in range(4)]
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     folders = {"cell": str(tmp_path / "smoke" / "an older name")}
-    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), {}, None, {}, folders)
+    return Job((), str(tmp_path), str(tmp_path / "out"), ("token", ""), None, {}, folders)
 
 
 def ended(events: list[Any]) -> dict[str, UnitResult]:

@@ -18,8 +18,6 @@ from pqcache.harness.config import environment, identity
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import bound
 from pqcache.harness.launch.bound import Memory, words
-from pqcache.harness.run import models, smoke_models
-from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.session import Session, task_of_cell
 from pqcache.measure.machine import device_caption
 
@@ -115,12 +113,6 @@ def make(plan: RunPlan, session: Session) -> Plan:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def text_side(cell: Cell) -> LoadedModel:
-    """The cell's tokenizer and prompt protocol, without its weights: `model` is None."""
-    options = dict(cell.identity["model"])
-    return (smoke_models if cell.run.smoke else models).text_side(options.pop("name"), options)
-
-
 def _documents(cell: Cell, session: Session) -> Documents:
     """How many documents there are, and how long the longest is. One prompt is tokenized: that with the most characters."""
     task, limit = task_of_cell(cell), cell.run.limit
@@ -129,7 +121,7 @@ def _documents(cell: Cell, session: Session) -> Documents:
         return Documents({"latency": task.options.rounds}, (told.prompt, told.answer))
     room = cell.identity["model"].get("max_length") or 0
     try:
-        loaded = session.text_side(cell, text_side)
+        loaded = session.text_side(cell)
         requests = session.requests(cell, loaded)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())

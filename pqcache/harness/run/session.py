@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,7 +91,7 @@ class Session:
             self._tasks = {key: task for key, task in self._tasks.items() if key[0] == tokens}
             self._requests = {key: requests for key, requests in self._requests.items() if key[0] == tokens}
             try:
-                loaded = _load(cell) if self.weights else _outline(cell)
+                loaded = _load(cell) if self.weights else self._outline(cell)
                 if loaded.kept:
                     print(f"model.device_map: {loaded.kept}", flush=True)
                 self._model = key, loaded
@@ -103,6 +102,19 @@ class Session:
             raise known
         return known
 
+    def _outline(self, cell: Cell) -> LoadedModel:
+        """The cell's tokenizer and configuration, as a loaded model has them."""
+        import torch
+
+        options = {**cell.identity["model"], "device": cell.device}
+        name = options.pop("name")
+        config = (smoke_models.model_config if cell.run.smoke else models.load_config)(name, options)
+        dtype = getattr(torch, models.dtype_name(config, {**options, "name": name}))
+        if cell.run.smoke and name not in smoke_models.AS_THEY_ARE and dtype != torch.bfloat16:
+            dtype = torch.float32
+        outline: Any = _Outline(config, dtype, torch.device("cpu"))
+        return replace(self.text_side(cell), model=outline)
+
     def _forget_model(self) -> None:
         """Free the old weights before new ones are loaded."""
         old, self._model = self._model, None
@@ -110,10 +122,12 @@ class Session:
             del old
             gc.collect()  # modules that accelerate has wrapped refer to themselves
 
-    def text_side(self, cell: Cell, load: Callable[[Cell], LoadedModel]) -> LoadedModel:
-        """The cell's tokenizer and prompt protocol, by `load`. The last one is kept."""
+    def text_side(self, cell: Cell) -> LoadedModel:
+        """The cell's tokenizer and prompt protocol, without weights: `model` is None. The last one is kept."""
         if self._text is None or self._text[0] != model_key(cell):
-            self._text = model_key(cell), load(cell)
+            options = dict(cell.identity["model"])
+            side = (smoke_models if cell.run.smoke else models).text_side
+            self._text = model_key(cell), side(options.pop("name"), options)
         return self._text[1]
 
     def task(self, cell: Cell, loaded: LoadedModel) -> tuple[TaskSpec, TaskDict]:
@@ -205,20 +219,6 @@ class _Outline:
     config: Any
     dtype: torch.dtype
     device: torch.device
-
-
-def _outline(cell: Cell) -> LoadedModel:
-    """The model's tokenizer and configuration, as models.load pairs them with weights."""
-    import torch
-
-    options = {**cell.identity["model"], "device": cell.device}
-    name = options.pop("name")
-    if cell.run.smoke:
-        return smoke_models.load(name, {**options, "device": "cpu"})  # small and random
-    config = models.load_config(name, options)
-    dtype = getattr(torch, models.dtype_name(config, {**options, "name": name}))
-    outline: Any = _Outline(config, dtype, torch.device("cpu"))
-    return replace(models.text_side(name, options), model=outline)
 
 
 def _load(cell: Cell) -> LoadedModel:

@@ -13,10 +13,10 @@ import os
 import secrets
 import socket
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pqcache.atomic import write_text
 from pqcache.harness.config import environment
@@ -190,7 +190,6 @@ class Job:
     cwd: str  # the driver's folder, for relative paths in the words
     out: str  # absolute
     token: tuple[str, str]  # (path, text) of a file that the driver wrote below `out`
-    paths: Mapping[str, str]  # local paths that the cells name -> digest of what is there
     commit: str | None
     versions: Mapping[str, str | None]
     # cell name -> where the driver has its samples: older and smoke cells are elsewhere than in `out`
@@ -208,7 +207,6 @@ class Job:
             cwd=os.getcwd(),
             out=str(typed.expanduser().resolve()),
             token=(str(path), text),
-            paths={path: digest_of(path) for path in sorted({str(p) for cell in plan.cells for p in _paths(cell)})},
             commit=environment.git_commit(),
             versions=environment.versions(),
             folders={cell.name: str(cell.folder.resolve()) for cell in plan.cells},
@@ -226,9 +224,6 @@ class Job:
             problems.append(f"out={self.out}: this machine does not see the driver's folder (no {path})")
         if not Path(self.cwd).is_dir():
             problems.append(f"{self.cwd}: the driver's working folder does not exist here")
-        problems += [
-            f"{p}: is missing here, or not what the driver has" for p, d in self.paths.items() if digest_of(p) != d
-        ]
         mine = {"commit": environment.git_commit(), **environment.versions()}
         for name, theirs in {"commit": self.commit, **self.versions}.items():
             if mine.get(name) != theirs and not (name == "commit" and None in (mine[name], theirs)):
@@ -239,36 +234,3 @@ class Job:
 def _is_key(word: str, key: str) -> bool:
     name = word.lstrip("+").partition("=")[0]
     return name == key or name.startswith(f"{key}.")
-
-
-def _paths(cell: Cell) -> Iterator[Path]:
-    """Local paths that options name: models, data, traces."""
-    for group in ("model", "method", "task"):
-        for name, value in cell.identity[group].items():
-            if name != "name" and isinstance(value, str) and ("/" in value or name == "path"):
-                path = Path(value).expanduser()
-                if path.exists():
-                    yield path.resolve()
-
-
-def digest_of(path: str) -> str:
-    """Of a file's size, or of the names and sizes of a folder's files. Empty if it does not exist."""
-    root = Path(path)
-    if root.is_file():
-        return str(root.stat().st_size)
-    if not root.is_dir():
-        return ""
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*")):
-        if file.is_file():
-            digest.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-# -- as JSON, for engines that hand results over in files ---------------------------------------------------------------
-
-
-def result_from(stored: dict[str, Any]) -> UnitResult:
-    """A result from its JSON."""
-    failures = {cell: Failure(**failure) for cell, failure in stored.pop("failures").items()}
-    return replace(UnitResult(**stored), failures=failures)

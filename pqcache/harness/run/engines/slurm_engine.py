@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config.options import Refused, SlurmLaunch, without_secrets
 from pqcache.harness.run.units import FOLDER as LAUNCH
-from pqcache.harness.run.units import Job, Report, Unit, UnitResult, result_from
+from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
 from pqcache.harness.run.worker import Follower, Worker
 
 POLL = 5.0  # seconds between two looks at the queue and the results
@@ -43,17 +43,7 @@ def work(job: Job, units: list[Unit], attempts: list[int], results: str) -> None
 
 def store(results: str, attempt: int, result: UnitResult) -> None:
     """Write the result of a unit."""
-    path = Path(results) / f"{result.unit}-{attempt}.json"
-    write_text(path, json.dumps(without_secrets(asdict(result))))
-
-
-@dataclass
-class _Task:
-    """An array task that was submitted: its id in the queue, and the units it works on in order."""
-
-    id: str  # <job>_<index>; <job> alone for an array of one, which submitit submits as a plain job
-    units: list[str]
-    gone_since: float | None = field(default=None, compare=False)
+    write_text(Path(results) / f"{result.unit}-{attempt}.json", json.dumps(without_secrets(asdict(result))))
 
 
 class SlurmEngine:
@@ -70,8 +60,7 @@ class SlurmEngine:
             raise Refused(
                 [f"launch=slurm: {', '.join(missing)} not found; run this on a machine that submits SLURM jobs"]
             )
-        self.launch = launch
-        self.workers = launch.workers
+        self.launch, self.workers = launch, launch.workers
 
     def run(self, job: Job, units: Sequence[Unit], report: Report, *, alone: bool) -> None:
         """Run every unit and report it once; with launch.wait=false submit what is not queued yet, and report what is done."""
@@ -82,93 +71,81 @@ class SlurmEngine:
 
 
 class _Round:
-    """One call of SlurmEngine.run."""
+    """One call of SlurmEngine.run. What was submitted is kept on disk for the driver that comes back."""
 
     def __init__(self, launch: SlurmLaunch, job: Job, units: Sequence[Unit], report: Report, alone: bool) -> None:
         self._launch, self._job, self._report, self._alone = launch, job, report, alone
-        self._units = {unit.name: unit for unit in units}
+        self._open = {unit.name: unit for unit in units}
         self._folder = Path(job.out) / FOLDER
         self._results = self._folder / "results"
         self._results.mkdir(parents=True, exist_ok=True)
         self._ledger = self._folder / ("alone.json" if alone else "tasks.json")
-        self._attempts, self._tasks = self._read_ledger()
-        self._follower = Follower(job, units, report)
-
-    # -- the ledger: what was submitted, kept on disk for the driver that comes back --------------------------------
-
-    def _read_ledger(self) -> tuple[dict[str, int], list[_Task]]:
-        """(unit -> attempt, tasks) of an earlier driver, for units of this run."""
+        self._tasks: dict[str, list[str]] = {}  # id in the queue -> units in order. An array of one has no _<index>
+        self._attempts: dict[str, int] = {}  # unit -> attempts that were lost
+        self._gone: dict[str, float] = {}  # task -> since when it is out of the queue
         try:
             stored = json.loads(self._ledger.read_text(encoding="utf-8"))
-            tasks = [_Task(str(task["id"]), [str(name) for name in task["units"]]) for task in stored["tasks"]]
-            attempts = {str(name): int(attempt) for name, attempt in stored["attempts"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}, []
-        tasks = [task for task in tasks if any(name in self._units for name in task.units)]
-        return {name: attempt for name, attempt in attempts.items() if name in self._units}, tasks
-
-    def _write_ledger(self) -> None:
-        tasks = [{"id": task.id, "units": task.units} for task in self._tasks]
-        write_text(self._ledger, json.dumps({"attempts": self._attempts, "tasks": tasks}))
-
-    # -- the round --------------------------------------------------------------------------------------------------
+            tasks = {str(task["id"]): [str(name) for name in task["units"]] for task in stored["tasks"]}
+            self._tasks = {task: names for task, names in tasks.items() if self._open.keys() & set(names)}
+            self._attempts = {name: int(n) for name, n in stored["attempts"].items() if name in self._open}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no earlier driver
+            pass
+        self._follower = Follower(job, units, report)
 
     def run(self) -> None:
-        open_units = dict(self._units)
         while True:
-            self._collect(open_units)
-            queued = {name for task in self._tasks for name in task.units}
-            self._submit([unit for name, unit in open_units.items() if name not in queued])
-            self._write_ledger()
+            self._collect()
+            queued = {name for names in self._tasks.values() for name in names}
+            self._submit([unit for name, unit in self._open.items() if name not in queued])
             self._follower.poll()
-            if not open_units or not self._launch.wait:
+            if not self._open or not self._launch.wait:
                 return
             time.sleep(POLL)
 
-    def _collect(self, open_units: dict[str, Unit]) -> None:
-        """Report what is done, and take lost tasks apart."""
+    def _write_ledger(self) -> None:
+        tasks = [{"id": task, "units": names} for task, names in self._tasks.items()]
+        write_text(self._ledger, json.dumps({"attempts": self._attempts, "tasks": tasks}))
+
+    def _collect(self) -> None:
+        """Report what is done, and take lost tasks apart: the unit that one was at is tried again, or named as failed."""
         in_queue = self._queue() if self._tasks else set()
-        for task in list(self._tasks):
-            self._report_results(task, open_units)
-            left = [name for name in task.units if name in open_units]
-            if not left:
-                self._tasks.remove(task)
+        for task, names in list(self._tasks.items()):
+            for name in [name for name in names if name in self._open]:
+                self._report_result(name)
+            left = [name for name in names if name in self._open]
+            if left and task in in_queue:
+                self._gone.pop(task, None)
                 continue
-            if task.id in in_queue:
-                task.gone_since = None
-                continue
-            task.gone_since = task.gone_since or time.monotonic()
-            if time.monotonic() - task.gone_since < (GRACE if self._launch.wait else 0):
+            now = time.monotonic()
+            if left and now - self._gone.setdefault(task, now) < GRACE * self._launch.wait:
                 continue  # its last result may still be on its way to this host
-            self._tasks.remove(task)
-            self._lost(open_units[left[0]], task, open_units)
+            del self._tasks[task]
+            if left:
+                self._lost(left[0], task)
 
-    def _report_results(self, task: _Task, open_units: dict[str, Unit]) -> None:
-        for name in task.units:
-            if name not in open_units:
-                continue
-            path = self._results / f"{name}-{self._attempts.get(name, 0)}.json"
-            try:
-                result = result_from(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                continue
-            self._follower.poll()
-            self._report(result)
-            path.unlink(missing_ok=True)
-            del open_units[name]
-            self._attempts.pop(name, None)
-
-    def _lost(self, unit: Unit, task: _Task, open_units: dict[str, Unit]) -> None:
-        """The unit that a lost task was at is tried again, or named as failed. Its later units lose no attempt."""
-        attempt = self._attempts.get(unit.name, 0)
-        if attempt < self._launch.retries:
-            self._attempts[unit.name] = attempt + 1
+    def _report_result(self, name: str) -> None:
+        path = self._results / f"{name}-{self._attempts.get(name, 0)}.json"
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            failures = {cell: Failure(**failure) for cell, failure in stored.pop("failures").items()}
+            result = UnitResult(**stored, failures=failures)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return
-        log = f"{self._folder / 'logs'}/{task.id}_0_log.err"
-        reason = f"SLURM task {task.id} left the queue without a result ({log})"
-        self._report(UnitResult(unit.name, "lost", reason=reason))
-        del open_units[unit.name]
-        self._attempts.pop(unit.name, None)
+        self._follower.poll()
+        self._end(result)
+        path.unlink(missing_ok=True)
+
+    def _lost(self, name: str, task: str) -> None:
+        self._attempts[name] = self._attempts.get(name, 0) + 1
+        if self._attempts[name] > self._launch.retries:
+            log = f"{self._folder / 'logs'}/{task}_0_log.err"
+            reason = f"SLURM task {task} left the queue without a result ({log})"
+            self._end(UnitResult(name, "lost", reason=reason))
+
+    def _end(self, result: UnitResult) -> None:
+        self._report(result)
+        del self._open[result.unit]
+        self._attempts.pop(result.unit, None)
 
     def _queue(self) -> set[str]:
         """The ids of this user's array tasks that are pending, running or ending."""
@@ -182,29 +159,24 @@ class _Round:
 
     def _submit(self, units: list[Unit]) -> None:
         """Submit units as one array; a task takes neighbours, which share a model."""
-        if not units:
-            return
-        lists = shares(units, self._launch.workers)
-        number = len(lists)
-        executor = self._executor(number)
-        with _environment(PYTHONPATH=os.pathsep.join(filter(None, [str(places.ROOT), os.environ.get("PYTHONPATH")]))):
-            jobs = executor.map_array(
-                work,
-                [self._job] * number,
-                lists,
-                [[self._attempts.get(unit.name, 0) for unit in part] for part in lists],
-                [str(self._results)] * number,
+        if units:
+            lists = shares(units, self._launch.workers)
+            number = len(lists)
+            attempts = [[self._attempts.get(unit.name, 0) for unit in part] for part in lists]
+            how = [self._job] * number, lists, attempts, [str(self._results)] * number
+            # sbatch hands its environment on
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                dict.fromkeys([str(places.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             )
-        for submitted, part in zip(jobs, lists, strict=True):
-            self._tasks.append(_Task(submitted.job_id, [unit.name for unit in part]))
+            for submitted, part in zip(self._executor(number).map_array(work, *how), lists, strict=True):
+                self._tasks[submitted.job_id] = [unit.name for unit in part]
         self._write_ledger()
 
     def _executor(self, number: int) -> Any:
         import submitit
 
-        launch = self.launch_options()
         executor = submitit.SlurmExecutor(folder=self._folder / "logs")
-        executor.update_parameters(**launch, array_parallelism=max(1, number))
+        executor.update_parameters(**self.launch_options(), array_parallelism=max(1, number))
         return executor
 
     def launch_options(self) -> dict[str, Any]:
@@ -237,20 +209,3 @@ def shares(units: Sequence[Unit], workers: int) -> list[list[Unit]]:
         lists.setdefault(int((before + size / 2) * workers / total), []).append(unit)  # by the unit's middle
         before += size
     return list(lists.values())
-
-
-class _environment:
-    """Variables for the commands started in the block: sbatch hands its environment on."""
-
-    def __init__(self, **variables: str) -> None:
-        self._new, self._old = variables, {name: os.environ.get(name) for name in variables}
-
-    def __enter__(self) -> None:
-        os.environ.update(self._new)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._old.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
