@@ -23,7 +23,7 @@ def test_a_method_has_one_look_and_no_two_methods_share_it() -> None:
 
 
 def test_png_and_pdf_and_the_smoke_mark(tmp_path: Path) -> None:
-    figure = axes.new_figure(2, 2)
+    figure, _ = axes.panels(1, 2, 2)
     axes.save(figure, tmp_path / "a.png", "SMOKE RUN, no results.")
     assert [text.get_text() for text in figure.texts if text.get_alpha() is not None] == ["SMOKE RUN"]
     assert (tmp_path / "a.png").stat().st_size > 500 and (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")

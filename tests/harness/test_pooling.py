@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pqcache.harness.report.pooling import pooled_table
-from pqcache.harness.report.rows import Row
+from pqcache.harness.report.rows import rows_under
+from tests.harness.test_any_table import make_row
 
 
-def row(method: str, seed: int, scores: list[float], budget: float = 0.2) -> Row:
-    empty = dict.fromkeys(Row.__annotations__)
-    return Row(
-        **{
-            **empty,
-            "model": "embedded",
-            "model_options": {},
-            "method": method,
-            "hyper_parameters": {},
-            "budget_ratio": 1.0 if method == "full" else budget,
-            "task": "t",
-            "task_options": {},
-            "protocol": "aligned",
-            "prompt_protocol": {"question_as_decode": False},
-            "dense_layers": 0,
-            "attn": "sdpa",
-            "seed": seed,
-            "n_samples": len(scores),
-            "score": sum(scores) / len(scores),
-            "sample_scores": {"t": {str(i): score for i, score in enumerate(scores)}},
-            "folder": f"{method}-{seed}",
-        }
-    )
-
-
-def test_seeds_pool_and_pair() -> None:
-    rows = [
-        row("full", 0, [100, 100]),
-        row("full", 1, [80, 100]),
-        row("pqcache", 0, [90, 100]),
-        row("pqcache", 1, [80, 80]),
-        row("pqcache", 0, [10, 10], budget=0.1),
-    ]
-    head, full, pq = pooled_table(rows).splitlines()  # one seed of budget 0.1 is nothing to pool
+def test_seeds_pool_and_pair(tmp_path: Path) -> None:
+    for method, seed, scores in (
+        ("full", 0, [100, 100]),
+        ("full", 1, [80, 100]),
+        ("pqcache", 0, [90, 100]),
+        ("pqcache", 1, [80, 80]),
+    ):
+        make_row(tmp_path, method, {"t": scores}, seed=seed)
+    make_row(tmp_path, "pqcache", {"t": [10, 10]}, budget=0.1)
+    head, full, pq = pooled_table(rows_under(tmp_path)).splitlines()  # one seed of budget 0.1 is nothing to pool
     assert head.startswith("pooled over seeds") and full.split()[:4] == ["full", "1", "4", "95.0"]
-    assert pq.split()[:4] == ["pqcache", "0.2", "4", "87.5"] and " -7.5 " in pq
-
-
-def test_a_seed_without_full_gives_no_difference() -> None:
-    _, line = pooled_table([row("full", 0, [100]), row("pqcache", 0, [50]), row("pqcache", 1, [50])]).splitlines()
-    assert line.split()[:4] == ["pqcache", "0.2", "2", "50.0"] and line.rstrip().endswith("n/a")
-    assert pooled_table([row("full", 0, [100])]) == ""
+    assert pq.split()[:4] == ["pqcache", "1", "4", "87.5"] and " -7.5 " in pq
+    next(tmp_path.glob("*full*seed1*/row.json")).unlink()
+    _, line = pooled_table(rows_under(tmp_path)).splitlines()
+    assert line.split()[:4] == ["pqcache", "1", "4", "87.5"] and line.endswith("n/a")  # a seed without Full
+    assert pooled_table(rows_under(tmp_path)[:1]) == ""

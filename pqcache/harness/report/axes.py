@@ -34,11 +34,6 @@ class Look(NamedTuple):
     marker: str
 
 
-def colour(index: int) -> str:
-    """The colour of the index-th name; colours repeat."""
-    return SAFE[index % len(SAFE)]
-
-
 def looks(names: Sequence[str]) -> dict[str, Look]:
     """Name -> its colour and marker. Lines of several methods have their methods' colours, in every figure the same.
 
@@ -46,7 +41,7 @@ def looks(names: Sequence[str]) -> dict[str, Look]:
     """
     methods = [method_in(name) for name in names]
     if len(names) > 1 and len({method for method in methods if method}) < 2:
-        return {name: Look(colour(i), SHAPES[i % len(SHAPES)]) for i, name in enumerate(names)}
+        return {name: Look(SAFE[i % len(SAFE)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(names)}
     made: dict[str, Look] = {}
     for name, method in zip(names, methods, strict=True):
         look = method_look(method or name)
@@ -74,45 +69,31 @@ def method_look(method: str) -> Look:
     return Look(SAFE[index % len(SAFE)], SHAPES[(index % len(SAFE) + index // len(SAFE)) % len(SHAPES)])
 
 
-def smoke_mark(figure: Figure) -> None:
-    """Write across a figure that it shows no results."""
-    style: dict[str, Any] = {"fontsize": 34, "color": "#b00020", "alpha": 0.22, "rotation": 25}
-    figure.text(0.5, 0.5, "SMOKE RUN", ha="center", va="center", weight="bold", **style)
-
-
 def keep_files(out: Path) -> None:
     """Make other packages write below `out` and the cache folder alone. Call it before a command's first figure."""
     keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; width and height in inches."""
+def panels(count: int, width: float, height: float, *, across: int = MAX_ACROSS) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels of this size, at most `across` side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def panels(count: int, width: float, height: float, *, across: int = MAX_ACROSS) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels of this size, at most `across` side by side."""
     across = min(count, across)
     down = -(-count // across)
-    figure = new_figure(max(5.6, width * across), height * down + 0.7)
+    figure = Figure(figsize=(max(5.6, width * across), height * down + 0.7), layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
     for axis in axes[count:]:
         axis.set_visible(False)
     return figure, axes[:count]
 
 
-def style(axis: Axes, title: str, x: str, y: str, *, top: float | None = None) -> None:
-    """Title, labels and grid of a panel. top: the y axis is 0 to this."""
+def style(axis: Axes, title: str, x: str, y: str) -> None:
+    """Title, labels and grid of a panel."""
     axis.set_title(title, fontsize=9.5)
     axis.set_xlabel(x, fontsize=8.5)
     axis.set_ylabel(y, fontsize=8.5)
-    if top is not None:
-        axis.set_ylim(0, top)
     axis.grid(color=GRID, linewidth=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8)
@@ -146,7 +127,8 @@ def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True, not
     A caption that says SMOKE is marked across the figure, too. note: the PNG's Description, which nobody sees.
     """
     if "SMOKE" in caption:
-        smoke_mark(figure)
+        style: dict[str, Any] = {"fontsize": 34, "color": "#b00020", "alpha": 0.22, "rotation": 25}
+        figure.text(0.5, 0.5, "SMOKE RUN", ha="center", va="center", weight="bold", **style)
     if caption:
         width = int(figure.get_figwidth() * 15.5)
         figure.supxlabel(textwrap.fill(caption, width), fontsize=8, color="#444444", x=0.01, ha="left")

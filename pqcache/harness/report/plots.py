@@ -12,6 +12,7 @@ A frame has a line per mark. Columns (all but line, x and y may be left out):
     only         "line" without markers, "marker" without a line
     size         the marker's area, 1 is the usual one
     printed      bars: a paper's number, a grey mark
+    base, fill   bars: where they begin, and `pale` or `red` instead of the line's colour
     text         bars and dots: what is written above
 """
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCALE = "cividis"  # of maps, dark to light: told apart with any colour vision and in grey
-PRINTED = "#9a9a9a"
+PRINTED, RED = "#9a9a9a", "#b00020"
 GROUP_WIDTH = 0.84
 NO_BUDGET = "no budget"  # the name of bars that have none
 MAX_PANELS = 16
@@ -226,21 +227,24 @@ def round_ticks(values: Sequence[float]) -> list[float]:
 
 def _bars(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
     """A group of bars per x, a colour per line. Where every group has one bar of its own name, no legend says it again."""
-    points = panel.points
+    points = panel.points.assign(fill=panel.points.get("fill", ""), base=panel.points.get("base", 0.0))
     groups, names = ([str(name) for name in points[key].unique()] for key in ("x", "line"))
     alone = names == groups and len(points) == len(groups)
     width = 0.62 if alone else GROUP_WIDTH / len(names)
     colours = [styles[name]["color"] for name in names]
     known = points[points.y.notna()]
-    members = {str(group): list(block.line.astype(str)) for group, block in known.groupby("x", sort=False)}
-    for name, block in known.groupby("line", sort=False):
+    members = {
+        str(group): [str(line) for line in block.line.unique()] for group, block in known.groupby("x", sort=False)
+    }
+    for (name, fill), block in known.groupby(["line", "fill"], sort=False):
         index = names.index(str(name))
         own = [(groups.index(x), members[x]) for x in block.x.astype(str)]
         places = [group + (lines.index(str(name)) - (len(lines) - 1) / 2) * width for group, lines in own]
         axis.bar(
-            places, block.y.astype(float), width * 0.92, color=colours[index], edgecolor="white", linewidth=0,
+            places, block.y.astype(float), width * 0.92, block.base, color=RED if fill == "red" else colours[index],
             hatch="//" if colours[index] in colours[:index] else None,  # the colours repeat
-            label=None if alone else str(_value(block, "label", name)), yerr=_interval(block),
+            alpha=0.35 if fill == "pale" else 1.0, edgecolor="white", linewidth=0, yerr=_interval(block),
+            label=None if alone or fill else str(_value(block, "label", name)),
             error_kw={"linewidth": 0.7, "capsize": 1.5, "ecolor": "#555555"},
         )  # fmt: skip
         for place, point in zip(places, block.to_dict("records"), strict=True):

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.derived import seconds
 from pqcache.harness.report.figure_request import FigureRequest, cell_title
@@ -155,35 +154,32 @@ def _phases(request: FigureRequest) -> Path | None:
 
     A panel per answer length; where cells are named "a ..." or "b ...", one for each of these letters.
     """
-    panels: dict[tuple[str, float], dict[str, dict[float, Row]]] = {}
+    points: list[dict[str, Any]] = []
     for cell, row in request.measured:
         title = cell_title(cell)
         letter, _, rest = title.partition(" ")
-        part, line = (letter, rest) if len(letter) == 1 and rest else ("", title)
-        if all(seconds(row, phase) is not None for phase in ("prefill", "index", "decode")):
-            own = panels.setdefault((part, row["generated_tokens"]), {}).setdefault(line, {})
-            own.setdefault(row["prompt_tokens"], row)
-    if not panels:
-        return None
-    figure, axes = drawing.panels(len(panels), 5.2, 3.6)
-    for axis, ((part, tokens), lines) in zip(axes, sorted(panels.items()), strict=True):
-        lengths = sorted({length for rows in lines.values() for length in rows})
-        width = 0.8 / len(lines)
-        for i, (line, rows) in enumerate(lines.items()):
-            for length, row in rows.items():
-                x = lengths.index(length) + (i - (len(lines) - 1) / 2) * width
-                prefill, index, decode = (seconds(row, phase) or 0.0 for phase in ("prefill", "index", "decode"))
-                colour, label = drawing.colour(i), line if length == min(rows) else None
-                axis.bar(x, prefill - index, 0.9 * width, color=colour, alpha=0.35)
-                axis.bar(x, index, 0.9 * width, bottom=prefill - index, color="black")
-                axis.bar(x, decode, 0.9 * width, bottom=prefill, color=colour, label=label)
-        axis.bar(0, 0, color="grey", alpha=0.35, label="pale: prefill")
-        axis.bar(0, 0, color="black", label="black: index")
-        drawing.style(axis, f"{f'({part}) ' if part else ''}{tokens:.0f} new tokens", PROMPT, "s")
-        axis.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
-        axis.legend(fontsize=7, frameon=False, loc="upper left")
-        axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # room for the legend
-    return drawing.save(figure, request.path, request.caption())
+        part, line = (f"({letter}) ", rest) if len(letter) == 1 and rest else ("", title)
+        prefill, index, decode = (seconds(row, phase) for phase in ("prefill", "index", "decode"))
+        if prefill is not None and index is not None and decode is not None:
+            place = {
+                "panel": f"{part}{row['generated_tokens']:.0f} new tokens",
+                "line": line,
+                "x": f"{row['prompt_tokens']:.0f}",
+            }
+            points.append(
+                {
+                    **place,
+                    "order": (part, row["generated_tokens"], row["prompt_tokens"]),
+                    "y": decode,
+                    "base": prefill,
+                    "fill": "",
+                }
+            )
+            points.append({**points[-1], "y": prefill - index, "base": 0.0, "fill": "pale"})
+            points.append({**points[-1], "y": index, "base": prefill - index, "fill": "black"})
+    points.sort(key=lambda point: point["order"])
+    panels = plots.panels_of(plots.frame(points), x=PROMPT, y="s", kind="bars")
+    return plots.draw(panels, request.path, request.caption() + " Pale: prefill; black: index.", size=(5.2, 3.6))
 
 
 KINDS = {"throughput": _throughput, "memory": _kv_memory, "rounds": _rounds, "phases": _phases}
