@@ -161,25 +161,13 @@ def _phases(request: FigureRequest) -> Path | None:
         part, line = (f"({letter}) ", rest) if len(letter) == 1 and rest else ("", title)
         prefill, index, decode = (seconds(row, phase) for phase in ("prefill", "index", "decode"))
         if prefill is not None and index is not None and decode is not None:
-            place = {
-                "panel": f"{part}{row['generated_tokens']:.0f} new tokens",
-                "line": line,
-                "x": f"{row['prompt_tokens']:.0f}",
-            }
-            points.append(
-                {
-                    **place,
-                    "order": (part, row["generated_tokens"], row["prompt_tokens"]),
-                    "y": decode,
-                    "base": prefill,
-                    "fill": "",
-                }
-            )
-            points.append({**points[-1], "y": prefill - index, "base": 0.0, "fill": "pale"})
-            points.append({**points[-1], "y": index, "base": prefill - index, "fill": "black"})
+            order = part, row["generated_tokens"], row["prompt_tokens"]
+            place = {"panel": f"{part}{order[1]:.0f} new tokens", "line": line, "x": f"{order[2]:.0f}", "order": order}
+            parts = (decode, prefill, ""), (prefill - index, 0.0, "pale"), (index, prefill - index, "red")
+            points += [{**place, "y": y, "base": base, "fill": fill} for y, base, fill in parts]
     points.sort(key=lambda point: point["order"])
     panels = plots.panels_of(plots.frame(points), x=PROMPT, y="s", kind="bars")
-    return plots.draw(panels, request.path, request.caption() + " Pale: prefill; black: index.", size=(5.2, 3.6))
+    return plots.draw(panels, request.path, request.caption() + " Pale: prefill; red: index.", size=(5.2, 3.6))
 
 
 KINDS = {"throughput": _throughput, "memory": _kv_memory, "rounds": _rounds, "phases": _phases}
