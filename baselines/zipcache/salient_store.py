@@ -110,9 +110,9 @@ class SalientStore(PackedStore):
         largest = size.masked_fill(~real[:, None, :, None], 0).amax(2)
         self.query_max = largest if self.query_max is None else torch.maximum(self.query_max, largest)
 
-    def _is_probe(self, row: int, ahead: int = 0) -> bool:
-        """Whether the newest exact token of a row is a probe, or the one that will be the newest `ahead` steps later."""
-        place = (self.k.tails[row] + ahead - 1) % self.gap
+    def _is_probe(self, row: int) -> bool:
+        """Whether the newest exact token of a row is a probe."""
+        place = (self.k.tails[row] - 1) % self.gap
         return place in ((self.gap - 1,) if self.last_step else self.rule.positions(self.gap, self.k.body[row]))
 
     def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
