@@ -10,7 +10,7 @@ budgets, data sets and everything else of the experiment stay.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ GRID_SIZE = 2  # values that a grid keeps
 
 LENGTHS = (512, 1000)  # tokens, in place of longer prompts
 LINES = (10, 20)  # in place of longer lists
-GRIDS = {"seed": None, "task.length": LENGTHS, "task.lines": LINES}  # swept over: one value per cell
+# Swept over: one value per cell.
+GRIDS: dict[str, tuple[int, ...] | None] = {"seed": None, "task.length": LENGTHS, "task.lines": LINES}
 LISTS = {"lengths": LENGTHS, "lines": LINES, "depths": None}  # one list per cell
 LARGEST = {
     "length": LENGTHS[-1],
@@ -39,17 +40,19 @@ LARGEST = {
 def reduced(composed: Iterable[Composed]) -> list[Composed]:
     """Make the configurations with smoke=true small. The others stay as they are. Equal ones become one cell later."""
     composed = list(composed)
-    small = [c for c in composed if c.config.get("smoke") is True]
-    kept = {key: list(dict.fromkeys(_named(c, key) for c in small))[:GRID_SIZE] for key in GRIDS}
+    small = [_points(one) for one in composed if one.config.get("smoke") is True]
+    kept = {key: list(dict.fromkeys(points[key] for points in small))[:GRID_SIZE] for key in GRIDS}
     result = []
     for one in composed:
+        points = _points(one)
         if one.config.get("smoke") is not True:
             result.append(one)
-        elif all(_named(one, key) in values for key, values in kept.items()):
+        elif all(points[key] in values for key, values in kept.items()):
             config = copy.deepcopy(one.config)
-            for key, values in kept.items():
-                if _named(one, key) is not None:
-                    _replace(config, key, values)
+            for key, value in points.items():
+                group, _, name = key.partition(".")
+                if (small_ones := GRIDS[key]) and type(value) is int and value > small_ones[-1]:
+                    config[group][name] = small_ones[kept[key].index(value)]  # two different values stay different
             _shrink_task(config)
             if config["model"].get("name") == "random":
                 config["model"]["geometry"] = "tiny"
@@ -57,29 +60,11 @@ def reduced(composed: Iterable[Composed]) -> list[Composed]:
     return result
 
 
-def _named(one: Composed, key: str) -> Any:
-    """The value of a grid's key; None if the command sets none: a default is no point of a grid."""
-    return None if "." in key and key not in one.named else _scalar(one.config, key)
-
-
-def _scalar(config: dict[str, Any], key: str) -> Any:
-    """The value of a key; None if it has none or a list (see LISTS)."""
-    group, _, name = key.partition(".")
-    value = config.get(group)
-    if name:
-        value = value.get(name) if isinstance(value, dict) else None
-    return None if isinstance(value, list | dict) else value
-
-
-def _replace(config: dict[str, Any], key: str, values: list[Any]) -> None:
-    """Replace a value that is too large for a smoke run. Two different values stay different."""
-    stand_ins = GRIDS[key]
-    value = _scalar(config, key)
-    if stand_ins is None or not isinstance(value, int) or isinstance(value, bool):
-        return
-    group, _, name = key.partition(".")
-    if value > stand_ins[-1]:
-        config[group][name] = stand_ins[values.index(value)]
+def _points(one: Composed) -> dict[str, Any]:
+    """The value of each grid's key; None if the command sets none, as a default is no point of a grid, or a list (see LISTS)."""
+    values = {"seed": one.config.get("seed")}
+    values |= {key: one.config["task"].get(key.partition(".")[2]) for key in one.named if key.startswith("task.")}
+    return {key: None if isinstance(value := values.get(key), list | dict) else value for key in GRIDS}
 
 
 def _shrink_task(config: dict[str, Any]) -> None:
@@ -94,7 +79,10 @@ def _shrink_task(config: dict[str, Any]) -> None:
         task["source"] = "constructed"
     for key, stand_ins in LISTS.items():
         if key in fields and (isinstance(task.get(key), list) or fields[key][1] is None):
-            task[key] = two(task.get(key), stand_ins)
+            values = task.get(key)
+            if not values or (stand_ins is not None and max(values) > stand_ins[-1]):
+                values = list(stand_ins or (0, 100))
+            task[key] = list(dict.fromkeys([values[0], values[-1]]))
     for key, largest in LARGEST.items():
         if key in fields:
             value = task.get(key, fields[key][1])
@@ -102,10 +90,3 @@ def _shrink_task(config: dict[str, Any]) -> None:
     config["limit"] = GRID_SIZE if "stride" in fields else 1
     if {"lengths", "depths"} <= fields.keys():  # a grid of its own: one document per point
         config["limit"] = len(task["lengths"]) * len(task["depths"])
-
-
-def two(values: list[Any] | None, stand_ins: Sequence[int] | None) -> list[Any]:
-    """The first and last value of a list, or of `stand_ins` if the list has none or a larger one."""
-    if not values or (stand_ins is not None and max(values) > stand_ins[-1]):
-        values = list(stand_ins or (0, 100))
-    return list(dict.fromkeys([values[0], values[-1]]))
