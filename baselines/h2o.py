@@ -143,8 +143,7 @@ class H2O(EvictionMethod):
         return 0.0
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        assert self.n_sink is not None
-        sinks = min(self.n_sink, s)
+        sinks = min(self.n_sink or 0, s)
         rest = s - sinks
         budget = self.budget_at(s)
         if budget.tokens is not None:

@@ -123,24 +123,20 @@ class SnapKV(EvictionMethod):
         self.require_room(self.n_sink or 0, self.recent or self.w or 0)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        assert self.n_sink is not None and self.w is not None
-        whole = partition_plan(self.budget_at(s), s, self.n_sink, recent_ratio=1.0)
-        local = min(self.recent or self.w, whole.local)
+        whole = partition_plan(self.budget_at(s), s, self.n_sink or 0, recent_ratio=1.0)
+        local = min(self.recent or self.w or 0, whole.local)
         return Plan(sinks=whole.sinks, local=local, k=whole.local - local)
 
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
-        assert self.w is not None
-        return Scorer() if self.budget.is_everything else WindowScorer(self.w, self.refreshes)
+        return Scorer() if self.budget.is_everything else WindowScorer(self.w or 0, self.refreshes)
 
     def smooth(self, scores: torch.Tensor, hi: int) -> torch.Tensor:
         """Pool along the keys before the window, stride 1. The window is not pooled and not ranked."""
-        assert self.kernel is not None
         if hi == 0:
             return scores
-        half = self.kernel // 2
-        before = scores[None, :, :hi]
+        kernel, before = self.kernel or 1, scores[None, :, :hi]
         if self.pooling == "max":
-            pooled = F.max_pool1d(before, self.kernel, 1, half)
+            pooled = F.max_pool1d(before, kernel, 1, kernel // 2)
         else:
-            pooled = F.avg_pool1d(before, self.kernel, 1, half, count_include_pad=self.protocol == "release")
+            pooled = F.avg_pool1d(before, kernel, 1, kernel // 2, count_include_pad=self.protocol == "release")
         return torch.cat([pooled[0], scores[:, hi:]], -1)

@@ -82,17 +82,16 @@ class StreamingLLM(EvictionMethod):
         return self.is_dynamic
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        assert self.n_sink is not None
         if self.protocol == "aligned":
-            return partition_plan(self.budget_at(s), s, self.n_sink, recent_ratio=1.0)
+            return partition_plan(self.budget_at(s), s, self.n_sink or 0, recent_ratio=1.0)
         total = self.budget.total(s)
         sinks = min(s, self.sinks_within(total if self.budget.tokens is None else self.budget.tokens))
         return Plan(sinks=sinks, local=min(s - sinks, max(1, total - sinks)), k=0)
 
     def sinks_within(self, total: int) -> int:
         """Sinks of a cache of `total` tokens, the newest among them."""
-        assert self.n_sink is not None
-        return self.n_sink if self.protocol == "aligned" else min(self.n_sink, max(0, total - 1))
+        n_sink = self.n_sink or 0
+        return n_sink if self.protocol == "aligned" else min(n_sink, max(0, total - 1))
 
     def capacity(self, plan: Plan) -> int:
         return sys.maxsize if self.budget.is_everything else super().capacity(plan)

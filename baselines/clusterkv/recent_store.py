@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from pqcache.store.base import joined
 from pqcache.store.cached import CachedStore
 
 
@@ -47,8 +48,5 @@ class RecentStore(CachedStore):
         self.fetched = [[x.index_select(0, index.to(x.device)) for x in step] for step in self.fetched]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = super().tensors()
-        return {
-            "device": [*tiers["device"], *(x for step in self.fetched for x in step)],
-            "host": [*tiers["host"], *self.positions],
-        }
+        own = {"device": [x for step in self.fetched for x in step], "host": self.positions}
+        return joined(super().tensors(), own)

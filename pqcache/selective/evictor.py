@@ -198,6 +198,12 @@ class Evictor:
             slots, counts = torch.arange(max(lengths), device=k.device).expand(n, h_kv, -1), list(lengths)
         else:
             slots, counts = self.pick(Prompt(k, scores, positions, lengths, self.plans, ctx))  # (n, h_kv, m)
+        return self._keep(positions, slots, counts)
+
+    def _keep(
+        self, positions: torch.Tensor, slots: torch.Tensor, counts: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
+        """Those in `slots` are the entries from here on."""
         self._note(positions.gather(-1, slots), counts)
         self.scorer.retain(slots, counts)
         return slots, counts
@@ -236,10 +242,7 @@ class Evictor:
         plans = [self._lower_plan(r) if flag else Plan(0, 0, lengths[r]) for r, flag in enumerate(over)]
         positions = self._positions(lengths)
         scores = self.scorer.scores_now(k, positions, lengths, self.seen, ctx.scaling)
-        slots, counts = self.pick(Prompt(k, scores, positions, lengths, plans, ctx))
-        self._note(positions.gather(-1, slots), counts)
-        self.scorer.retain(slots, counts)
-        return slots, counts
+        return self._keep(positions, *self.pick(Prompt(k, scores, positions, lengths, plans, ctx)))
 
     def _lower_plan(self, row: int) -> Plan:
         """This layer's plan for a row that ranks again. Notes what all layers keep."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from pqcache.store.buffer import Buffer
 from pqcache.store.cached import CachedStore
-from pqcache.store.host import HostStore
 from pqcache.store.lanes import TO_DEVICE
 
 POLICIES = ("lru", "lfu", "none", "paying")  # paying: store/row_cache.py
@@ -47,25 +46,15 @@ class BlockCacheStore(CachedStore):
     ) -> None:
         super().__init__(n_sink, n_local, moved)
         self.block, self.slots, self.topk, self.policy = block, slots, topk, policy
-        self.slot = torch.zeros(0, 0, dtype=torch.long)  # (n, blocks) the slot of each block, -1 = not cached
-        self.content = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) the block in each slot, -1 = free
-        self.uses = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) steps that touched it, 0 = free
-        self.stamp = torch.zeros(0, slots, dtype=torch.long)  # (n, slots) when it was touched last, 0 = free
-        self.clock = 0
 
-    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
-        """As a HostStore; the blocks of earlier turns stay where they are."""
-        super().load(k, v, lengths, known)
-        if isinstance(known, BlockCacheStore):
-            self.cache, self.clock = known.cache, known.clock
-            self.slot, self.content, self.uses, self.stamp = known.slot, known.content, known.uses, known.stamp
-            return
-        n = len(lengths)
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        n = len(k)
         # (n, h_kv, slots filled so far * block, d), token-major: slot i begins at entry i*block
         self.cache = [Buffer.like(x, token_major=True) for x in (k, v)]
-        self.slot = torch.full((n, 0), -1)
-        self.content = torch.full((n, self.slots), -1)
-        self.uses, self.stamp = torch.zeros_like(self.content), torch.zeros_like(self.content)
+        self.slot = torch.full((n, 0), -1)  # (n, blocks) the slot of each block, -1 = not cached
+        self.content = torch.full((n, self.slots), -1)  # the block in each slot, -1 = free
+        self.uses = torch.zeros_like(self.content)  # steps that touched it, 0 = free
+        self.stamp = torch.zeros_like(self.content)  # when it was touched last, 0 = free
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         longer = self._columns() - self.slot.shape[1]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from pqcache.store.base import Served
+from pqcache.store.base import Served, joined
 from pqcache.store.buffer import Buffer, flat_index, take_tokens
 from pqcache.store.host import HOST, HostStore
 from pqcache.store.lanes import NOTHING, Work
@@ -24,7 +24,20 @@ class CachedStore(HostStore):
         super().__init__(n_sink, n_local, moved)
         self.served: Served | None = None  # of the last fetch
         self.cache: list[Buffer] = []  # K, V of the tokens on the device
+        self.clock = 0  # of a policy that has one
         self.arriving: Work[None] = NOTHING  # the copy into the cache that is under way
+
+    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
+        """As a HostStore; what was cached in earlier turns stays where it is."""
+        super().load(k, v, lengths, known)
+        if isinstance(known, type(self)):
+            for name in ("cache", "clock", *self.tables):
+                setattr(self, name, getattr(known, name))
+        else:
+            self.begin(k, v)
+
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Make an empty cache for tokens like k and v, and its tables, where the store has any."""
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache entries of positions index (n, H, k), -1 = not cached; and how many tokens per head the cache holds (n,)."""
@@ -49,11 +62,8 @@ class CachedStore(HostStore):
             setattr(self, name, getattr(self, name).index_select(0, index.cpu()))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tiers = super().tensors()
-        return {
-            "device": [*tiers["device"], *(buffer.data for buffer in self.cache)],
-            "host": [*tiers["host"], *(getattr(self, name) for name in self.tables)],
-        }
+        own = {"device": [buffer.data for buffer in self.cache], "host": [getattr(self, name) for name in self.tables]}
+        return joined(super().tensors(), own)
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Positions index (n, H, k), a tensor on the host, were read; fetched: their K and V (n, H, k, d).

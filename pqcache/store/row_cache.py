@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from pqcache.store.buffer import Buffer, round_up
 from pqcache.store.cached import CachedStore
-from pqcache.store.host import HostStore
 from pqcache.store.lanes import TO_DEVICE
 from pqcache.store.transfer import to_device
 
@@ -36,25 +35,14 @@ class RowCacheStore(CachedStore):
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None], tokens: int) -> None:
         super().__init__(n_sink, n_local, moved)
         self.tokens = tokens
-        self.cache: list[Buffer] = []  # K, V (n, h_kv, entries so far, d)
-        # on the host; host row i is the token at position n_sink + i
-        self.entry = torch.zeros(
-            0, 0, 0, dtype=torch.int32
-        )  # (n, h_kv, rows) the entry of each host row, -1 = not cached
-        self.content = torch.zeros(0, 0, tokens, dtype=torch.int32)  # (n, h_kv, tokens) the host row in it, -1 = free
-        self.credit = torch.zeros(0, 0, 0)  # (n, h_kv, rows) fp32, of each host row
 
-    def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: HostStore | None = None) -> None:
-        """As a HostStore; the rows cached in earlier turns stay."""
-        super().load(k, v, lengths, known)
-        if isinstance(known, RowCacheStore):
-            self.cache, self.entry, self.content, self.credit = known.cache, known.entry, known.content, known.credit
-            return
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
         n, h_kv = k.shape[:2]
         self.cache = [Buffer.like(x) for x in (k, v)]  # (n, h_kv, entries so far, d)
-        self.entry = torch.full((n, h_kv, 0), -1, dtype=torch.int32)
-        self.content = torch.full((n, h_kv, self.tokens), -1, dtype=torch.int32)
-        self.credit = torch.zeros((n, h_kv, 0))
+        # on the host; host row i is the token at position n_sink + i
+        self.entry = torch.full((n, h_kv, 0), -1, dtype=torch.int32)  # the entry of each host row, -1 = not cached
+        self.content = torch.full((n, h_kv, self.tokens), -1, dtype=torch.int32)  # the host row in it, -1 = free
+        self.credit = torch.zeros((n, h_kv, 0))  # of each host row
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         more = max(1, self.length - self.n_sink) - self.entry.shape[2]
