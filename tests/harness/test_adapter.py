@@ -16,9 +16,9 @@ from lm_eval.api.instance import Instance
 from pqcache.harness.config.options import fits
 from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM
-from pqcache.harness.run.answers import cut, stopper
+from pqcache.harness.run.answers import stopper
 from pqcache.harness.run.models import LoadedModel, opening_tokens
-from pqcache.harness.run.samples import Busy, Sample, SampleLog, SampleMarks, fingerprint
+from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks
 from pqcache.registry import method_class
 from pqcache.selective import Budget
 
@@ -124,13 +124,6 @@ def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel
 
 
 # -- answers --------------------------------------------------------------------------------------------------------------
-
-
-def test_cut_at_the_first_stop_string() -> None:
-    assert cut("one\ntwo END three", ["END", "\n"]) == "one"
-    assert cut("one", ["\n"]) == "one"
-    assert cut("\none", ["\n"]) == ""
-    assert cut("one", []) == "one"
 
 
 def test_stopper_sees_a_string_over_several_tokens(loaded: LoadedModel) -> None:
@@ -266,22 +259,6 @@ def test_log_survives_any_cut(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_damaged_lines_are_done_again(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text('garbage\n{"task": "t"}\n[1]\n' + json.dumps(sample(5)) + "\n")
-    with SampleLog(path) as log:
-        assert len(log) == 1
-        assert log.find("t", 5, "f") is not None
-        assert log.find("t", 5, "another") is None
-
-
-def test_log_is_locked_while_open(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    with SampleLog(path), pytest.raises(Busy):
-        SampleLog(path)
-    SampleLog(path).close()
-
-
 def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     pid = os.fork()
@@ -292,14 +269,3 @@ def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
     with SampleLog(path) as log:
         assert log.find("t", 1, "f") is not None
-
-
-def test_fingerprint_tells_prompts_and_settings_apart() -> None:
-    marks = {
-        fingerprint([1, 2], {"until": []}),
-        fingerprint([1, 3], {"until": []}),
-        fingerprint([1, 2], {"until": ["\n"]}),
-        fingerprint([12], {"until": []}),
-    }
-    assert len(marks) == 4
-    assert fingerprint([1, 2], {"until": []}) in marks

@@ -8,14 +8,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pqcache.harness.report.rows import damage, read_row
 from pqcache.harness.run import model_files as marks
-from pqcache.harness.run import models
 from pqcache.harness.run.streams import guarded
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows
 
@@ -164,11 +162,6 @@ def test_a_large_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert marks.file_hash(path) == first
     path.write_bytes(b"two")
     assert marks.file_hash(path) != first
-
-
-def test_a_model_of_the_hub_is_its_commit() -> None:
-    config: Any = SimpleNamespace(_commit_hash="0123abc")
-    assert models._marks("hf", {"path": "organisation/name"}, config) == ("0123abc", "0123abc")
 
 
 class Full(io.StringIO):

@@ -17,7 +17,6 @@ import pytest
 import run
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter as lm
-from pqcache.harness.run import samples
 from pqcache.measure import machine
 from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
 
@@ -111,20 +110,6 @@ def test_smaller_limit_prints_its_figures_and_leaves_the_row(
     assert len(generated) == 4
 
 
-def test_half_a_line_is_dropped_and_done_again(command: Command, tmp_path: Path, generated: list[int]) -> None:
-    assert command("method=full") == 0
-    folder = next((tmp_path / "out").iterdir())
-    log = folder / "samples.jsonl"
-    whole = log.read_bytes()
-    log.write_bytes(whole[: len(whole) - 100])
-    assert command("method=full") == 0
-    assert len(generated) == 4
-    again = [json.loads(line) for line in log.read_text().splitlines()]
-    before = [json.loads(line) for line in whole.decode().splitlines()]
-    assert [s["response"] for s in again] == [s["response"] for s in before]
-    assert again[:2] == before[:2]
-
-
 def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path, generated: list[int]) -> None:
     assert command("method=full", "limit=2") == 0
     log = next((tmp_path / "out").iterdir()) / "samples.jsonl"
@@ -133,16 +118,6 @@ def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert command("method=full", "limit=2") == 0
     assert len(generated) == 3
-
-
-def test_two_processes_never_share_a_cell(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("method=full", "limit=1") == 0
-    log = next((tmp_path / "out").iterdir()) / "samples.jsonl"
-    before = status(tmp_path / "out")
-    with samples.SampleLog(log):
-        assert command("method=full", "limit=2") == 1
-    assert "another process is running this cell" in capsys.readouterr().err
-    assert status(tmp_path / "out") == before
 
 
 def test_interrupt_leaves_a_cell_that_goes_on(

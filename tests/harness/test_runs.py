@@ -6,9 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -78,12 +76,6 @@ def test_the_row_is_complete_and_honest(command: Command, tmp_path: Path, tiny: 
     assert [line["score"] for line in lines] == scores  # scored at once, and again by lm-eval: the same
 
 
-def test_out_wandb_and_limit_are_no_part_of_a_cell(command: Command, tmp_path: Path, generated: list[int]) -> None:
-    assert command("method=full", "limit=2") == 0
-    assert command("method=full", "limit=1", out=tmp_path / "elsewhere") == 0
-    assert [p.name for p in (tmp_path / "out").iterdir()] == [p.name for p in (tmp_path / "elsewhere").iterdir()]
-
-
 def test_another_configuration_over_an_old_folder_is_refused(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int]
 ) -> None:
@@ -146,15 +138,6 @@ def test_what_the_model_is_too_small_for_is_refused_before_its_weights(
     assert said in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_grid_longer_than_the_model_is_refused_unless_the_limit_cuts_it(tiny: Path) -> None:
-    from pqcache.harness.tasks import task_of
-
-    needle = task_of("needle")
-    whole = needle.longest(limit=None, model_name="hf")
-    assert (whole.option, whole.prompt) == ("task.lengths=30000", 30000)
-    assert needle.longest(limit=20, model_name="hf").prompt == 3900
 
 
 def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_path: Path) -> None:
@@ -240,17 +223,6 @@ def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
     assert len(list(out.glob("*/row.json"))) == 2
     assert len(list(out.glob("*/*.png"))) == 4  # two maps per cell: keywords, words
-
-
-def test_wandb_that_fails_costs_nothing(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = ModuleType("wandb")  # nothing in it works
-    empty.__spec__ = ModuleSpec("wandb", None)
-    monkeypatch.setitem(sys.modules, "wandb", empty)
-    assert command("method=full", "limit=1", "wandb=offline") == 0
-    assert list(rows(tmp_path / "out")) == ["full 1.0"]
-    assert "wandb: not logged" in capsys.readouterr().err
 
 
 def test_wandb_disabled_is_not_imported(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,13 +79,6 @@ def test_a_question_is_as_short_as_an_answer(tmp_path: Path) -> None:
     assert row["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS
 
 
-def test_long_prompts_keep_both_ends() -> None:
-    assert smoke.middle(list(range(10)), 4) == [0, 1, 8, 9]
-    assert smoke.middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
-    assert smoke.middle([1, 2], 4) == [1, 2]
-    assert smoke.middle([1, 2], None) == [1, 2]
-
-
 def test_a_grid_that_names_the_task_s_default_is_still_a_grid() -> None:
     """The group's file lists the default length; a sweep over that value alone is a grid all the same."""
     named = plan("-m method=full task=pocket_qa task.length=2048 smoke=true").cells[0]

@@ -32,40 +32,11 @@ from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
 
 if TYPE_CHECKING:
     from pqcache.harness.config.cells import Cell
-    from pqcache.harness.config.environment import Facts
-    from pqcache.harness.report.rows import Row
     from pqcache.harness.run.models import LoadedModel
     from pqcache.harness.run.session import Session
     from pqcache.selective import GenerationResult
 
-_ceilings: dict[tuple[str, str], Ceilings] = {}  # (device, dtype) -> bandwidths, measured once per process
-
-
-def limits_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The measured bandwidths of a device."""
-    key = str(device), str(dtype)
-    if key not in _ceilings:
-        _ceilings[key] = ceilings(device, dtype)
-    return _ceilings[key]
-
-
-def prompt_ids(loaded: LoadedModel, length: int, seed: int) -> torch.Tensor:
-    """Token ids (1, length)."""
-    if loaded.name == "random":
-        return prompt(loaded.model, length, seed)
-    text = loaded.calibration_text()
-    return text.repeat(1, -(-length // text.shape[1]))[:, :length]
-
-
-def batch_ids(ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """`batch` prompts of one length, (batch, length), no two alike: ids (1, length) shifted by a token from row to row."""
-    return torch.cat([ids.roll(-row, 1) for row in range(batch)])
-
-
-def throughput(run: GenerationResult, batch: int) -> float:
-    """Tokens per second of decode steps, all rows together; the first two steps are dropped, as in TPOT."""
-    timed = run.step_s[DROPPED_STEPS:]
-    return batch * len(timed) / sum(timed)
+measured: dict[tuple[str, str], Ceilings] = {}  # (device, dtype) -> bandwidths, once per process
 
 
 def make_lanes(overlap: str, device: torch.device) -> Lanes:
@@ -75,74 +46,36 @@ def make_lanes(overlap: str, device: torch.device) -> Lanes:
 
 
 def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
-    """Run the rounds that a cell lacks, and write its row if there was one."""
-    loaded = session.model(cell)
-    row, fresh = measure(cell, loaded, log, session.facts(loaded))
-    path = cell.folder / "row.json"
-    if fresh or rows.read_row(path) is None:
-        rows.write_row(path, row)
-
-
-def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tuple[Row, bool]:
-    """The row of a cell, and whether a new round was run for it."""
-    task, model, device = cell.identity["task"], loaded.model, loaded.model.device
-    ids = prompt_ids(loaded, task["length"], cell.identity["seed"])
-    text = ids if loaded.name == "random" else loaded.calibration_text()
+    """Run the rounds that a cell lacks, and write its row if there were some."""
+    loaded, task, path = session.model(cell), cell.identity["task"], cell.folder / "row.json"
+    model, device, length, batch = loaded.model, loaded.model.device, task["length"], task["batch"]
+    facts = session.facts(loaded)
+    if loaded.name == "random":
+        text = ids = prompt(model, length, cell.identity["seed"])
+    else:
+        text = loaded.calibration_text()
+        ids = text.repeat(1, -(-length // text.shape[1]))[:, :length]
     cell.method.prepare(model, text, Path(cell.run.cache_dir).expanduser())
-    limits = limits_of(device, model.dtype)
-    chunks = Chunks(cell.run.prefill_chunk, task["batch"])
-    chunk = chunks.of(model, task["length"])
-    settings = {
-        "model": loaded.weights,
-        "device": facts["device"],
-        "attn": cell.run.attn,
-        "new_tokens": task["new_tokens"],
-    }
-    settings["length"] = task["length"]
-    mark = fingerprint(ids[0, :64].tolist(), settings)
-    old_mark = fingerprint(ids[0, :64].tolist(), {**settings, "model": loaded.old_weights})
-    if (batch := task["batch"]) > 1:
-        settings["batch"] = batch
-        mark = fingerprint(ids[0, :64].tolist(), settings)
-        ids = batch_ids(ids, batch)
-
-    def generated(new_tokens: int, lanes: Lanes | None = None) -> GenerationResult:
-        prompts = ids.to(device)
-        options: dict[str, Any] = {
-            "max_new_tokens": new_tokens,
-            "attn": cell.run.attn,
-            "lanes": lanes,
-            "graph": cell.run.graph,
-            "kernels": cell.run.kernels,
-        }
-        if batch == 1:
-            return generate(model, cell.method, prompts, prefill_chunk=chunk, **options)
-        return time_batch(model, cell.method, prompts, prefill_chunk=chunk, **options)
-
+    chunks = Chunks(cell.run.prefill_chunk, batch)
+    settings = {"device": facts["device"], "attn": cell.run.attn, "new_tokens": task["new_tokens"], "length": length}
+    settings |= {"batch": batch} if batch > 1 else {}
+    start = ids[0, :64].tolist()
+    marks = [fingerprint(start, {**settings, "model": mark}) for mark in (loaded.weights, loaded.old_weights)]
+    rounds = _Rounds(cell, loaded, ids, chunks.of(model, length))
     samples: list[Sample] = []
-    fresh = False
     for index in range(task["rounds"]):
-        sample = log.find("latency", index, mark, old_mark if batch == 1 else None)
+        sample = log.find("latency", index, marks[0], marks[1] if batch == 1 else None)
         if sample is None:
-            if not fresh:  # warm up at the same length: kernels and allocators depend on it
-                with contextlib.suppress(ValueError):
-                    generated(3)
-            fresh = True
-            with peak_memory(device) as peak:
-                run = generated(task["new_tokens"], make_lanes(task["overlap"], device))
-            run.extra.update(chunks.fact(chunk))
-            if peak.bytes is not None:
-                run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
-            run.extra.update(bound(model, run, limits, batch).to_dict(), **limits.to_dict(), layers=cell_layers(loaded))
-            run.extra.update(batch=batch, tokens_per_s=throughput(run, batch))
+            run = rounds.run()
+            run.extra.update(chunks.fact(rounds.chunk))
             if batch == 1 and getattr(cell.method, "store", "resident") != "resident":
                 config = model.config.get_text_config(decoder=True)
-                run.extra["offload_s"] = offload_seconds(config, [task["length"]], model.dtype, device, 3)[0]
+                run.extra["offload_s"] = offload_seconds(config, [length], model.dtype, device, 3)[0]
             sample = make_sample(
                 run,
                 task="latency",
                 doc_id=index,
-                mark=mark,
+                mark=marks[0],
                 response="",
                 score=None,
                 question_tokens=0,
@@ -151,15 +84,47 @@ def measure(cell: Cell, loaded: LoadedModel, log: SampleLog, facts: Facts) -> tu
             )
             log.append(sample)
         samples.append(sample)
+    if not rounds.warm and rows.read_row(path) is not None:
+        return
     protocol = {"wrapper": "none", "system": None, "bos_count": 0, "truncation": "none"}
     row = build_row(cell, {}, samples, prompt_protocol=protocol, kv_dtype=loaded.dtype)
     row["n_samples"] = len(samples)
-    bound_ms = row["extra"]["weights_ms"] + row["extra"]["link_ms"]
     if row["tpot_p50_ms"] is not None:
-        row["roofline"], row["roofline_reason"] = row["tpot_p50_ms"] / bound_ms, None
-    return row, fresh
+        row["roofline"] = row["tpot_p50_ms"] / (row["extra"]["weights_ms"] + row["extra"]["link_ms"])
+        row["roofline_reason"] = None
+    rows.write_row(path, row)
 
 
-def cell_layers(loaded: LoadedModel) -> int:
-    """Number of transformer layers."""
-    return int(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
+class _Rounds:
+    """Runs rounds of one cell."""
+
+    def __init__(self, cell: Cell, loaded: LoadedModel, ids: torch.Tensor, chunk: int | None) -> None:
+        """ids: of one prompt, (1, length). The prompts of a batch are shifted by a token from row to row: no two are alike."""
+        self.cell, self.model, self.chunk, self.warm = cell, loaded.model, chunk, False
+        self.batch = cell.identity["task"]["batch"]
+        self.prompts = torch.cat([ids.roll(-row, 1) for row in range(self.batch)]).to(loaded.model.device)
+
+    def run(self) -> GenerationResult:
+        """One round, with its memory and the bounds of its decode steps."""
+        task, model, device = self.cell.identity["task"], self.model, self.model.device
+        key = str(device), str(model.dtype)
+        limits = measured[key] = measured.get(key) or ceilings(device, model.dtype)
+        if not self.warm:  # at the same length: kernels and allocators depend on it
+            with contextlib.suppress(ValueError):
+                self._generated(3)
+        self.warm = True
+        with peak_memory(device) as peak:
+            run = self._generated(task["new_tokens"], make_lanes(task["overlap"], device))
+        if peak.bytes is not None:
+            run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
+        layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        run.extra.update(bound(model, run, limits, self.batch).to_dict(), **limits.to_dict(), layers=layers)
+        timed = run.step_s[DROPPED_STEPS:]
+        run.extra.update(batch=self.batch, tokens_per_s=self.batch * len(timed) / sum(timed))
+        return run
+
+    def _generated(self, new_tokens: int, lanes: Lanes | None = None) -> GenerationResult:
+        run = self.cell.run
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "attn": run.attn, "lanes": lanes, "graph": run.graph}
+        options |= {"kernels": run.kernels, "prefill_chunk": self.chunk}
+        return (generate if self.batch == 1 else time_batch)(self.model, self.cell.method, self.prompts, **options)

@@ -39,6 +39,16 @@ Key = tuple[str, int, str]  # task, document, fingerprint
 # What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
 PROMPT_END = 300  # characters of a prompt that its line keeps
 DIFFERS = "differs_alone"  # in a sample's `extra`, with batch_check: 1 if the answer alone is another one
+# What a sample takes as it is from the result of a generation.
+OF_THE_RESULT: tuple[str, ...] = (
+    "prompt_tokens",
+    "prefill_s",
+    "tt2t_s",
+    "index_build_s",
+    "budget_tokens",
+    "attended_tokens",
+)
+OF_THE_RESULT += ("attended_tokens_all_layers", "resident_bytes", "peak_bytes", "bytes_per_step")
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 _said: set[str] = set()
 LOCK, OWNER = ".lock", "owner.json"
@@ -137,31 +147,24 @@ def make_sample(
     facts: Facts,
 ) -> Sample:
     """The line of one generation. mark: its fingerprint."""
-    return {
+    work = {"index_work_s": result.index_work_s} if result.index_work_s else {}
+    own = {name: getattr(result, name) for name in OF_THE_RESULT}
+    sample = {
         "task": task,
         "doc_id": doc_id,
         "fingerprint": mark,
         "response": response,
         "score": score,
         "new_tokens": len(result.token_ids),
-        "prompt_tokens": result.prompt_tokens,
         "question_tokens": question_tokens,
-        "prefill_s": result.prefill_s,
-        "tt2t_s": result.tt2t_s,
+        **{name: dict(value) if isinstance(value, dict) else value for name, value in own.items()},
         "step_s": [round(s, 7) for s in result.step_s],
-        "index_build_s": result.index_build_s,
-        "budget_tokens": result.budget_tokens,
-        "attended_tokens": result.attended_tokens,
-        "attended_tokens_all_layers": result.attended_tokens_all_layers,
-        "resident_bytes": dict(result.resident_bytes),
-        "peak_bytes": dict(result.peak_bytes),
-        "bytes_per_step": dict(result.bytes_per_step),
-        "extra": {**result.extra, **({"index_work_s": result.index_work_s} if result.index_work_s else {})},
+        "extra": {**result.extra, **work},
         "attn": attn,
-        "device": facts["device"],
-        "git_commit": facts["git_commit"],
+        **facts,
         "versions": dict(facts["versions"]),
     }
+    return cast(Sample, sample)
 
 
 # -- who runs a cell ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,20 +34,25 @@ SAMPLE_COLUMNS = ("task", "doc_id", "score", "prompt_end", "target", "response",
 
 
 def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> bool:
-    """Log a cell whose row is on disk, unless that was done; wandb's files go under `out`/wandb. False: it did not work.
+    """Log a cell whose row is on disk, unless that was done; wandb's files go under `out`/wandb. False: it did not work."""
 
-    mode: offline, online or disabled. Why it did not work is one line, printed once however many cells there are.
-    """
-    if mode == "disabled" or is_logged(cell.folder, mode):
-        return True
+    def log() -> None:
+        _track(cell, row, samples, mode)
+        write_text(cell.folder / MARK, json.dumps({"mode": mode, "row": _digest(cell.folder)}) + "\n")
+
+    done = is_logged(cell.folder, mode)
+    return done or _tried(log, mode, "wandb: not logged ({}); the row is kept, and wandb=sync sends it later")
+
+
+def _tried(log: Callable[[], None], mode: str, otherwise: str) -> bool:
+    """Log something. Why it did not work is one line, printed once however many cells there are."""
     try:
         if mode == "online" and (obstacle := _obstacle(os.environ.get("WANDB_BASE_URL") or SERVER)):
             raise ConnectionError(obstacle)
-        _track(cell, row, samples, mode)
-        write_text(cell.folder / MARK, json.dumps({"mode": mode, "row": _digest(cell.folder)}) + "\n")
-    except Exception as error:  # wandb raises many kinds; the row is already on disk
+        log()
+    except Exception as error:  # wandb raises many kinds; what it logs is on disk
         first = (str(error).splitlines() or [""])[0]
-        _say(f"wandb: not logged ({type(error).__name__}: {first}); the row is kept, and wandb=sync sends it later")
+        _say(otherwise.format(f"{type(error).__name__}: {first}"))
         return False
     return True
 
@@ -109,15 +114,9 @@ def _say(line: str) -> None:
 def track_report(plan: RunPlan, files: Sequence[Path]) -> None:
     """Log an experiment's table (its CSV) and figures (PNG) as one run. Prints one line if that did not work."""
     mode = plan.cells[0].run.wandb
-    if mode == "disabled":
-        return
-    try:
-        if mode == "online" and (obstacle := _obstacle(os.environ.get("WANDB_BASE_URL") or SERVER)):
-            raise ConnectionError(obstacle)
-        _track_report(plan, files, mode)
-    except Exception as error:  # as in `track`
-        first = (str(error).splitlines() or [""])[0]
-        _say(f"wandb: table not logged ({type(error).__name__}: {first}); its files are kept")
+    if mode != "disabled":
+        log = partial(_track_report, plan, files, mode)
+        _tried(log, mode, "wandb: table not logged ({}); its files are kept")
 
 
 def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
