@@ -235,7 +235,7 @@ class HarnessLM(LM):
             chunk = self.chunks.of(self.loaded.model, len(ids))
             with contextlib.suppress(ValueError):  # what the method refuses, the sample will report
                 how: dict[str, Any] = {"max_new_tokens": 3, "attn": self.attn, "prefill_chunk": chunk}
-                selective.generate(self.loaded.model, self.method, start, **how)
+                selective.generate(self.loaded.model, self.method, start, kernels=self.kernels, **how)
         torch.manual_seed(zlib.crc32(f"{self.seed}/{task}/{doc_id}".encode()))
 
     def ends(self, prepared: Prepared) -> tuple[tuple[int, ...], tuple[int, ...]]:
