@@ -28,35 +28,35 @@ def made(plan: RunPlan, methods: dict[str, float]) -> dict[str, results.Row]:
             f"longbench_{name}": {f"{i}:x": score + shift + i for i in range(4)}
             for name, shift in (("hotpotqa", 0.0), ("qasper", 2.0))
         }
-        row: dict[str, Any] = {
-            **dict.fromkeys(results.Row.__annotations__),
-            "model": cell.identity["model"]["name"],
-            "model_options": {},
+        tasks = {
+            name: {"score": score_statistics.mean({name: s}), "score_interval": [0.0, 1.0]}
+            for name, s in samples.items()
+        }
+        known = {
             "method": method,
             "task": "longbench",
-            "task_options": {},
             "seed": 0,
             "n_samples": 8,
             "smoke": False,
             "prompt_tokens": 1000.0,
-            "prompt_protocol": {"question_as_decode": False},
-            "device": "a machine",
-            "attn": "sdpa",
+        }
+        known |= {
+            "model_options": {},
+            "task_options": {},
+            "prompt_protocol": {},
             "protocol": "aligned",
             "dense_layers": 0,
+        }
+        row: dict[str, Any] = {
+            **dict.fromkeys(results.Row.__annotations__),
+            **known,
+            "model": cell.identity["model"]["name"],
+            "device": "a machine",
             "score": score_statistics.mean(samples),
             "score_interval": score_statistics.interval(samples),
             "sample_scores": samples,
             "published": published.cell_score(cell),
-            "tasks": {
-                name: {
-                    "score": score_statistics.mean({name: s}),
-                    "score_interval": [0.0, 1.0],
-                    "n_samples": 4,
-                    "metrics": {},
-                }
-                for name, s in samples.items()
-            },
+            "tasks": {name: {**task, "n_samples": 4, "metrics": {}} for name, task in tasks.items()},
             "folder": cell.name,
         }
         cell.folder.mkdir(parents=True)
