@@ -60,11 +60,11 @@ def parts() -> dict[str, dict[str, Any]]:
     """The tasks without a file: name -> their options at their defaults. Hydra is told of them, too."""
     from pqcache.harness.tasks import PARTS, TASKS
 
-    nodes = {}
-    for name in PARTS:
-        options = {key: default for key, (_, default) in option_fields(TASKS[name].Options).items()}
-        nodes[name] = plain({"name": name, **options})
-        ConfigStore.instance().store(group="task", name=name, node=nodes[name])
+    known = {cls: option_fields(cls) for cls in {TASKS[name].Options for name in PARTS}}
+    defaults = {cls: plain({key: default for key, (_, default) in options.items()}) for cls, options in known.items()}
+    nodes = {name: {"name": name, **defaults[TASKS[name].Options]} for name in PARTS}
+    for name, node in nodes.items():
+        ConfigStore.instance().store(group="task", name=name, node=node)
     return nodes
 
 
