@@ -245,8 +245,7 @@ class InfiniGen(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        assert self.partial_ratio is not None  # see `fill`
-        self.require("partial_ratio", 0 < self.partial_ratio <= 1, "a float in (0, 1]")
+        self.require("partial_ratio", 0 < (self.partial_ratio or 0) <= 1, "a float in (0, 1]")
         self.require_one_of("column_rule", COLUMN_RULES)
         self.require_one_of("skew", SKEWS)
         self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
@@ -272,8 +271,7 @@ class InfiniGen(RetrievalMethod):
         self.similarity = float(tensors["similarity"][1:].mean()) if len(modules) > 1 else 1.0
         for i, module in enumerate(modules):
             layer = {name: tensors[name][i] for name in ("basis", "q_sum", "k_sum")}
-            assert self.column_rule is not None and self.partial_ratio is not None  # see `fill`
-            self.bases[module] = partial_basis(layer, self.column_rule, self.partial_ratio).to(home(module))
+            self.bases[module] = partial_basis(layer, str(self.column_rule), self.partial_ratio or 0).to(home(module))
 
     @property
     def keeps_rule(self) -> bool:

@@ -155,6 +155,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
         self.require_one_of("grouping", GROUPINGS)
 
     def setup(self) -> None:
+        self.tokens = self.page or 1  # of a page
         self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")
         cls = self.part_class("base", ranks_by_scores)
         self.base_options = {**cls.static_options, **self.base_options}
@@ -191,11 +192,10 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
     def kept(self, filled: int, plan: Plan) -> int:
         """With pages, whole ones of what lies between sinks and window."""
-        assert self.page is not None
         if filled <= plan.total:
             return filled
         recent = self.recent(filled, plan)
-        return plan.sinks + recent + max(0, plan.k - max(0, recent - plan.local)) // self.page * self.page
+        return plan.sinks + recent + max(0, plan.k - max(0, recent - plan.local)) // self.tokens * self.tokens
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         return self.with_window(self.evictor.plan(s, layer_idx, n_layers), s)
@@ -267,10 +267,9 @@ class KVCrush(ComposedMethod, EvictionMethod):
         The last page's tokens are few: the window is shortened to a page's end. It is lengthened by them instead if the plan has
         room for tokens but not for a page, or if the window would be used up.
         """
-        assert self.page is not None
-        odd = (filled - plan.local - plan.sinks) % self.page
-        short = self.page - odd if odd else 0
-        if odd <= plan.k % self.page or plan.local <= short:
+        odd = (filled - plan.local - plan.sinks) % self.tokens
+        short = self.tokens - odd if odd else 0
+        if odd <= plan.k % self.tokens or plan.local <= short:
             return plan.local + min(odd, plan.k)
         return plan.local - short
 
@@ -281,12 +280,11 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
         ranking (h_kv, m) and heads (h, m): one row's scores of the candidates, per KV head and per query head; keys (h_kv, m, d).
         """
-        assert self.page is not None
         h_kv, m = ranking.shape
-        ranking = ranking.unflatten(-1, (-1, self.page)).sum(-1)  # (h_kv, pages)
-        pages, room = ranking.shape[1], k // self.page
+        ranking = ranking.unflatten(-1, (-1, self.tokens)).sum(-1)  # (h_kv, pages)
+        pages, room = ranking.shape[1], k // self.tokens
         reps = self.representatives(plan)
-        reps = min(room, max(1, reps // self.page)) if reps else 0
+        reps = min(room, max(1, reps // self.tokens)) if reps else 0
         important = top_mask(ranking, room - reps)
         others = torch.zeros_like(important)
         if reps and self.grouping == "kmeans":
@@ -295,7 +293,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
                 own = keys[head, free].to(torch.promote_types(keys.dtype, torch.float32))
                 others[head, free[kmeans_representatives(own, reps)]] = True
         elif reps:
-            ones = room * self.page - reps * self.page if self.bit_quantile == "budget" else 0
+            ones = room * self.tokens - reps * self.tokens if self.bit_quantile == "budget" else 0
             if not isinstance(self.bit_quantile, str):
                 ones = floor_share(m, 1 - (self.bit_quantile or 0))
             distance = self.distance(top_mask(heads, ones), layer_idx)
@@ -303,12 +301,11 @@ class KVCrush(ComposedMethod, EvictionMethod):
             order = order.sort(dim=-1, stable=True).indices  # near before far, early before late, important ones last
             picked = self.spread(pages - (room - reps), reps, layer_idx).to(order.device)
             others.scatter_(-1, order[:, picked], True)
-        return important.repeat_interleave(self.page, -1), others.repeat_interleave(self.page, -1)
+        return important.repeat_interleave(self.tokens, -1), others.repeat_interleave(self.tokens, -1)
 
     def distance(self, bits: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Of each page's signature to the anchor, from the tokens' bits (h, m): (pages,) int32."""
-        assert self.page is not None
-        signature = bits.T.reshape(-1, self.page * bits.shape[0])  # token after token, one bit per head
+        signature = bits.T.reshape(-1, self.tokens * bits.shape[0])  # token after token, one bit per head
         packed, anchor = (pack_codes(bits.byte(), 1) for bits in (signature, self.anchor_bits(signature, layer_idx)))
         return hamming(packed, anchor)
 

@@ -49,11 +49,11 @@ class PageIndex(Index):
     """Channel-wise minimum and maximum of the keys of every page of one layer. Page p holds positions p*page .. p*page+page-1."""
 
     per_row = ("low", "high")
+    low: Buffer  # (n, h_kv, capacity, d), as the keys; made by `build`
+    high: Buffer
 
     def __init__(self, method: Quest) -> None:
         self.page, self.reduce, self.newest = method.page, method.reduce, bool(method.newest)
-        self.low: Buffer | None = None  # (n, h_kv, capacity, d), as the keys
-        self.high: Buffer | None = None
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         self.low, self.high = Buffer.like(k), Buffer.like(k)
@@ -71,7 +71,6 @@ class PageIndex(Index):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """The new key opens a page or widens the last one at once."""
-        assert self.low is not None and self.high is not None
         new = k[:, :, 0].detach()
         rows = torch.arange(len(lengths), device=k.device)
         page = table([(length - 1) // self.page for length in lengths], k.device)
@@ -82,7 +81,6 @@ class PageIndex(Index):
 
     def _bounds(self, q: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """`page_bound` of pages first .. last-1: (n, h, last - first) fp32."""
-        assert self.low is not None and self.high is not None
         low, high = self.low.data, self.high.data
         if q.dtype == low.dtype == torch.float32 and kernels.native(q, low):
             return kernels.rank.page_bounds(q, low, high, first, last)

@@ -30,13 +30,6 @@ def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     return codes.view(n, h_kv, m, -1)
 
 
-def decode(codes: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Keys that the codes (n, h_kv, m, t) stand for: (n, h_kv, t, d) fp32."""
-    n, h_kv, m, _, sub = centroids.shape
-    index = codes.long()[..., None].expand(-1, -1, -1, -1, sub)
-    return centroids.float().gather(3, index).transpose(2, 3).reshape(n, h_kv, codes.shape[-1], m * sub)
-
-
 def tables(q: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Products of q (n, h, 1, d) with every centroid (n, h_kv, m, C, d / m): (n, h_kv, m, C, g) fp32."""
     n, h_kv, m, _, sub = centroids.shape

@@ -22,7 +22,7 @@ class RowState:
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Tier ("device" or "host") -> tensors kept between steps; their storages are counted as the cache's bytes."""
-        state = [getattr(self, name) for name in self.per_row]
+        state = [getattr(self, name, None) for name in self.per_row]
         tensors = [x.data if isinstance(x, Buffer) else x for x in state]
         return {"device": [x for x in tensors if isinstance(x, torch.Tensor)]}
 
@@ -30,7 +30,8 @@ class RowState:
 def map_state(owner: Any, names: Iterable[str], index: torch.Tensor) -> None:
     """Reorder these attributes of `owner`, each as `RowState.per_row` says."""
     for name in names:
-        setattr(owner, name, _mapped(getattr(owner, name), index))
+        if hasattr(owner, name):
+            setattr(owner, name, _mapped(getattr(owner, name), index))
 
 
 def _mapped(state: Any, index: torch.Tensor) -> Any:

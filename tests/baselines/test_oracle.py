@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from baselines.combined.two_stage import TwoStage
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ
-from pqcache.pq import PQCache, codebook
+from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 from tests.baselines.common import OneLayer, random_layer
+from tests.pq.decoded import decode
 
 SINKS = 5
 LENGTHS = st.lists(st.integers(30, 90), min_size=1, max_size=3)
@@ -150,7 +151,7 @@ def test_codes_without_error_choose_as_the_oracle(seed: int, s: int, group: int,
     one, _ = drawing.run(PQCache(m=m, b=4, max_iter=20, tol=0.0, **options))
     assert one.layer.dense == [False]
     index = one.layer.index
-    decoded = codebook.decode(index.codes.data.view(1, 2, m, -1)[..., : s - SINKS], index.centroids)
+    decoded = decode(index.codes.data.view(1, 2, m, -1)[..., : s - SINKS], index.centroids)
     # K-Means may settle where a centroid is shared and others are unused (as scikit-learn's does): not the case tested here
     assume((decoded - drawing.k[:, :, SINKS:]).abs().max() < 1e-5)
     exact, _ = drawing.run(Oracle(scope="candidates", **options))

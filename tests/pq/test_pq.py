@@ -10,6 +10,7 @@ from pqcache.pq import PQCache, codebook
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 from pqcache.pq.schedule import CostModel
 from pqcache.selective.group import group_reduce, top_tokens
+from tests.pq.decoded import decode
 
 
 def fitted(
@@ -28,7 +29,7 @@ def fitted(
 def test_scores_are_inner_products_with_decoded_keys(m: int, b: int) -> None:
     keys, centroids, codes = fitted(m, b)
     q = torch.randn(1, 6, 1, 16)
-    decoded = codebook.decode(codes, centroids).repeat_interleave(3, dim=1)
+    decoded = decode(codes, centroids).repeat_interleave(3, dim=1)
     torch.testing.assert_close(
         codebook.score(q, codes.to(torch.uint8), centroids), (q * decoded).sum(-1), rtol=1e-5, atol=1e-5
     )
@@ -47,7 +48,7 @@ def test_score_error_is_bounded_by_the_residuals() -> None:
     q = torch.randn(1, 2, 1, 16)
     exact = (q * keys).sum(-1)
     error = (exact - codebook.score(q, codes.to(torch.uint8), centroids)).abs()
-    residual = keys - codebook.decode(codes, centroids)
+    residual = keys - decode(codes, centroids)
     halves = residual.view(1, 2, 200, 2, 8).norm(dim=-1) * q.view(1, 2, 1, 2, 8).norm(dim=-1)
     assert (error <= halves.sum(-1) + 1e-4).all()
     assert (halves.sum(-1) <= q.norm(dim=-1) * residual.norm(dim=-1) + 1e-4).all()
@@ -57,7 +58,7 @@ def test_a_gap_wider_than_the_error_gives_the_exact_set() -> None:
     """Keys of which five are far ahead of the rest: whatever the residuals, both rankings agree."""
     keys, centroids, codes = fitted(b=6)
     q = torch.randn(1, 2, 1, 16)
-    bound = (q.norm(dim=-1) * (keys - codebook.decode(codes, centroids)).norm(dim=-1)).amax(-1, keepdim=True)
+    bound = (q.norm(dim=-1) * (keys - decode(codes, centroids)).norm(dim=-1)).amax(-1, keepdim=True)
     exact = (q * keys).sum(-1)
     order = exact.sort(-1, descending=True).values
     gaps = order[..., :-1] - order[..., 1:]
@@ -72,7 +73,7 @@ def test_a_gap_wider_than_the_error_gives_the_exact_set() -> None:
     result = kmeans(points, distinct, 5)
     exact_codes = result.centroids.view(1, 2, 2, -1, 8)
     codes = codebook.encode(few, exact_codes)
-    torch.testing.assert_close(codebook.decode(codes, exact_codes), few)
+    torch.testing.assert_close(decode(codes, exact_codes), few)
     scores = codebook.score(q, codes.to(torch.uint8), exact_codes)
     torch.testing.assert_close(
         group_reduce(scores, 2, "sum_softmax"), group_reduce((q * few).sum(-1), 2, "sum_softmax")
