@@ -2,7 +2,7 @@
 
     python run.py method=pqcache budget=0.2                                 one cell: prints its row and its row.json
     python run.py -m method=full,oracle,pqcache,streaming budget=0.1,0.2     a sweep: ends with one table
-    python run.py experiment=demo                                           a table kept as configs/experiment/demo.yaml
+    python run.py experiment=demo                                           a table kept in configs/experiment/demos.yaml
     python run.py method=pqcache task.length=4096 method.m=4 --cfg job      print the configuration, run nothing
     python run.py experiment=demo plan=true                                 what it would do, need and take; run nothing
     python run.py report=results/runs                                       one HTML file of rows that are there

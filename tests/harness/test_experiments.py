@@ -10,25 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import Request, compose_all
+from pqcache.harness.config.experiments import experiments
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import papers, published
 from pqcache.harness.report.derived import derive
 from pqcache.harness.report.entries import measured, printed_rows, table_entries
-from pqcache.harness.report.items import CONFIGS, experiments, words
+from pqcache.harness.report.items import CONFIGS, words
+from pqcache.harness.report.items import experiments as repeating
 from tests.thin import thin
 
-REPEATED = experiments()
+REPEATED = repeating()
 PAPERS = ("pqcache", "kvcrush", "clusterkv", "zipcache")
 KNOWN = {"paper", "item", "title", "guesses", "notes", "columns", "figure"}
 KNOWN |= {"layout", "names", "labels", "datasets", "best", "lower"}
-
-
-def head(repo: Path, name: str) -> str:
-    return (repo / "configs" / "experiment" / f"{name}.yaml").read_text().splitlines()[0]
 
 
 @cache
@@ -44,11 +41,10 @@ def plan_of(name: str, out: Path, *, smoke: bool = False) -> RunPlan:
     return make_plan(requested)
 
 
-def starts_with_its_command_and_sweeps(name: str, repo: Path, plan: RunPlan) -> None:
+def starts_with_its_command_and_sweeps(name: str, plan: RunPlan) -> None:
     consent = ["task.execute=true"] if name == "zipcache_tableB" else []  # HumanEval runs what a model wrote
-    assert head(repo, name).removeprefix("# python run.py ").split() == [f"experiment={name}", *consent]
-    text = (repo / "configs" / "experiment" / f"{name}.yaml").read_text()
-    assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"
+    assert experiments(CONFIGS)[name].words.split() == [f"experiment={name}", *consent]
+    assert experiments(CONFIGS)[name].values["hydra"]["mode"] == "MULTIRUN"
     for cell in plan.cells:  # a sweep over budgets may ask quantizers of bits for one that they have no bits for
         share_of_bits = cell.identity["method"]["name"] in ("zipcache", "mikv") and "budget" in (cell.skip or "")
         assert cell.skip is None or share_of_bits, cell.label
@@ -56,16 +52,16 @@ def starts_with_its_command_and_sweeps(name: str, repo: Path, plan: RunPlan) -> 
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", sorted({*experiments(every=True)} - {*REPEATED}))
-def test_experiments_that_repeat_no_paper_compose(name: str, repo: Path) -> None:
-    starts_with_its_command_and_sweeps(name, repo, make_plan(request(name)))
+@pytest.mark.parametrize("name", sorted({*repeating(every=True)} - {*REPEATED}))
+def test_experiments_that_repeat_no_paper_compose(name: str) -> None:
+    starts_with_its_command_and_sweeps(name, make_plan(request(name)))
 
 
 @pytest.mark.parametrize("name", thin(REPEATED, 4))
-def test_composes(name: str, repo: Path, tmp_path: Path) -> None:
+def test_composes(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, tmp_path)
     assert plan.sweep and len(plan.cells) >= 1 and plan.report["title"] and plan.report.keys() <= KNOWN
-    starts_with_its_command_and_sweeps(name, repo, plan)
+    starts_with_its_command_and_sweeps(name, plan)
     for cell in plan.cells:
         assert (cell.method is not None) == (cell.skip is None), cell.label
     built = [cell for cell in plan.cells if cell.skip is None]
@@ -79,7 +75,7 @@ def test_composes(name: str, repo: Path, tmp_path: Path) -> None:
 def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     """A number of results/published has one place in the table: a second reading of a printed line claims none."""
     plan = plan_of(name, tmp_path)
-    if "paper_scale" in (CONFIGS / "experiment" / f"{name}.yaml").read_text():
+    if "paper_scale" in experiments(CONFIGS)[name].values:
         plan = make_plan(compose_all([*words(name), "scale=paper", f"out={tmp_path}"], CONFIGS))
     shown = Counter(e.published for e in table_entries(plan, {}) if e.published is not None)
     columns = dict(plan.report.get("columns") or {"score": "score"})

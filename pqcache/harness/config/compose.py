@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
@@ -22,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pqcache import places
 from pqcache.fields import option_fields
+from pqcache.harness.config.experiments import experiments
 from pqcache.harness.config.options import Refused, show
 from pqcache.harness.config.overrides import (
     EXPERIMENT,
@@ -218,7 +220,7 @@ def _composed(
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
     named = {_key(text) for text in overrides}
     if experiment := choices.get(EXPERIMENT):
-        named |= {f"task.{key}" for key in _file(config_dir / "experiment" / f"{experiment}.yaml").get("task") or ()}
+        named |= {f"task.{key}" for key in experiments(config_dir)[experiment].values.get("task") or ()}
     return Composed(config, files, cell, typed, frozenset(named))
 
 
@@ -268,6 +270,9 @@ def _value(text: str) -> tuple[str, Any]:
 def _chosen(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
     """A choice of groups, composed by Hydra, which takes a good part of a second. changed: when the newest file was."""
     parts()
+    for name in (text.partition("=")[2] for text in groups if text.startswith(f"{EXPERIMENT}=")):
+        if (known := experiments(config_dir).get(name)) is not None and known.file.stem != name:  # no file of its own
+            ConfigStore.instance().store(group="experiment", name=name, node=known.values)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
         composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
     node = composed.hydra

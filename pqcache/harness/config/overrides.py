@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf.resolvers import oc
 
 from pqcache.fields import option_fields
+from pqcache.harness.config.experiments import experiments
 from pqcache.harness.config.options import GROUPS, Refused, one_line, plain, show
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS
@@ -40,7 +41,9 @@ WANDB_MODES = {"online": "online", "offline": "offline", "disabled": "disabled",
 
 
 def options_of(group: str, config_dir: Path) -> list[str]:
-    """The values a group can take: its files, and for task the parts of a group of tasks, which have none."""
+    """The values a group can take: its files; also the tasks without one, and of experiments the entries of files."""
+    if group == "experiment":
+        return sorted(experiments(config_dir))
     return sorted({path.stem for path in (config_dir / group).glob("*.yaml")} | {*(parts() if group == "task" else ())})
 
 

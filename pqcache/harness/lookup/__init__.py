@@ -23,6 +23,7 @@ from pqcache import places
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, describe, documented, option_fields
 from pqcache.harness.config.check import COMMON
+from pqcache.harness.config.experiments import experiments as found
 from pqcache.harness.config.options import (
     DECODE,
     GROUPS,
@@ -202,8 +203,8 @@ def models() -> dict[str, str]:
 
 
 def experiments() -> dict[str, str]:
-    """Experiment -> the first sentence of its file, after the command that runs it."""
-    heads = {name: " ".join(_head("experiment", name)[1:]) for name in options_of("experiment", places.CONFIGS)}
+    """Experiment -> the first sentence of its comment, after the command that runs it."""
+    heads = {name: " ".join(one.head[1:]) for name, one in sorted(found(places.CONFIGS).items())}
     return {name: text.partition(". ")[0] + ("." if ". " in text else "") for name, text in heads.items()}
 
 

@@ -18,6 +18,7 @@ import yaml
 from pqcache import places
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.experiments import experiments as found
 
 FILE = places.PUBLISHED / "settings.yaml"
 CONFIGS = places.CONFIGS
@@ -103,24 +104,17 @@ def covers(named: str, item: str) -> bool:
 # -- experiments -------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _files(configs: Path) -> dict[str, Mapping[str, Any]]:
-    """Experiment -> its file."""
-    files = sorted((configs / "experiment").glob("*.yaml"))
-    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in files}
-
-
 def experiments(configs: Path = CONFIGS, *, every: bool = False) -> list[str]:
     """The experiments that repeat a paper's table or figure (`report:`); every: all there are."""
-    return [name for name, file in _files(configs).items() if every or "report" in file]
+    return [name for name, one in found(configs).items() if every or "report" in one.values]
 
 
 @functools.cache
 def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Experiment -> (paper, items), of the files that name them."""
+    """Experiment -> (paper, items), of those that name them."""
     named = {}
-    for name, file in _files(configs).items():
-        report = file.get("report") or {}
+    for name, one in found(configs).items():
+        report = one.values.get("report") or {}
         if report.get("paper"):
             value = report.get("item") or ()
             named[name] = (str(report["paper"]), (value,) if isinstance(value, str) else tuple(map(str, value)))
@@ -128,9 +122,8 @@ def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def words(name: str, configs: Path = CONFIGS) -> list[str]:
-    """The words after `python run.py` in the command that an experiment file's first line gives."""
-    first = (configs / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    return shlex.split(first.partition("run.py ")[2]) or [f"experiment={name}"]
+    """The words after `python run.py` in the command that an experiment's comment begins with."""
+    return shlex.split(found(configs)[name].words) or [f"experiment={name}"]
 
 
 def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> RunPlan:
@@ -140,5 +133,5 @@ def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs:
 
 def plan_at_paper_scale(name: str, out: str | Path, configs: Path = CONFIGS) -> RunPlan:
     """The cells of an experiment, at the paper's sizes where its file has both."""
-    scale = ["scale=paper"] if _files(configs)[name].get("paper_scale") else []
+    scale = ["scale=paper"] if found(configs)[name].values.get("paper_scale") else []
     return make_plan(compose_all([*words(name, configs), f"out={out}", *scale], configs))
