@@ -84,7 +84,7 @@ class Row(TypedDict):
     n_samples: int
     n_failed: int  # samples that are no answer (NaN in the logits): without them no mean, so score is null
     unverified_samples: int  # of older lines that do not name their configuration; config.yaml does
-    n_skipped: int  # documents that were too long for the model and left out (run/too_long.py)
+    n_skipped: int  # documents that were too long for the model and left out (run/prompts.py)
     protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
     decode: dict[str, float]  # temperature (0: greedy), top_p, and samples: answers drawn per prompt

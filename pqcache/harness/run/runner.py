@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
@@ -30,10 +29,18 @@ from pqcache.harness.run.one_cell import Outcome
 from pqcache.harness.run.row_builder import tpot_ms
 from pqcache.harness.run.samples import Busy, Missing, Sample, SampleLog, claim
 from pqcache.harness.run.session import Session, Watch, model_key
-from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, groups, local_units, may_share, ranges
-
-if TYPE_CHECKING:
-    from pqcache.harness.run.engines import Engine
+from pqcache.harness.run.units import (
+    Engine,
+    Failure,
+    Job,
+    Progress,
+    Unit,
+    UnitResult,
+    groups,
+    local_units,
+    may_share,
+    ranges,
+)
 
 REPLACED = re.compile(r".+\.replaced-(\d+)")
 
@@ -52,8 +59,9 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
         return tracking.sync(plan)
     try:
         outcomes = run_cells(plan, Session(watch, weights=isinstance(plan.launch, LocalLaunch)))
-    except Interrupted as interrupted:
-        print(f"\ninterrupted in {interrupted}; the same command goes on where it stopped", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        where = f" in {interrupted}" if isinstance(interrupted, Interrupted) else ""
+        print(f"\ninterrupted{where}; the same command goes on where it stopped", file=sys.stderr)
         return 130
     if mode != "disabled":
         from pqcache.harness.run import tracking

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from pqcache.atomic import write_text
 from pqcache.harness.config import environment
@@ -234,3 +234,19 @@ class Job:
 def _is_key(word: str, key: str) -> bool:
     name = word.lstrip("+").partition("=")[0]
     return name == key or name.startswith(f"{key}.")
+
+
+class Engine(Protocol):
+    """Runs units on workers."""
+
+    workers: int  # units that run at once
+
+    def run(self, job: Job, units: Sequence[Unit], report: Report, *, alone: bool) -> None:
+        """Run every unit and report each exactly once as a UnitResult. An engine that does not wait may leave units out.
+
+        A unit whose worker was lost runs again, `retries` times. alone: one worker per host at a time, with nothing else of
+        the run on it.
+        """
+
+    def close(self) -> None:
+        """Let the workers go."""

@@ -6,14 +6,14 @@
     python run.py task=lm_eval task.name=aime24 task.source=<folder with its rows> task.answer_tokens=16384 method=pqcache
 
 Prompts, filters, metrics and data are lm-eval's. Answers and log-likelihoods come from this harness's decode path (see
-run/adapter.py and run/likelihood.py). The task's name in rows and folders is `lm_eval:<name>`. The score is the task's
+run/adapter.py). The task's name in rows and folders is `lm_eval:<name>`. The score is the task's
 first metric. `task.metric` chooses another, and `task.metric="'<metric>,<filter>'"` another filter; all metrics are in the row's
 `tasks`.
 
 Deviations from lm-eval's own runs:
 - A chat model gets the whole prompt, few-shot examples included, as one user turn (model.chat=false: as lm-eval's default).
 - Examples that lm-eval draws at random are its own at seed=0, others at another seed.
-- A prompt that is too long is not cut: its document is left out and counted (run/too_long.py).
+- A prompt that is too long is not cut: its document is left out and counted (run/prompts.py).
 - A group's score is the unweighted mean of its tasks.
 - Choices that a definition shuffles (gpqa) have the same order whenever the task is read.
 - Answers whose formulas take longer than 30 seconds to compare are wrong, and counted (tasks/math_process/).
