@@ -67,7 +67,8 @@ class EvictionLayer(Evictor, StagedLayer):
     method: EvictionMethod
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
-        self.method = method
+        self.method, self.repeats, self.dynamic = method, method.repeats_kv, method.is_dynamic
+        self.needs_probs, self.refreshes = method.needs_probs, method.refreshes
         StagedLayer.__init__(self, layer_idx, replace(shape, h_kv=shape.h) if method.repeats_kv else shape)
         self.model_shape = shape
 
@@ -112,18 +113,19 @@ class EvictionLayer(Evictor, StagedLayer):
         self.add(k, v, ctx)
         q, keys, values = self.rotated(q, ctx)
         lengths = self.store.lengths
-        if self.method.needs_probs:
+        if self.needs_probs:
             out = attend_adding(q, keys, values, lengths, ctx.scaling, self.scorer.received(lengths))
         else:
             out = attend_rows(q, keys, values, lengths, ctx.scaling)
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)
         self.evict_surplus()
-        self.refresh(q, ctx)
+        if self.refreshes:
+            self.refresh(q, ctx)
         return out
 
     def refresh(self, q: torch.Tensor, ctx: LayerContext) -> None:
         """After a step with queries q (n, h, 1, d): rank again, where the method does and the rows hold too much."""
-        if not self.method.refreshes:
+        if not self.refreshes:
             return
         self.scorer.observe_query(q)
         over = self.is_over()
@@ -156,17 +158,15 @@ class EvictionLayer(Evictor, StagedLayer):
 
     def add(self, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
         """Store the new token, k and v (n, h_kv, 1, d), with its position."""
-        if self.method.repeats_kv:
+        if self.repeats:
             k, v = per_head(k, self.shape.h), per_head(v, self.shape.h)
         self.place(self.store.lengths, k)
         self.store.append(k, v)
 
     def evict_surplus(self) -> None:
         """A dynamic method drops one entry per head in every row that holds more than its capacity."""
-        over = [
-            self.method.is_dynamic and length > self.method.capacity(plan)
-            for length, plan in zip(self.store.lengths, self.plans, strict=True)
-        ]
+        pairs = zip(self.store.lengths, self.plans, strict=True)
+        over = [length > self.method.capacity(plan) for length, plan in pairs] if self.dynamic else []
         if any(over):
             assert self.positions is not None
             buffers = [self.positions, *self.scorer.buffers, *self.store.buffers]
