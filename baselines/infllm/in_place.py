@@ -39,11 +39,12 @@ def attend_in_place(
     near, sums = memory.near, memory.near.view(MASS, *reach.window)
     window = [near.view(form, *reach.window) for form in (ROTATED, VALUE)]
     behind = [near.view(form, *reach.remainder) for form in (memory.far, VALUE)]
-    if q.dtype != torch.float32 or not kernels.runs.serves(*window, *behind, *memory.sinks, memory.blocks.blocks.data):
+    rows_read = (*window, *behind, *memory.sinks, memory.blocks.blocks.data)
+    if q.dtype != torch.float32 or not kernels.attend.side_by_side(*rows_read):
         return None
     far = q if far_q is None or memory.far == ROTATED else far_q.float()
     runs = _runs(memory, reach, window, behind, ids if far_q is not None else None, far_q is not None)
-    return kernels.runs.attend_runs(torch.stack([q, far]), runs, sums, scaling)
+    return kernels.attend.attend_runs(torch.stack([q, far]), runs, sums, scaling).transpose(1, 2)
 
 
 def _runs(
@@ -54,14 +55,14 @@ def _runs(
     ids: torch.Tensor | None,
     has_far: bool,
 ) -> Any:
-    """The runs of `attend_runs`: [window | sinks | blocks | remainder], the last three read by the second query."""
+    """The segments of `attend_runs`: [window | sinks | blocks | remainder], the last three read by the second query."""
     import numpy as np
 
-    form = kernels.runs
+    form = kernels.attend
     n, h_kv = window[0].shape[:2]
     far = [(memory.sinks, reach.sinks), (behind, reach.remainder[1] - reach.remainder[0])] if has_far else []
     chosen = 0 if ids is None else ids.shape[2]
-    runs = np.zeros((n, h_kv, 1 + len(far) + chosen, 4), np.int64)
+    runs = np.zeros((n, h_kv, 1 + len(far) + chosen, form.COLUMNS), np.int64)
     for i, (pair, tokens) in enumerate([(window, window[0].shape[2]), *far]):
         runs[:, :, i, form.QUERY], runs[:, :, i, form.TOKENS] = i > 0, tokens
         for column, x in zip((form.KEYS, form.VALUES), pair, strict=True):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pqcache import kernels
 from pqcache.selective.budget import floor_share
-from pqcache.selective.column_sums import kernel_serves, softmax_
+from pqcache.selective.column_sums import softmax_
 from pqcache.store.transfer import table
 
 PROBES = ("random_recent", "random", "recent", "special", "all")
@@ -97,11 +96,6 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
     Probe i sees the first seen[i] keys; seen ascends. In plain torch one block of probes of HEADS KV heads exists at a time.
     """
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
-    if seen and kernel_serves(sums, q, k):
-        of_heads = sums.new_zeros(q.shape[0], k.shape[1])
-        kernels.column_sums.add_sums(of_heads, q, k, torch.tensor(seen), scaling)
-        sums += of_heads.unflatten(0, (h_kv, g)).sum(1)
-        return
     scaled = (q.to(sums.dtype) * scaling).unflatten(0, (h_kv, g))
     scratch = sums.new_empty(HEADS * g * BLOCK * k.shape[1])  # one for all blocks, which differ in length
     for start in range(0, len(seen), BLOCK):

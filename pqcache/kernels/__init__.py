@@ -1,7 +1,7 @@
 """CPU kernels, compiled by numba on first use; the plain-torch code that calls them is their reference and fallback.
 
 A caller asks `native` with its tensors and takes its plain-torch path if the answer is False. If it is True, the kernels are
-there as kernels.dense, kernels.rank and so on: an import statement in a decode step takes 20 us where caches are cold. Results
+there as kernels.attend, kernels.rank and so on: an import statement in a decode step takes 20 us where caches are cold. Results
 agree up to the order of additions. Ties go to the lower index everywhere.
 """
 
@@ -18,47 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:  # attributes of this package once `usable` has answered True
-    from pqcache.kernels import (  # noqa: F401
-        attend,
-        codes,
-        column_sums,
-        dense,
-        entries,
-        matrix,
-        nearest,
-        packed,
-        positions,
-        rank,
-        received,
-        runs,
-        softmax,
-        vectors,
-    )
+    from pqcache.kernels import attend, codes, entries, nearest, packed, positions, rank, softmax  # noqa: F401
 
-_MODULES = (
-    "attend",
-    "codes",
-    "column_sums",
-    "dense",
-    "entries",
-    "matrix",
-    "nearest",
-    "packed",
-    "positions",
-    "rank",
-    "received",
-    "runs",
-    "softmax",
-    "vectors",
-)
+_MODULES = ("attend", "codes", "entries", "nearest", "packed", "positions", "rank", "softmax")
 # compiled: any kernel at all; numba: the kernels of this package
 switches = {"compiled": True, "numba": True}
-
-
-@cache
-def installed() -> bool:
-    """Whether numba is there. It is imported when the first kernel runs."""
-    return importlib.util.find_spec("numba") is not None
 
 
 @cache
@@ -68,7 +32,7 @@ def usable() -> bool:
     numba may be missing; it refuses where it has no folder to keep compiled code in (a read-only installation, no home
     folder), and it cannot be imported beside a numpy that it does not know.
     """
-    if not installed():
+    if importlib.util.find_spec("numba") is None:
         return _not_used("numba is not installed; pip install numba")
     try:
         for name in _MODULES:
@@ -92,8 +56,14 @@ def allowed(*tensors: torch.Tensor) -> bool:
 
 
 def native(*tensors: torch.Tensor) -> bool:
-    """Whether the CPU kernels serve these tensors."""
-    return switches["numba"] and all(t.is_cpu for t in tensors) and allowed(*tensors) and usable()
+    """Whether the CPU kernels serve these tensors. Asked several times a step, hence one call without others."""
+    if not (switches["numba"] and switches["compiled"]):
+        return False
+    recorded = torch.is_grad_enabled()
+    for t in tensors:
+        if not t.is_cpu or (recorded and t.requires_grad):
+            return False
+    return usable()
 
 
 @contextlib.contextmanager

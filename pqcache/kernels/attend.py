@@ -1,4 +1,8 @@
-"""Attention of one query token over chosen tokens, read where they are stored: nothing is gathered first.
+"""Attention of one query token over rows of K and V where they are stored: nothing is gathered first.
+
+What a KV head attends is a list of segments: rows side by side from an address on, or chosen ones among them. A task is a part of
+a head's tokens, read once for all query heads of its group, in tiles: logits, running maximum and exponentials, weighted
+values. Rows of 16 bits are widened as they are read. The task that ends a head's last part joins all.
 
 Where every query head chooses its own tokens, the rows that any head of a group chose are read once, in the order of their
 positions, with a bit per head that says which heads attend them.
@@ -6,197 +10,274 @@ positions, with a bit per head that says which heads attend them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.cpython.unsafe.tuple import tuple_setitem
 
-from pqcache.kernels import threads
-from pqcache.kernels.parts import count_parts, is_last, join, read_query, scratch
-from pqcache.kernels.registers import LANES, exp_below, largest
-from pqcache.kernels.vectors import (
+from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run, team
+from pqcache.kernels.numeric import (
+    BACK,
+    FAST,
     FP32,
-    ROWS,
-    add,
-    dot,
+    KINDS,
+    LEAST,
+    NEGLIGIBLE,
+    SCALE,
+    at,
+    exponentials,
     fetch,
-    head_block,
+    floats,
+    increment,
+    largest,
+    whole_registers,
+    wide,
 )
+
+Array = np.ndarray[Any, Any]
+
+# columns of a segment: addresses of its first rows, how many they are, which query reads them, and the address of the chosen
+# positions, int64, counted from these first rows; -1 = nothing. 0: the rows as they follow.
+KEYS, VALUES, TOKENS, QUERY, CHOSEN = range(5)
+COLUMNS = 5
 
 _TILE = 1024  # tokens between two updates of the running maximum: the first rows of a tile are not there yet
 _AHEAD = 16  # rows fetched before they are read: no processor predicts the address of the next chosen token
-_MOST_PARTS = 8  # of a KV head
+_PART = 1024  # tokens of a part at least, of those that are read side by side
+_MOST_PARTS = 8  # of a KV head, of scattered tokens
 _MOST_HEADS = 64  # query heads of a group that have a bit each
 
-_FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 
+@numba.njit(nogil=True)
+def _fill(mine, start, end, marks, k_step, v_step, keys, values, places):
+    """Addresses of the next rows, from entry `start` of a head's segments on, that fit into a tile, all of one query.
 
-@numba.njit(nogil=True, inline="always")
-def _fill_tile(positions, start, end, mine, sinks, local, length):
-    """Write to `positions` those of the next entries of [sinks | chosen | local], from `start` on, that fit into a tile.
-
-    Returns how many were written, and the entry to go on with.
+    marks: where it has entries, only rows that some head attends. places: the positions of the rows. Returns how many there are,
+    the entry to go on with, and the query.
     """
-    chosen = mine.shape[0]
-    count = 0
-    while count < _TILE and start < end:
-        if start < sinks:
-            position = start
-        elif start < sinks + chosen:
-            position = mine[start - sinks]
-        else:
-            position = length - local + (start - sinks - chosen)
-        if position >= 0:
-            positions[count] = position
-            count += 1
-        start += 1
-    return count, start
+    count, query, begin = 0, -1, 0
+    for segment in range(mine.shape[0]):
+        stop = begin + mine[segment, TOKENS]
+        if start < stop and start < end:
+            if count == _TILE or (query >= 0 and query != mine[segment, QUERY]):
+                break
+            query = mine[segment, QUERY]
+            k, v = mine[segment, KEYS], mine[segment, VALUES]
+            some = min(stop, end) - start  # of its entries, at most
+            if mine[segment, CHOSEN]:
+                chosen, i = at(mine[segment, CHOSEN], mine[segment, TOKENS], np.int64(0)), start - begin
+                while some and count < _TILE:
+                    keys[count], values[count] = k + chosen[i] * k_step, v + chosen[i] * v_step
+                    count += chosen[i] >= 0
+                    i, some = i + 1, some - 1
+                start = begin + i
+            elif marks.shape[0]:
+                i = start
+                while some and count < _TILE:
+                    keys[count], values[count], places[count] = k + i * k_step, v + i * v_step, i
+                    count += marks[i] != 0
+                    i, some = i + 1, some - 1
+                start = i
+            else:
+                some = min(some, _TILE - count)
+                k, v = k + (start - begin) * k_step, v + (start - begin) * v_step
+                for i in range(some):
+                    keys[count + i], values[count + i] = k + i * k_step, v + i * v_step
+                count, start = count + some, start + some
+        begin = stop
+    return count, start, query
 
 
-@numba.njit(nogil=True, inline="always")
-def _fill_marked(positions, start, end, marks):
-    """The same of the positions start .. end-1 that any head has marked."""
-    count = 0
-    while count < _TILE and start < end:
-        positions[count] = start
-        count += marks[start] != 0
-        start += 1
-    return count, start
+@numba.njit(nogil=True, inline="always", fastmath=FAST)
+def _dots(d, kind, size, query, rows, count, heads, out, step):
+    """`products` of one block of heads; d may be a constant. Two rows share what is read of the queries."""
+    for i in range(0, count, 2):
+        for ahead in range(i + _AHEAD, min(i + _AHEAD + 2, count)):
+            fetch(rows[ahead], size)
+        row, other = at(rows[i], d, kind), at(rows[min(i + 1, count - 1)], d, kind)
+        first = second = heads
+        for j in range(d):
+            x, y = wide(row[j]), wide(other[j])
+            for a in range(len(heads)):
+                first = tuple_setitem(first, a, first[a] + query[a * d + j] * x)
+                second = tuple_setitem(second, a, second[a] + query[a * d + j] * y)
+        for a in range(len(heads)):
+            out[a * step + i], out[a * step + i + 1] = first[a], second[a]
 
 
-@numba.njit(nogil=True, inline="always")
-def _row_addresses(positions, count, base, step, rows):
-    """Addresses of the tile's rows. The last one is repeated up to a whole number of vectors."""
-    for i in range(count):
-        rows[i] = base + positions[i] * step
-    for i in range(count, (count + LANES - 1) // LANES * LANES):
-        rows[i] = rows[count - 1]
+@numba.njit(nogil=True, inline="always", fastmath=FAST)
+def _sums(d, kind, size, weights, step, rows, count, heads, out):
+    """`_add_rows` of one block of heads; d may be a constant."""
+    for i in range(0, count, 4):
+        for ahead in range(i + _AHEAD, min(i + _AHEAD + 4, count)):
+            fetch(rows[ahead], size)
+        v0, v1, v2, v3 = (
+            at(rows[i], d, kind),
+            at(rows[i + 1], d, kind),
+            at(rows[i + 2], d, kind),
+            at(rows[i + 3], d, kind),
+        )
+        w0 = w1 = w2 = w3 = heads
+        for a in range(len(heads)):
+            w0, w1 = tuple_setitem(w0, a, weights[a * step + i]), tuple_setitem(w1, a, weights[a * step + i + 1])
+            w2, w3 = tuple_setitem(w2, a, weights[a * step + i + 2]), tuple_setitem(w3, a, weights[a * step + i + 3])
+        for j in range(d):
+            x0, x1, x2, x3 = wide(v0[j]), wide(v1[j]), wide(v2[j]), wide(v3[j])
+            for a in range(len(heads)):
+                out[a * d + j] += w0[a] * x0 + w1[a] * x1 + w2[a] * x2 + w3[a] * x3
 
 
-@numba.njit(nogil=True, inline="always")
-def _logits_tile(query, rows, count, block, logits, row_bytes):
-    """logits (g', TILE) of queries (g', d), g' a multiple of `block`, with the rows."""
-    heads, d = query.shape
-    query_at, query_step = query.ctypes.data, query.strides[0]
-    out_at, out_step = logits.ctypes.data, logits.strides[0]
-    rows_at, tokens = rows.ctypes.data, LANES // block
+# compiled for the common head dimensions: short loops of unknown length would spend much of their time on their ends
+@numba.njit(nogil=True, fastmath=FAST)
+def products(kind, size, query, rows, count, heads, logits):
+    """logits (g', > count) of queries (g', d) with rows of `size` bytes at these addresses; heads: see `block`.
+
+    Up to one number behind the last row's is written.
+    """
+    whole_registers()
+    d, step = query.shape[1], logits.strides[0] // 4
     for i in range(min(_AHEAD, count)):
-        fetch(rows[i], row_bytes)
-    for i in range(0, count, tokens):
-        for ahead in range(i + _AHEAD, min(i + _AHEAD + tokens, count)):
-            fetch(rows[ahead], row_bytes)
-        for a in range(0, heads, block):
-            mine, to = query_at + a * query_step, out_at + a * out_step + 4 * i
-            dot(block, FP32, rows_at + 8 * i, mine, query_step, d, to, out_step)
+        fetch(rows[i], size)
+    for a in range(0, query.shape[0], len(heads)):
+        q = floats(query.ctypes.data + 4 * a * d, len(heads) * d)
+        out = floats(logits.ctypes.data + 4 * a * step, len(heads) * step)
+        if d == 128:
+            _dots(128, kind, size, q, rows, count, heads, out, step)
+        elif d == 64:
+            _dots(64, kind, size, q, rows, count, heads, out, step)
+        else:
+            _dots(d, kind, size, q, rows, count, heads, out, step)
 
 
-@numba.njit(nogil=True, inline="always")
-def _values_tile(logits, rows, count, block, result, row_bytes):
-    """result (g', d) += weights (g', TILE) times the rows; a weight past the last row is 0."""
-    heads, d = result.shape
-    weights_at, weight_step = logits.ctypes.data, logits.strides[0]
-    out_at, out_step, rows_at = result.ctypes.data, result.strides[0], rows.ctypes.data
-    for i in range(0, count, ROWS):
-        for ahead in range(i + _AHEAD, min(i + _AHEAD + ROWS, count)):
-            fetch(rows[ahead], row_bytes)
-        for a in range(0, heads, block):
-            mine, to = weights_at + a * weight_step + 4 * i, out_at + a * out_step
-            add(block, FP32, rows_at + 8 * i, mine, weight_step, d, to, out_step)
+@numba.njit(nogil=True, fastmath=FAST)
+def _add_rows(kind, size, weights, rows, count, heads, sums):
+    """sums (g', d) += weights (g', TILE + 3) times the rows; weights and addresses are written up to a multiple of 4."""
+    whole_registers()
+    d, step = sums.shape[1], weights.shape[1]
+    for i in range(count, count + 3):
+        rows[i], weights[:, i] = rows[count - 1], 0
+    for a in range(0, sums.shape[0], len(heads)):
+        w = floats(weights.ctypes.data + 4 * a * step, len(heads) * step)
+        out = floats(sums.ctypes.data + 4 * a * d, len(heads) * d)
+        if d == 128:
+            _sums(128, kind, size, w, step, rows, count, heads, out)
+        elif d == 64:
+            _sums(64, kind, size, w, step, rows, count, heads, out)
+        else:
+            _sums(d, kind, size, w, step, rows, count, heads, out)
 
 
-@numba.njit(nogil=True, inline="always", fastmath=_FAST)
-def _softmax_tile(logits, count, g, high, mass, result):
-    """Logits (g', TILE) become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
-    d = result.shape[1]
-    whole = (count + LANES - 1) // LANES * LANES
-    for a in range(g):
-        line = logits[a]
-        line[count:whole] = -np.inf
-        top = max(high[a], largest(line.ctypes.data, whole))
+@numba.njit(nogil=True, fastmath=FAST)
+def _softmax(logits, count, high, mass, out):
+    """Logits become weights relative to the running maxima `high`. If one grows, earlier sums are scaled down to it."""
+    for a in range(high.shape[0]):
+        line, sums = logits[a, :count], out[a]
+        top = max(high[a], largest(line))
         if top == -np.inf:  # no token of this tile is this head's
-            line[:whole] = 0
+            line[:] = 0
             continue
         if top > high[a]:
             shrink = np.exp(high[a] - top)
             mass[a] *= shrink
-            for j in range(d):
-                result[a, j] *= shrink
+            for j in range(sums.shape[0]):
+                sums[j] *= shrink
             high[a] = top
-        mass[a] += exp_below(line.ctypes.data, whole, top)
+        mass[a] += exponentials(line, high[a], NEGLIGIBLE, 0)
 
 
-@numba.njit(nogil=True, inline="always", fastmath=_FAST)
-def _add_tile(positions, count, marks, shared, query, keys, values, g, block, scratch, high, mass, result):
-    """Attend to the rows at the tile's positions. shared: every head attends all of them, else those with its bit in `marks`."""
-    rows, logits = scratch
-    d = query.shape[1]
-    row_bytes, vectors = 4 * d, d >= LANES
-    _row_addresses(positions, count, keys.ctypes.data, keys.strides[0], rows)
-    if vectors:
-        _logits_tile(query, rows, count, block, logits, row_bytes)
-    else:
-        for a in range(g):
-            for i in range(count):
-                logits[a, i] = 0
-                for j in range(d):
-                    logits[a, i] += query[a, j] * keys[positions[i], j]
-    if not shared:
-        for a in range(g):
-            bit = np.uint64(1) << np.uint64(a)
-            for i in range(count):
-                if np.uint64(marks[positions[i]]) & bit == 0:
-                    logits[a, i] = -np.inf
-    _row_addresses(positions, count, values.ctypes.data, values.strides[0], rows)
-    for i in range(min(_AHEAD, count)):  # these rows arrive while the exponentials are computed
-        fetch(rows[i], row_bytes)
-    _softmax_tile(logits, count, g, high, mass, result)
-    if vectors:
-        _values_tile(logits, rows, count, block, result, row_bytes)
-    else:
-        for a in range(g):
-            for i in range(count):
-                for j in range(d):
-                    result[a, j] += logits[a, i] * values[positions[i], j]
+@numba.njit(nogil=True, fastmath=FAST)
+def _join(outs, lse, result):
+    """The softmax over all parts of a head: outs (parts, g', d), lse (parts, 2, g) -> result (g, d).
+
+    NaN where no part has tokens. lse of the first part becomes the (maximum, sum) over all.
+    """
+    for a in range(result.shape[0]):
+        line = result[a]
+        line[:] = 0
+        high, mass = lse[0, 0, a], np.float32(0)
+        for p in range(1, outs.shape[0]):
+            high = max(high, lse[p, 0, a])
+        for p in range(outs.shape[0]):
+            share, mine = np.exp(lse[p, 0, a] - high), outs[p, a]
+            mass += share * lse[p, 1, a]
+            for j in range(line.shape[0]):
+                line[j] += share * mine[j]
+        lse[0, 0, a], lse[0, 1, a] = high, mass
+        share = np.float32(1) / mass if mass > 0 else np.float32(np.nan)
+        for j in range(line.shape[0]):
+            line[j] *= share
 
 
-@threads.kernel(fastmath=_FAST)
-def _attend(first, last, q, scaling, k, v, indices, marks, span, block, outs, lse, done, result):
-    """Task = (row, KV head, part); q (n, h_kv, g, d); k, v (n, h_kv, capacity, d). span: sinks, local, length.
+@numba.njit(nogil=True, fastmath=FAST)
+def _add_probabilities(kept, lse, sums):
+    """sums (E, T) += the probabilities of logits kept (g, T), of each head (E = g) or their mean (E = 1)."""
+    g, each = kept.shape[0], sums.shape[0]
+    for a in range(g):
+        line, of_head = kept[a], sums[a % each]
+        exponentials(line, lse[0, a], LEAST, SCALE)
+        share = np.float32(each) / np.float32(g) / lse[1, a]
+        for i in range(line.shape[0]):
+            of_head[i] += line[i] * share * BACK
 
-    indices (n, H, chosen), -1 = nothing: what every head attends beside sinks and window. If it has no rows, marks (n, h_kv,
-    length) have a bit per query head. outs, lse, done: see parts.scratch. Writes result (n, h_kv, g, d).
+
+@kernel(fastmath=FAST)
+def _attend(
+    first, last, kind, size, heads_of_block, q, scaling, segments, steps, marks, kept, outs, lse, done, result, sums
+):
+    """Task = (row, KV head, part); q (Q, n, h_kv, g, d), segments (n, h_kv, R, COLUMNS).
+
+    steps: bytes from row to row of K, and of V; size: of a row. heads_of_block: see `block`.
+
+    marks (n, h_kv, length): bits of the heads that attend a position, or no entries. kept (n, h_kv, g, T): logits of the first T
+    tokens, scratch, as outs (n, h_kv, parts, g', d), lse (n, h_kv, parts, 2, g) and done (n, h_kv). Writes result
+    (n, h_kv, g, d); adds to sums (n, h_kv, E, T).
     """
     _, heads, parts, padded, d = outs.shape
-    g = q.shape[2]
-    sinks, local, length = span
-    shared = indices.shape[0] > 0
-    total = sinks + indices.shape[2] + local if shared else length
-    positions, query = np.empty(_TILE, np.int64), np.zeros((padded, d), np.float32)
-    tile = np.empty(_TILE, np.int64), np.zeros((padded, _TILE), np.float32)
+    g, window = q.shape[3], kept.shape[3]
+    keys, values, places = np.empty(_TILE + 3, np.int64), np.empty(_TILE + 3, np.int64), np.empty(_TILE + 3, np.int64)
+    query, logits = np.zeros((padded, d), np.float32), np.zeros((padded, _TILE + 3), np.float32)
     for task in range(first, last):
         part, head, row = task % parts, task // parts % heads, task // parts // heads
-        out, high, mass = outs[row, head, part], lse[row, head, part, 0], lse[row, head, part, 1]
+        mine, out = segments[row, head], outs[row, head, part]
+        high, mass = lse[row, head, part, 0], lse[row, head, part, 1]
         high[:] = -np.inf
-        read_query(q[row, head], scaling, query)
+        total = mine[:, TOKENS].sum()
         start, end = total * part // parts, total * (part + 1) // parts
+        marked = marks[row, head] if marks.shape[2] else marks[0, 0]
         while start < end:
-            if shared:
-                mine = indices[row, head if indices.shape[1] > 1 else 0]
-                count, start = _fill_tile(positions, start, end, mine, sinks, local, length)
-                marked = marks[0, 0]
-            else:
-                marked = marks[row, head]
-                count, start = _fill_marked(positions, start, end, marked)
-            if count:
-                _add_tile(
-                    positions, count, marked, shared, query, k[row, head], v[row, head], g, block, tile, high, mass, out
-                )
-        if is_last(done, row, head, parts):
-            join(outs[row, head], lse[row, head], result[row, head])
+            entry = start
+            count, start, of = _fill(mine, start, end, marked, steps[0], steps[1], keys, values, places)
+            if count == 0:
+                continue
+            for a in range(g):
+                for j in range(d):
+                    query[a, j] = q[of, row, head, a, j] * scaling
+            products(kind, size, query, keys, count, heads_of_block, logits)
+            for i in range(min(_AHEAD, count)):  # these rows arrive while the exponentials are computed
+                fetch(values[i], size)
+            for a in range(g):
+                line = logits[a]
+                if marked.shape[0]:
+                    for i in range(count):
+                        if np.uint64(marked[places[i]]) >> np.uint64(a) & np.uint64(1) == 0:
+                            line[i] = -np.inf
+                if entry < window:
+                    to = kept[row, head, a]
+                    for i in range(min(count, window - entry)):
+                        to[entry + i] = line[i]
+            _softmax(logits, count, high, mass, out)
+            _add_rows(kind, size, logits, values, count, heads_of_block, out)
+        if increment(done.ctypes.data + 8 * (row * heads + head)) + 1 == parts:
+            _join(outs[row, head], lse[row, head], result[row, head])
+            if window:
+                _add_probabilities(kept[row, head], lse[row, head, 0], sums[row, head])
 
 
-@threads.kernel()
+@kernel()
 def _mark(first, last, indices, sinks, local, length, marks):
     """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, h, chosen)."""
     heads = marks.shape[1]
@@ -216,16 +297,154 @@ def _mark(first, last, indices, sinks, local, length, marks):
                 mine[i] |= bit
 
 
-def _marks(indices: torch.Tensor, h_kv: int, sinks: int, local: int, length: int) -> np.ndarray[Any, Any]:
-    """Which query heads of a group attend each position: (n, h_kv, length), bit a for head a."""
-    n, h, _ = indices.shape
-    kind = np.uint8 if h // h_kv <= 8 else np.uint64
-    marks = np.zeros((n, h_kv, length), kind)
-    threads.run(_mark, n * h_kv, indices.contiguous().numpy(), sinks, local, length, marks, cost=indices.numel())
-    return marks
+_NO_MARKS = np.zeros((1, 1, 0), np.uint8)
+_NO_CHOICE = (0, 0, 0, 0)
 
 
-def serves(h: int, h_kv: int, heads: int) -> bool:
+def block(g: int) -> tuple[tuple[np.float32, ...], int]:
+    """A zero for each query head that kernels take at a time, 1, 2 or 4, and g rounded up to a multiple of that number.
+
+    Such a tuple's length is known when a kernel is compiled, and loops over it become so many accumulators.
+    """
+    size = min(4, 1 << (g - 1).bit_length())
+    return (np.float32(0),) * size, -(-g // size) * size
+
+
+def _run(
+    queries: torch.Tensor,
+    segments: Array,
+    steps: tuple[int, int],
+    scaling: float,
+    tokens: float,
+    parts: int = _MOST_PARTS,
+    sums: torch.Tensor | None = None,
+    marks: Array = _NO_MARKS,
+    kind: Any = FP32,
+) -> torch.Tensor:
+    """Attention of queries (Q, n, h, 1, d) over segments (n, h_kv, R, COLUMNS): (n, 1, h, d) fp32.
+
+    tokens: of all rows and heads, roughly. parts: of a head, at most. sums (n, h or h_kv, T): grow by the probabilities of the
+    first segment's T tokens.
+    """
+    many, n, h, _, d = queries.shape
+    h_kv = segments.shape[1]
+    g, workers = h // h_kv, team()
+    heads, padded = block(g)
+    parts = max(1, min(-(-PIECES * workers // (n * h_kv)), parts)) if workers > 1 else 1
+    added = np.empty((n, h_kv, 1, 0), np.float32)
+    if sums is not None and sums.numel():
+        added = sums.numpy().reshape(n, h_kv, -1, sums.shape[2])
+    result = np.empty((n, h_kv, g, d), np.float32)
+    run(
+        _attend, n * h_kv * parts, kind, d * kind.itemsize, heads, queries.reshape(many, n, h_kv, g, d).float().numpy(),
+        np.float32(scaling), segments, steps, marks, np.empty((n, h_kv, g, added.shape[3]), np.float32),
+        np.zeros((n, h_kv, parts, padded, d), np.float32), np.zeros((n, h_kv, parts, 2, g), np.float32),
+        np.zeros((n, h_kv), np.int64), result, added, cost=tokens * (steps[0] + steps[1]) / BYTES_PER_NS,
+    )  # fmt: skip
+    return torch.from_numpy(result).view(n, 1, h, d)
+
+
+@numba.njit(nogil=True, cache=True)
+def _segments(h_kv, k, v, first, chosen, local, length):
+    """Segments (n, h_kv, 3, COLUMNS) of the first first[row] rows, the chosen ones, and the last `local` of `length`.
+
+    k, v: an address, bytes from row of the batch to row, head to head, and token to token. chosen: an address, entries of a list,
+    bytes from list to list of the batch, and of the heads.
+    """
+    out = np.zeros((first.shape[0], h_kv, 3, COLUMNS), np.int64)
+    for row in range(first.shape[0]):
+        for head in range(h_kv):
+            mine = out[row, head]
+            mine[:, KEYS] = k[0] + row * k[1] + head * k[2]
+            mine[:, VALUES] = v[0] + row * v[1] + head * v[2]
+            mine[0, TOKENS], mine[1, TOKENS], mine[2, TOKENS] = first[row], chosen[1], local
+            mine[1, CHOSEN] = chosen[0] + row * chosen[2] + head * chosen[3]
+            mine[2, KEYS] += (length - local) * k[3]
+            mine[2, VALUES] += (length - local) * v[3]
+    return out
+
+
+def _place(x: torch.Tensor) -> tuple[int, int, int, int]:
+    size, (row, head, token, _) = x.element_size(), x.stride()
+    return x.data_ptr(), size * row, size * head, size * token
+
+
+def addresses(x: torch.Tensor, *dims: int) -> Array:
+    """Addresses of x[i, j, ...] for every index of these leading dimensions, int64, in their shape."""
+    grid = _grid(tuple(x.shape[dim] for dim in dims))
+    steps = [index * (x.stride(dim) * x.element_size()) for index, dim in zip(grid, dims, strict=True)]
+    return np.asarray(sum(steps, start=np.int64(x.data_ptr())))
+
+
+@lru_cache(maxsize=64)
+def _grid(shape: tuple[int, ...]) -> tuple[Array, ...]:
+    """Indices along each dimension of a shape, int64, each as long as its dimension and 1 elsewhere."""
+    return np.meshgrid(*(np.arange(size, dtype=np.int64) for size in shape), indexing="ij", sparse=True)
+
+
+def serves(q: torch.Tensor, *rows: torch.Tensor) -> bool:
+    """Whether these kernels attend q (n, h, 1, d) to such rows: of one dtype of KINDS and d, each in one piece."""
+    return q.dtype in KINDS and all(
+        x.dtype == q.dtype and x.shape[-1] == q.shape[-1] and x.stride(-1) == 1 for x in rows
+    )
+
+
+def attend_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scaling: float
+) -> torch.Tensor:
+    """Attention of row r's query over the first lengths[r] >= 1 tokens: (n, 1, h, d), of q's dtype; sums are in fp32.
+
+    q (n, h, 1, d); k, v (n, h_kv, >= max(lengths), d); see `serves`.
+    """
+    at_k, at_v, h_kv = _place(k), _place(v), k.shape[1]
+    segments = _segments(h_kv, at_k, at_v, np.array(lengths, np.int64), _NO_CHOICE, 0, 0)
+    steps, parts = (at_k[3], at_v[3]), max(lengths) // _PART
+    return _run(q[None], segments, steps, scaling, sum(lengths) * h_kv, parts, kind=KINDS[k.dtype]).to(q.dtype)
+
+
+def attend_adding(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sums: torch.Tensor
+) -> torch.Tensor:
+    """Attention over all tokens, (n, 1, h, d), of q (n, h, 1, d) and k, v (n, h_kv, m, d), fp32; see `serves`.
+
+    Adds to sums (n, h, m) the probability that each token got from each head, or to sums (n, h_kv, m) the mean of a group's.
+    """
+    at_k, at_v, (n, h_kv, m, _) = _place(k), _place(v), k.shape
+    segments = _segments(h_kv, at_k, at_v, np.full(n, m, np.int64), _NO_CHOICE, 0, 0)
+    return _run(q[None], segments, (at_k[3], at_v[3]), scaling, n * h_kv * m, m // _PART, sums)
+
+
+def attend_runs(queries: torch.Tensor, segments: Array, sums: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention over all segments (n, h_kv, R, COLUMNS) of rows of d fp32 numbers side by side: (n, 1, h, d).
+
+    queries (Q, n, h, 1, d) fp32. Adds to sums (n, h, T) fp32 the probabilities that the first segment's T tokens got, to sums
+    (n, h_kv, T) the mean of each group's. The tensors behind the addresses must live until this returns.
+    """
+    size = 4 * queries.shape[4]
+    return _run(queries, segments, (size, size), scaling, float(segments[..., TOKENS].sum()), sums=sums)
+
+
+def side_by_side(*rows: torch.Tensor) -> bool:
+    """Whether rows of these tensors follow each other as `attend_runs` takes them."""
+    return all(x.dtype == torch.float32 and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in rows)
+
+
+def attend_parts(
+    q: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]], counts: Sequence[int], scaling: float
+) -> torch.Tensor:
+    """Attention of q (n, h, 1, d) over the first counts[i] tokens of each of the parts, as if they were joined: (n, 1, h, d).
+
+    parts: their keys, and their values, each (n, h_kv, >= counts[i], d), rows `side_by_side`.
+    """
+    n, h_kv, _, d = parts[0][0].shape
+    segments = np.zeros((n, h_kv, len(counts), COLUMNS), np.int64)
+    for i, (k, v, count) in enumerate(zip(*parts, counts, strict=True)):
+        segments[:, :, i, KEYS], segments[:, :, i, VALUES] = addresses(k, 0, 1), addresses(v, 0, 1)
+        segments[:, :, i, TOKENS] = count
+    return _run(q[None], segments, (4 * d, 4 * d), scaling, sum(counts) * n * h_kv)
+
+
+def serves_chosen(h: int, h_kv: int, heads: int) -> bool:
     """Whether `attend_chosen` serves h query heads over h_kv KV heads with `heads` choices."""
     return heads in (1, h_kv) or (heads == h and h // h_kv <= _MOST_HEADS)
 
@@ -244,20 +463,16 @@ def attend_chosen(
 
     q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1, h_kv or h, chosen) int64, -1 = nothing.
     """
-    n, h, _, d = q.shape
-    h_kv = k.shape[1]
-    g = h // h_kv
-    chosen = indices.contiguous().numpy()
-    if indices.shape[1] in (1, h_kv):
-        marks = np.zeros((1, 1, 1), np.uint8)
-    else:
-        marks, chosen = _marks(indices, h_kv, sinks, local, length), chosen[:0]
-    rows = sinks + local + indices.shape[2] * max(1, indices.shape[1] // h_kv)  # scattered ones: half the rate
-    parts = count_parts(n * h_kv, _MOST_PARTS)
-    result = np.empty((n, h_kv, g, d), np.float32)
-    threads.run(
-        _attend, n * h_kv * parts, q.reshape(result.shape).numpy(), np.float32(scaling), k.numpy(), v.numpy(), chosen, marks,
-        (sinks, local, length), head_block(g)[0], *scratch(n, h_kv, parts, g, d), result,
-        cost=n * h_kv * rows * 16 * d / threads.BYTES_PER_NS,
-    )  # fmt: skip
-    return torch.from_numpy(result).view(n, 1, h, d)
+    n, h_kv, (_, heads, chosen) = q.shape[0], k.shape[1], indices.shape
+    indices = indices.contiguous()
+    at_k, at_v = _place(k), _place(v)
+    steps = at_k[3], at_v[3]
+    if heads not in (1, h_kv):
+        marks = np.zeros((n, h_kv, length), np.uint8 if q.shape[1] // h_kv <= 8 else np.uint64)
+        run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks, cost=indices.numel())
+        segments = _segments(h_kv, at_k, at_v, np.full(n, length), _NO_CHOICE, 0, 0)
+        return _run(q[None], segments, steps, scaling, n * h_kv * length, marks=marks)
+    row, head = 8 * indices.stride(0), 8 * indices.stride(1) if heads > 1 else 0
+    choice = indices.data_ptr(), chosen, row, head
+    segments = _segments(h_kv, at_k, at_v, np.full(n, sinks), choice, local, length)
+    return _run(q[None], segments, steps, scaling, n * h_kv * (sinks + chosen + local))

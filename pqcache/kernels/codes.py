@@ -14,7 +14,8 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels import threads
+from pqcache.kernels.launch import kernel, run
+from pqcache.kernels.rank import take
 
 _JOINT = 4096  # entries of a joint table that stays in the nearest caches
 _RADIX = ((20, 0xFFF), (8, 0xFFF), (0, 0xFF))  # digits of a float's bits; non-negative floats order as their bits do
@@ -122,7 +123,7 @@ def _multiply_out(power, product):
         filled *= c
 
 
-@threads.kernel(fastmath={"reassoc", "contract", "arcp"})
+@kernel(fastmath={"reassoc", "contract", "arcp"})
 def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep.
 
@@ -178,7 +179,7 @@ def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
         _to_positions(mine_out, count, lo, among)
 
 
-@threads.kernel(fastmath={"contract", "arcp"})
+@kernel(fastmath={"contract", "arcp"})
 def _wide(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """The same with a weight per token, for codes too many to enumerate."""
     m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
@@ -220,18 +221,8 @@ def _wide(first, last, codes, tables, lo, hi, shortlist, k, out, status):
             for a in range(g):
                 value += product[i, a] * share[a]
             weights[i] = value
-        bits = weights.view(np.uint32)
-        level, ties = _threshold(bits, np.ones(tokens, np.int32), count)
-        mine_out, filled, i = out[row, head], 0, 0
-        while filled < count:
-            take = bits[i] > level
-            if bits[i] == level:
-                take = ties > 0
-                ties -= 1
-            mine_out[filled] = i
-            filled += take
-            i += 1
-        _to_positions(mine_out, count, lo, among)
+        take(weights, count, 0, out[row, head])
+        _to_positions(out[row, head], count, lo, among)
 
 
 def top_tokens(
@@ -254,10 +245,10 @@ def top_tokens(
     flat = tables.reshape(n * h_kv, m, c, g).contiguous()
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     status = np.zeros(n * h_kv, np.uint8)
-    kernel = _joint if c**m <= _JOINT else _wide
+    small = c**m <= _JOINT
     among = codes.shape[3] if shortlist is None else shortlist.shape[2]
-    threads.run(
-        kernel,
+    run(
+        _joint if small else _wide,
         n * h_kv,
         codes.numpy(),
         flat.numpy(),
@@ -267,7 +258,7 @@ def top_tokens(
         np.asarray(k, np.int64),
         out,
         status,
-        cost=n * h_kv * (5 * among + g * c**m) if kernel is _joint else n * h_kv * among * (5 + 2 * g),
+        cost=n * h_kv * (5 * among + g * c**m) if small else n * h_kv * among * (5 + 2 * g),
     )
     return None if status.any() else torch.from_numpy(out)
 

@@ -10,29 +10,9 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels.registers import ints_at
+from pqcache.kernels.numeric import at
 
-
-@numba.njit(nogil=True)
-def _least(position, weight, first, end):
-    """The least weight of an entry with a position in first .. end-1."""
-    least = np.int32(np.iinfo(np.int32).max)
-    for i in range(position.shape[0]):
-        inside = (position[i] >= first) & (position[i] < end)
-        here = weight[i] if inside else np.int32(np.iinfo(np.int32).max)
-        least = here if here < least else least
-    return least
-
-
-@numba.njit(nogil=True)
-def _latest(position, weight, first, end, least):
-    """The latest position in first .. end-1 whose entry has the least weight, -1 if none is there."""
-    latest = np.int32(-1)
-    for i in range(position.shape[0]):
-        inside = (position[i] >= first) & (position[i] < end) & (weight[i] == least)
-        here = position[i] if inside else np.int32(-1)
-        latest = here if here > latest else latest
-    return latest
+_MOST = np.int32(np.iinfo(np.int32).max)
 
 
 @numba.njit(nogil=True)
@@ -41,11 +21,15 @@ def _lightest(position, weight, first, end):
 
     Two loops that become vectors, and a short search, instead of one loop that remembers where it found the least.
     """
-    latest = _latest(position, weight, first, end, _least(position, weight, first, end))
-    i = 0
-    if latest >= 0:
-        while position[i] != latest:
-            i += 1
+    least, latest, i = _MOST, np.int32(-1), 0
+    for j in range(position.shape[0]):
+        inside = (position[j] >= first) & (position[j] < end)
+        least = min(least, weight[j] if inside else _MOST)
+    for j in range(position.shape[0]):
+        inside = (position[j] >= first) & (position[j] < end) & (weight[j] == least)
+        latest = max(latest, position[j] if inside else np.int32(-1))
+    while latest >= 0 and position[i] != latest:
+        i += 1
     return i
 
 
@@ -55,7 +39,7 @@ def _copy(places, row, head, source, to):
     for number in range(places.shape[0]):
         address, row_step, head_step, step, words = places[number]
         base = address + row * row_step + head * head_step
-        old, new = ints_at(base + source * step, (words,)), ints_at(base + to * step, (words,))
+        old, new = at(base + source * step, words, np.int32(0)), at(base + to * step, words, np.int32(0))
         for i in range(words):
             new[i] = old[i]
 

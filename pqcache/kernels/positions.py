@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pqcache.kernels import threads
+from pqcache.kernels.launch import kernel, run
 
 
-@threads.kernel()
+@kernel()
 def _clusters(first, last, rank, starts, sizes, order, k, out):
     """Task = (row, head of the choice); rank (n, H, C), starts, sizes (n, h_kv, C), order (n, h_kv, tokens)."""
     heads, shared = rank.shape[1], rank.shape[1] // starts.shape[1]
@@ -38,11 +38,11 @@ def cluster_tokens(
     n, heads, _ = rank.shape
     out = np.full((n, heads, max(k)), -1, np.int64)
     lists = (x.contiguous().numpy() for x in (rank, starts, sizes, order))
-    threads.run(_clusters, n * heads, *lists, np.asarray(k, np.int64), out, cost=out.size)
+    run(_clusters, n * heads, *lists, np.asarray(k, np.int64), out, cost=out.size)
     return torch.from_numpy(out)
 
 
-@threads.kernel()
+@kernel()
 def _ascend(first, last, positions, length, out):
     """Task = (row, head); positions and out (n, H, m)."""
     heads, m = positions.shape[1], positions.shape[2]
@@ -67,11 +67,11 @@ def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
     out = np.full(positions.shape, -1, np.int64)
     rows = positions.shape[0] * positions.shape[1]
     cost = rows * (length + positions.shape[2])
-    threads.run(_ascend, rows, positions.contiguous().numpy(), length, out, cost=cost)
+    run(_ascend, rows, positions.contiguous().numpy(), length, out, cost=cost)
     return torch.from_numpy(out)
 
 
-@threads.kernel()
+@kernel()
 def _count(first, last, indices, length, counts):
     """Task = (row, KV head); indices (n, h, k), counts (n, h_kv)."""
     heads = counts.shape[1]
@@ -92,7 +92,5 @@ def _count(first, last, indices, length, counts):
 def count_distinct(indices: torch.Tensor, h_kv: int, length: int) -> torch.Tensor:
     """How many positions below `length` the query heads of a group chose together: indices (n, h, k) int64 -> (n, h_kv) int64."""
     counts = np.zeros((indices.shape[0], h_kv), np.int64)
-    threads.run(
-        _count, counts.size, indices.contiguous().numpy(), length, counts, cost=indices.numel() + counts.size * length
-    )
+    run(_count, counts.size, indices.contiguous().numpy(), length, counts, cost=indices.numel() + counts.size * length)
     return torch.from_numpy(counts)

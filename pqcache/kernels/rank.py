@@ -12,16 +12,14 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels import threads
-from pqcache.kernels.registers import LANES, exp_to_zero, largest
-from pqcache.kernels.vectors import FP32, dot, fetch, head_block
+from pqcache.kernels.attend import block, products
+from pqcache.kernels.launch import BYTES_PER_NS, kernel, run
+from pqcache.kernels.numeric import FAST, FP32, LEAST, exponentials, largest
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST
-_TILE = 256  # rows whose addresses exist at a time
-_AHEAD = 8192  # bytes that are fetched before they are read: a processor fetches on its own within a page only
+_TILE = 1024  # rows whose addresses exist at a time
 _NOTHING = 0x007FFFFF  # of -inf: what NaN ranks as
-_FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 
 
 @numba.njit(nogil=True, inline="always")
@@ -77,7 +75,7 @@ def _level(keys, k):
 
 
 @numba.njit(nogil=True, cache=True)
-def _take(weights, k, lo, out):
+def take(weights, k, lo, out):
     """Write to out the k largest of weights as lo + their index, ascending; ties go to the lower index."""
     bits = weights.view(np.uint32)
     keys = np.empty(weights.shape[0], np.uint32)
@@ -86,23 +84,23 @@ def _take(weights, k, lo, out):
     level, ties = _level(keys, k)
     filled, i = 0, 0
     while filled < k:
-        take = keys[i] > level
+        chosen = keys[i] > level
         if keys[i] == level:
-            take = ties > 0
+            chosen = ties > 0
             ties -= 1
         out[filled] = lo + i
-        filled += take
+        filled += chosen
         i += 1
 
 
-@threads.kernel()
+@kernel()
 def _top(first, last, weights, k, out):
     """Task = (row, head); weights (n, H, m)."""
     heads = weights.shape[1]
     for task in range(first, last):
         row, head = task // heads, task % heads
         if k[row]:
-            _take(weights[row, head], k[row], 0, out[row, head])
+            take(weights[row, head], k[row], 0, out[row, head])
 
 
 def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
@@ -112,51 +110,33 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
     """
     n, heads, _ = weights.shape
     out = np.full((n, heads, max(k)), -1, np.int64)
-    threads.run(_top, n * heads, weights.contiguous().numpy(), np.asarray(k, np.int64), out, cost=weights.numel())
+    run(_top, n * heads, weights.contiguous().numpy(), np.asarray(k, np.int64), out, cost=weights.numel())
     return torch.from_numpy(out)
 
 
-@numba.njit(nogil=True, inline="always", fastmath=_FAST)
-def _sum_softmax(logits, g, m, first, weights):
-    """Sums over g heads of their softmax over the first m columns of logits, for columns `first` and on: weights (count,)."""
+@numba.njit(nogil=True, fastmath=FAST)
+def _sum_softmax(logits, g, first, weights):
+    """Sums over g heads of their softmax over all columns of logits, for columns `first` and on: weights (count,)."""
     weights[:] = 0
-    whole = (m + LANES - 1) // LANES * LANES
     for a in range(g):
         line = logits[a]
-        line[m:whole] = -np.inf
-        share = np.float32(1) / exp_to_zero(line.ctypes.data, whole, largest(line.ctypes.data, whole))
+        share = np.float32(1) / exponentials(line, largest(line), LEAST, 0)  # subnormal numbers rank, too
         ranked = line[first : first + weights.shape[0]]
         for i in range(weights.shape[0]):
             weights[i] += ranked[i] * share
 
 
-@numba.njit(nogil=True, inline="always", fastmath=_FAST)
-def _products(query, keys, lo, hi, g, block, rows, logits):
-    """logits (g', m) of queries (g', r) with keys (capacity, r) at positions lo .. hi-1."""
-    heads, r = query.shape
-    if r < LANES:
-        for a in range(g):
-            for i in range(lo, hi):
-                value = np.float32(0)
-                for j in range(r):
-                    value += query[a, j] * keys[i, j]
-                logits[a, i - lo] = value
-        return
-    query_at, query_step = query.ctypes.data, query.strides[0]
-    out_at, out_step, rows_at = logits.ctypes.data, logits.strides[0], rows.ctypes.data
-    base, step, tokens = keys.ctypes.data, keys.strides[0], LANES // block
+@numba.njit(nogil=True)
+def _logits(query, keys, lo, hi, rows, heads, logits):
+    """logits (g', > hi - lo) of queries (g', r) with keys (capacity, r) at positions lo .. hi-1; rows: scratch."""
     for start in range(lo, hi, _TILE):
-        for i in range(_TILE):
-            rows[i] = base + min(start + i, hi - 1) * step
-        for i in range(0, min(_TILE, hi - start), tokens):
-            if step == 4 * r:  # rows side by side
-                fetch(rows[i] + _AHEAD, tokens * step)
-            for a in range(0, heads, block):
-                mine, to = query_at + a * query_step, out_at + a * out_step + 4 * (start - lo + i)
-                dot(block, FP32, rows_at + 8 * i, mine, query_step, r, to, out_step)
+        count = min(_TILE, hi - start)
+        for i in range(count):
+            rows[i] = keys.ctypes.data + (start + i) * keys.strides[0]
+        products(FP32, 4 * query.shape[1], query, rows, count, heads, logits[:, start - lo :])
 
 
-@threads.kernel()
+@kernel()
 def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
     """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv, capacity, r); over (n, 2): the softmax's span."""
     heads = q.shape[1]
@@ -166,14 +146,14 @@ def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
         if k[row] == 0:
             continue
         start, end = over[row]
-        logits = np.empty((q.shape[2], (end - start + LANES - 1) // LANES * LANES), np.float32)
+        logits = np.empty((q.shape[2], end - start + 1), np.float32)
         weights = np.empty(hi[row] - lo, np.float32)
-        _products(q[row, head], keys[row, head], start, end, g, block, rows, logits)
-        _sum_softmax(logits, g, end - start, lo - start, weights)
-        _take(weights, k[row], lo, out[row, head])
+        _logits(q[row, head], keys[row, head], start, end, rows, block, logits)
+        _sum_softmax(logits[:, : end - start], g, lo - start, weights)
+        take(weights, k[row], lo, out[row, head])
 
 
-@threads.kernel(fastmath=_FAST)
+@kernel(fastmath=FAST)
 def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
     """The same of keys stored component by component: lines (n, L, capacity), those of a head at places (n, h_kv, r)."""
     heads, g, r = q.shape[1], q.shape[2], q.shape[3]
@@ -182,7 +162,7 @@ def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
         if k[row] == 0:
             continue
         start, end = over[row]
-        logits = np.zeros((g, (end - start + LANES - 1) // LANES * LANES), np.float32)
+        logits = np.zeros((g, end - start), np.float32)
         weights = np.empty(hi[row] - lo, np.float32)
         for j in range(r):
             line = lines[row, places[row, head, j], start:end]
@@ -190,8 +170,8 @@ def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
                 factor, mine = q[row, head, a, j], logits[a]
                 for i in range(line.shape[0]):
                     mine[i] += factor * line[i]
-        _sum_softmax(logits, g, end - start, lo - start, weights)
-        _take(weights, k[row], lo, out[row, head])
+        _sum_softmax(logits, g, lo - start, weights)
+        take(weights, k[row], lo, out[row, head])
 
 
 def _spans(
@@ -215,13 +195,13 @@ def best_by_products(
     the lower position, -1 = padding.
     """
     n, h_kv, g, r = q.shape
-    block, padded = head_block(g)
+    heads, padded = block(g)
     query = np.zeros((n, h_kv, padded, r), np.float32)
     query[:, :, :g] = q.numpy()
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     spans, ends, counts = _spans(over, hi, k)
-    cost = h_kv * sum(end - start for start, end in over) * (2 * g + 4 * r / threads.BYTES_PER_NS)
-    threads.run(_rank, n * h_kv, query, keys.numpy(), spans, lo, ends, counts, g, block, out, cost=cost)
+    cost = h_kv * sum(end - start for start, end in over) * (2 * g + 4 * r / BYTES_PER_NS)
+    run(_rank, n * h_kv, query, keys.numpy(), spans, lo, ends, counts, g, heads, out, cost=cost)
     return torch.from_numpy(out)
 
 
@@ -238,8 +218,8 @@ def best_by_lines(
     n, h_kv = q.shape[:2]
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     spans, ends, counts = _spans(over, hi, k)
-    cost = h_kv * sum(end - start for start, end in over) * (2 * q.shape[2] + 4 * q.shape[3] / threads.BYTES_PER_NS)
-    threads.run(
+    cost = h_kv * sum(end - start for start, end in over) * (2 * q.shape[2] + 4 * q.shape[3] / BYTES_PER_NS)
+    run(
         _rank_lines,
         n * h_kv,
         q.contiguous().numpy(),
@@ -255,20 +235,16 @@ def best_by_lines(
     return torch.from_numpy(out)
 
 
-@threads.kernel()
-def _bounds(first, last, positive, negative, low, high, start, g, block, out):
-    """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, c, d), out (n, h_kv, g', pages)."""
-    heads, pages = out.shape[1], out.shape[3]
-    rows = np.empty(_TILE, np.int64)
-    other = np.empty((out.shape[2], (pages + LANES - 1) // LANES * LANES), np.float32)
+@kernel()
+def _bounds(first, last, positive, negative, low, high, start, block, out):
+    """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, c, d), out (n, h_kv, g', pages + 1)."""
+    heads, pages = out.shape[1], out.shape[3] - 1
+    rows, other = np.empty(_TILE, np.int64), np.empty(out.shape[2:], np.float32)
     for task in range(first, last):
         row, head = task // heads, task % heads
-        _products(positive[row, head], high[row, head], start, start + pages, g, block, rows, out[row, head])
-        _products(negative[row, head], low[row, head], start, start + pages, g, block, rows, other)
-        for a in range(g):
-            mine, more = out[row, head, a], other[a]
-            for i in range(pages):
-                mine[i] += more[i]
+        _logits(positive[row, head], high[row, head], start, start + pages, rows, block, out[row, head])
+        _logits(negative[row, head], low[row, head], start, start + pages, rows, block, other)
+        out[row, head] += other
 
 
 def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -277,15 +253,14 @@ def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: i
     q (n, h, 1, d); low and high (n, h_kv, capacity, d), the least and largest entries of each page's keys. fp32.
     """
     n, h, _, d = q.shape
-    h_kv = low.shape[1]
+    h_kv, pages = low.shape[1], last - first
     g = h // h_kv
-    block, padded = head_block(g)
-    parts = [torch.zeros(n, h_kv, padded, d) for _ in range(2)]
-    for part, kept in zip(parts, (q.clamp_min(0), q.clamp_max(0)), strict=True):
-        part[:, :, :g] = kept.view(n, h_kv, g, d)
-    whole = -(-(last - first) // LANES) * LANES
-    out = np.empty((n, h_kv, padded, whole), np.float32)[..., : last - first]
-    positive, negative = (part.numpy() for part in parts)
-    cost = n * h_kv * (last - first) * 8 * d / threads.BYTES_PER_NS
-    threads.run(_bounds, n * h_kv, positive, negative, low.numpy(), high.numpy(), first, g, block, out, cost=cost)
-    return torch.from_numpy(out)[:, :, :g].reshape(n, h, last - first)
+    heads, padded = block(g)
+    positive, negative = np.zeros((2, n, h_kv, padded, d), np.float32)
+    grouped = q.reshape(n, h_kv, g, d).numpy()
+    np.maximum(grouped, 0, out=positive[:, :, :g])
+    np.minimum(grouped, 0, out=negative[:, :, :g])
+    out = np.zeros((n, h_kv, padded, pages + 1), np.float32)
+    cost = n * h_kv * pages * 8 * d / BYTES_PER_NS
+    run(_bounds, n * h_kv, positive, negative, low.numpy(), high.numpy(), first, heads, out, cost=cost)
+    return torch.from_numpy(out)[:, :, :g, :pages].reshape(n, h, pages)

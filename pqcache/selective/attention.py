@@ -45,10 +45,10 @@ def attend_one(
 def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float) -> torch.Tensor:
     """Attention of one token per row over all tokens of the row: q (n, h, 1, d), k and v (n, h_kv or h, max(lengths), d).
 
-    Entries from lengths[r] on are padding. Returns (n, 1, h, d). A CPU kernel serves where it is faster (kernels/dense.py).
+    Entries from lengths[r] on are padding. Returns (n, 1, h, d). A CPU kernel serves where it is faster (kernels/attend.py).
     """
-    if k.numel() >= NATIVE_FROM and kernels.native(q, k, v) and kernels.dense.serves(q, k, v):
-        return kernels.dense.attend_all(q, k, v, lengths, scaling)
+    if k.numel() >= NATIVE_FROM and kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
+        return kernels.attend.attend_all(q, k, v, lengths, scaling)
     return attend_one(q, k, v, scaling, row_mask(lengths, k.shape[2], q.device))
 
 
@@ -59,8 +59,8 @@ def attend_adding(
     m, h_kv = k.shape[2], k.shape[1]
     sums = sums[:, :, :m]
     large = k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype
-    if large and kernels.native(q, k, v, sums) and kernels.received.serves(k, v):
-        return kernels.received.attend_adding(q, k, v, scaling, sums).transpose(1, 2)
+    if large and q.dtype == torch.float32 and kernels.native(q, k, v, sums) and kernels.attend.serves(q, k, v):
+        return kernels.attend.attend_adding(q, k, v, scaling, sums)
     valid = row_mask(lengths, m, q.device)
     part = partial(q, k, v, scaling, None if valid is None else valid[:, :, None], probs=True)
     assert part.probs is not None

@@ -1,7 +1,7 @@
 """How much attention each key received: column sums of the softmax, without ever holding an s x s matrix.
 
 Used by evictors (all queries of the prompt: H2O; the last few: SnapKV). Whole rows of logits are computed for a block of queries
-at a time, so their softmax is final. In fp32 on the CPU a kernel does it (kernels/column_sums.py). A long prompt on the CPU gets
+at a time, so their softmax is final. A long prompt on the CPU gets
 its attention from the same blocks (`attend_and_sum`), so that its logits are computed once and not twice.
 
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
@@ -52,20 +52,8 @@ def add_column_sums(
         (n, t, h, d'). On the CPU.
 
     Memory beside `sums`: one block of logits of one KV group, g * block * max(stored) numbers; of several groups if
-    that stays below TOGETHER (ON_DEVICE). The CPU's kernel chooses blocks itself, one per thread, and has a few copies of a row's
-    sums.
+    that stays below TOGETHER (ON_DEVICE).
     """
-    if kernel_serves(sums, q, k, *(attended or ())):
-        for row, (m, count) in enumerate(zip(stored, counts, strict=True)):
-            if count:
-                first = q.shape[2] - count
-                window = None if windows is None else windows[row]
-                part = attended and (attended[0][row, :, :m], attended[1][row, first:].transpose(0, 1))
-                seen = torch.arange(m - count + 1, m + 1)
-                kernels.column_sums.add_sums(
-                    sums[row, :, :m], q[row, :, first:], k[row, :, :m], seen, scaling, window, part
-                )
-        return
     _, h, t, _ = q.shape
     h_kv, dtype = k.shape[1], sums.dtype
     g, block = h // h_kv, min(block, t)
@@ -92,13 +80,6 @@ def add_column_sums(
                 if windows is not None and m > windows[row]:
                     first = _forget(probs, windows[row])
                 into[..., first:].add_(_over_queries(probs[..., first:]), alpha=factor)
-
-
-def kernel_serves(*tensors: torch.Tensor) -> bool:
-    """Whether the CPU's kernel, kernels/column_sums.py, takes these sums, queries, keys, values or outputs."""
-    if not kernels.native(*tensors):
-        return False
-    return kernels.column_sums.serves(*tensors)
 
 
 def _blocks(start: int, end: int, before: int, block: int) -> Iterator[tuple[int, int]]:

@@ -175,12 +175,12 @@ class HostStore(RetrievalStore):
         if not same or indices.shape[1] not in (1, h_kv) or not kernels.native(q, indices, *self.sinks):
             return None
         window = [buffer.data[:, :, self.columns - local : self.columns] for buffer in self.local]
-        if local > self.columns or not kernels.runs.serves(*self.sinks, *window) or bool((indices < 0).any()):
+        if local > self.columns or not kernels.attend.side_by_side(*self.sinks, *window) or bool((indices < 0).any()):
             return None
         fetched = self._prefetched(indices) or self.fetch(indices)
         parts = list(zip(self.sinks, fetched, window, strict=True))
         counts = (sinks, indices.shape[2], local)
-        return kernels.runs.attend_parts(q, parts, counts, scaling).transpose(1, 2)
+        return kernels.attend.attend_parts(q, parts, counts, scaling)
 
     def fetch(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V of positions `indices` (n, H, k) from the host: (n, h_kv or h, k, d) on the device, undefined for -1."""

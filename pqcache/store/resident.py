@@ -73,7 +73,7 @@ class ResidentStore(RetrievalStore):
         same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32
         if not same or not kernels.native(q, k, v, indices):
             return None
-        if not kernels.attend.serves(q.shape[1], k.shape[1], indices.shape[1]):
+        if not kernels.attend.serves_chosen(q.shape[1], k.shape[1], indices.shape[1]):
             return None
         return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pqcache.kernels import threads
+from pqcache.kernels import launch
 
 
 @pytest.fixture(autouse=True)
 def _shared_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_ALONE", 0)
+    monkeypatch.setattr(launch, "_ALONE", 0)

@@ -14,7 +14,7 @@ from pqcache import kernels
 from pqcache.selective import Budget, SelectiveCache, attach, attention
 
 pytest.importorskip("numba")
-from pqcache.kernels import dense
+from pqcache.kernels import attend
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,7 +53,7 @@ def test_equals_softmax_attention(lengths, h_kv, g, d, dtype, token_major, worke
     before = torch.get_num_threads()
     torch.set_num_threads(workers)
     try:
-        out = dense.attend_all(q, k, v, lengths, d**-0.5)
+        out = attend.attend_all(q, k, v, lengths, d**-0.5)
     finally:
         torch.set_num_threads(before)
     assert out.dtype == dtype and out.shape == (n, 1, h_kv * g, d)
@@ -71,7 +71,7 @@ def test_long_rows_and_large_logits(workers: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(workers)
     try:
-        out = dense.attend_all(q, k, v, [5000], 1.0)
+        out = attend.attend_all(q, k, v, [5000], 1.0)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(out.double(), expected(q, k, v, [5000], 1.0), rtol=1e-4, atol=1e-4)
@@ -83,7 +83,7 @@ def test_infinity_and_nan_are_not_hidden(dtype: torch.dtype) -> None:
         for of_keys in (True, False):
             k, v = torch.ones(2, 1, 2, 300, 16, dtype=dtype).unbind(0)
             (k if of_keys else v)[0, 1, 299, 3] = value
-            out = dense.attend_all(torch.ones(1, 4, 1, 16, dtype=dtype), k, v, [300], 1.0)[0, 0]
+            out = attend.attend_all(torch.ones(1, 4, 1, 16, dtype=dtype), k, v, [300], 1.0)[0, 0]
             assert torch.isfinite(out[:2]).all() and not torch.isfinite(out[2:]).all()
 
 
@@ -94,17 +94,16 @@ def test_every_number_of_16_bits_is_widened_exactly(dtype: torch.dtype) -> None:
     numbers = numbers[numbers.isfinite()]
     v = numbers[: len(numbers) // 128 * 128].view(1, -1, 1, 128)
     heads = v.shape[1]
-    out = dense.attend_all(torch.zeros(1, heads, 1, 128, dtype=dtype), torch.zeros_like(v), v, [1], 1.0)
+    out = attend.attend_all(torch.zeros(1, heads, 1, 128, dtype=dtype), torch.zeros_like(v), v, [1], 1.0)
     assert torch.equal(out.view(-1), v.reshape(-1))
 
 
 def test_who_is_served() -> None:
     q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 20, 32)
-    assert dense.serves(q, k, k)
-    assert not dense.serves(q.double(), k.double(), k.double())
-    assert not dense.serves(q, k.bfloat16(), k.bfloat16())
-    assert not dense.serves(q[..., :8], k[..., :8], k[..., :8])
-    assert not dense.serves(q, k.transpose(2, 3).contiguous().transpose(2, 3), k)
+    assert attend.serves(q, k, k)
+    assert not attend.serves(q.double(), k.double(), k.double())
+    assert not attend.serves(q, k.bfloat16(), k.bfloat16())
+    assert not attend.serves(q, k.transpose(2, 3).contiguous().transpose(2, 3), k)
 
 
 @pytest.mark.parametrize("method", [Full(), StreamingLLM(budget=Budget(ratio=0.5))], ids=["full", "streaming"])
@@ -117,13 +116,13 @@ def test_decode_steps_use_it(method, dtype: torch.dtype, monkeypatch: pytest.Mon
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    calls, attend_all = [], dense.attend_all
+    calls, attend_all = [], attend.attend_all
 
     def counted(*args):
         calls.append(args[3])
         return attend_all(*args)
 
-    monkeypatch.setattr(dense, "attend_all", counted)
+    monkeypatch.setattr(attend, "attend_all", counted)
     monkeypatch.setattr(attention, "NATIVE_FROM", 0)
     ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

@@ -12,7 +12,6 @@ from baselines.gear.method import GEAR
 from baselines.kivi import KIVI
 from baselines.zipcache import MiKV
 from pqcache import kernels
-from pqcache.kernels import threads
 from pqcache.selective.attention import partial
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.layout import Codes, Run, decoded
@@ -78,13 +77,13 @@ def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch:
     with kernels.plain_torch():
         want = attend_coded(q, store, 0.25)
     tasks = []
-    run = threads.run
+    run = packed.run
 
     def counted(kernel: Any, count: int, *args: Any, **cost: Any) -> None:
         tasks.append(count)
         run(kernel, count, *args, **cost)
 
-    monkeypatch.setattr(threads, "run", counted)
+    monkeypatch.setattr(packed, "run", counted)
     before = torch.get_num_threads()
     torch.set_num_threads(workers)
     try:

@@ -9,7 +9,7 @@ from pqcache.selective.attention import attend_one, merge, partial
 from pqcache.store.host import HostStore
 
 pytest.importorskip("numba")
-from pqcache.kernels import received, runs
+from pqcache.kernels import attend
 
 
 @settings(max_examples=30, deadline=None)
@@ -28,20 +28,20 @@ def test_runs_of_two_queries_are_one_softmax(n, h_kv, g, d, window, tokens, scal
     near = [torch.randn(n, h_kv, window + 5, d, generator=gen)[:, :, 2 : window + 2] for _ in "kv"]
     far = [[torch.randn(n, h_kv, m + 1, d, generator=gen) for _ in "kv"] for m in tokens]
     queries = torch.randn(2, n, h_kv * g, 1, d, generator=gen) * scale
-    table = torch.zeros(n, h_kv, 1 + len(tokens), 4, dtype=torch.long).numpy()
+    table = torch.zeros(n, h_kv, 1 + len(tokens), attend.COLUMNS, dtype=torch.long).numpy()
     for i, (pair, m) in enumerate([(near, window), *zip(far, tokens, strict=True)]):
-        table[:, :, i, runs.TOKENS], table[:, :, i, runs.QUERY] = m, i > 0
-        for column, x in zip((runs.KEYS, runs.VALUES), pair, strict=True):
-            table[:, :, i, column] = runs.addresses(x, 0, 1)
+        table[:, :, i, attend.TOKENS], table[:, :, i, attend.QUERY] = m, i > 0
+        for column, x in zip((attend.KEYS, attend.VALUES), pair, strict=True):
+            table[:, :, i, column] = attend.addresses(x, 0, 1)
     sums = torch.ones(n, h_kv * g, window)
-    out = runs.attend_runs(queries, table, sums, 0.2)
+    out = attend.attend_runs(queries, table, sums, 0.2)
     parts = [partial(queries[0].double(), *near, 0.2, probs=True)]
     if sum(tokens):
         keys, values = (torch.cat([x[i][:, :, :m] for x, m in zip(far, tokens, strict=True)], 2) for i in (0, 1))
         parts.append(partial(queries[1].double(), keys, values, 0.2))
     joint = merge(parts)
     share = torch.exp(parts[0].lse - joint.lse)[..., None]
-    torch.testing.assert_close(out.double(), joint.out, rtol=1e-4, atol=1e-5 * scale)
+    torch.testing.assert_close(out.transpose(1, 2).double(), joint.out, rtol=1e-4, atol=1e-5 * scale)
     torch.testing.assert_close(sums.double() - 1, (parts[0].probs * share)[:, :, 0], rtol=1e-4, atol=1e-5)
 
 
@@ -59,8 +59,8 @@ def test_probabilities_of_all_tokens_are_added(g, m, workers):
             (torch.ones(2, 2 * g, m + 10), probs),
             (torch.ones(2, 2, m + 10), probs.unflatten(1, (2, g)).mean(2)),
         ):
-            out = received.attend_adding(q, k, v, 0.3, sums[:, :, :m])
-            torch.testing.assert_close(out, expected.out.float(), rtol=1e-5, atol=1e-5)
+            out = attend.attend_adding(q, k, v, 0.3, sums[:, :, :m])
+            torch.testing.assert_close(out.transpose(1, 2), expected.out.float(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(sums[:, :, :m] - 1, added, rtol=1e-5, atol=1e-6)
             assert (sums[:, :, m:] == 1).all()
     finally:
@@ -76,7 +76,7 @@ def test_small_probabilities_are_added_whatever_the_maximum_was_when_they_were_c
     q = torch.zeros(1, 1, 1, d)
     q[..., 0] = 1
     sums = torch.zeros(1, 1, m)
-    received.attend_adding(q, k, torch.randn(1, 1, m, d), 1.0, sums)
+    attend.attend_adding(q, k, torch.randn(1, 1, m, d), 1.0, sums)
     expected = k[0, 0, :, 0].double().softmax(-1)
     normal = expected > 1e-37
     torch.testing.assert_close(sums[0, 0][normal].double(), expected[normal], rtol=1e-4, atol=0)

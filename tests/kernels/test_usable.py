@@ -19,7 +19,6 @@ Break = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As before the first kernel."""
-    assert kernels.installed()
     for name in kernels._MODULES:
         monkeypatch.delitem(sys.modules, f"pqcache.kernels.{name}", raising=False)
     kernels.usable.cache_clear()
@@ -33,17 +32,11 @@ def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
 
 
-def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
 
 
-def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "installed", lambda: False)
-
-
-@pytest.mark.parametrize(
-    ("break_it", "why"), [(no_folder, "no locator"), (no_numba, "import of numba"), (not_installed, "not installed")]
-)
+@pytest.mark.parametrize(("break_it", "why"), [(no_folder, "no locator"), (not_installed, "not installed")])
 def test_plain_torch_and_one_note(break_it: Break, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, centroids = torch.randn(2, 300, 16), torch.randn(2, 8, 16)
     with kernels.without_numba():

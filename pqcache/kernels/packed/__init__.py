@@ -2,8 +2,8 @@
 
 Steps and lows fold away. For keys, a channel's step multiplies the query and its low adds q . low, once per segment of tokens; a
 token's step and low act on the finished product. For values, a token's step multiplies its probability and its low adds one sum
-per query head; a channel's are applied to the result. Only where a token has several groups of channels do steps and lows meet
-the codes. Outliers add what they differ by from the codes in their places; a low-rank part has a product of its own.
+per query head; a channel's are applied to the result. Where a token has several groups of channels, their steps scale the
+codes as they are read. Outliers add what they differ by from the codes in their places; a low-rank part has a product of its own.
 
 The softmax is that of a running maximum, tile by tile. Its plain-torch equal is attention over decoded tokens.
 """
@@ -18,7 +18,8 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels import threads
+from pqcache.kernels.launch import kernel, run, team
+from pqcache.kernels.numeric import floats
 from pqcache.kernels.packed.keys import (
     first_outliers,
     read_outliers,
@@ -28,11 +29,9 @@ from pqcache.kernels.packed.keys import (
     score_outliers,
     see_block,
 )
-from pqcache.kernels.packed.memory import STREAM, TILE, WINDOW, Scratch, laid_out, memory_of, scratch_sizes, sums_sizes
-from pqcache.kernels.packed.tiles import MOST_HEADS, READ, TOGETHER
+from pqcache.kernels.packed.memory import ADDED, HIGH, MASS, STREAM, TILE, WINDOW, laid_out, sizes_of
+from pqcache.kernels.packed.tiles import MOST_HEADS, READ
 from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
-from pqcache.kernels.registers import LANES, floats_at
-from pqcache.kernels.vectors import head_block
 
 if TYPE_CHECKING:
     from pqcache.store.layout import Codes, Run
@@ -53,33 +52,25 @@ def _end_of_tile(k, v, start, end):
 
 
 @numba.njit(nogil=True)
-def _begin_block(k, row, head, start, heads, scratch):
-    """Make ready for the outliers and the low-rank part of a block of keys, from token `start` on."""
-    if k.outliers:
-        first_outliers(k, row, head, start, scratch)
-    if k.rank:
-        see_block(k, row, head, start, heads, scratch)
-
-
-@numba.njit(nogil=True)
-def _attend_tile(k, v, row, head, start, stop, window, segment, heads, scratch, sums):
+def _attend_tile(k, v, row, head, start, stop, window, segment, heads, mem):
     """Tokens start .. stop-1 of one KV head; returns the segment of keys that is folded from now on."""
     count = stop - start
-    segment = score_codes(k, v, row, head, start, count, segment, heads, scratch)
+    segment = score_codes(k, v, row, head, start, count, segment, heads, mem)
     if k.outliers:
-        score_outliers(start - window, count, heads, scratch)
+        score_outliers(start - window, count, heads, mem)
     if k.rank:
-        score_low_rank(k, row, head, start, count, heads, scratch)
-    softmax(v, count, heads, sums, scratch)
+        score_low_rank(k, row, head, start, count, heads, mem)
+    softmax(v, count, heads, mem)
     if v.rank:
-        add_factors(v, row, head, start, count, heads, sums, scratch)
-    add_codes(v, row, head, start, count, heads, sums, scratch)
+        add_factors(v, row, head, start, count, heads, mem)
+    add_codes(v, row, head, start, count, heads, mem)
     return segment
 
 
 @numba.njit(nogil=True)
-def _attend_part(k, v, row, head, kv_heads, start, end, heads, memory):
-    """Tokens start .. end-1 of `kv_heads` KV heads, whose queries `read_query` has read."""
+def _attend_part(k, v, row, head, start, end, heads, memory):
+    """Tokens start .. end-1 of as many KV heads as `memory` has lines, whose queries `read_query` has read."""
+    kv_heads = memory.shape[0]
     segments = np.full(kv_heads, -1, np.int64)
     k_block, v_block, window, ahead = np.int64(-1), np.int64(-1), start, start
     while start < end:
@@ -89,14 +80,16 @@ def _attend_part(k, v, row, head, kv_heads, start, end, heads, memory):
         if refill:
             window, ahead = start, min(end, start + WINDOW, (start // k.length + 1) * k.length)
         for h in range(kv_heads):
-            scratch, sums = memory_of(memory, h)
-            if new_keys:
-                _begin_block(k, row, head + h, start, heads, scratch)
+            mem = memory[h]
+            if new_keys and k.outliers:
+                first_outliers(k, row, head + h, start, mem)
+            if new_keys and k.rank:
+                see_block(k, row, head + h, start, heads, mem)
             if refill:
-                read_outliers(k, row, head + h, window, ahead - window, heads, scratch)
+                read_outliers(k, row, head + h, window, ahead - window, heads, mem)
             if new_values and v_block >= 0:
-                end_block(v, row, head + h, v_block, heads, sums, scratch)
-            segments[h] = _attend_tile(k, v, row, head + h, start, stop, window, segments[h], heads, scratch, sums)
+                end_block(v, row, head + h, v_block, heads, mem)
+            segments[h] = _attend_tile(k, v, row, head + h, start, stop, window, segments[h], heads, mem)
         if v.outliers:
             add_outliers(v, row, start, stop - start, heads, memory)
         if new_keys:
@@ -104,43 +97,37 @@ def _attend_part(k, v, row, head, kv_heads, start, end, heads, memory):
         if new_values:
             v_block = start // v.length
         start = stop
-    for h in range(kv_heads):
-        scratch, sums = memory_of(memory, h)
-        if v_block >= 0:
-            end_block(v, row, head + h, v_block, heads, sums, scratch)
+    if v_block >= 0:
+        for h in range(kv_heads):
+            end_block(v, row, head + h, v_block, heads, memory[h])
 
 
-SCRATCH = len(Scratch._fields)
-
-
-@threads.kernel()
+@kernel()
 def _attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
     """tasks (t, 9): run, row, KV head, how many of them, line of q, lines to the next head, place, first and last token.
 
-    q (lines, heads, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array of Scratch and Sums. Writes for each
+    q (lines, heads, d), scaled; k, v (runs,) of STREAM; sizes: floats of each array, see memory.py. Writes for each
     task and head, from its place on, the weighted values, out (places, heads, d), the largest logit and the sum of weights.
     """
     most = 0
     for task in range(first, last):
         most = max(most, tasks[task, 3])
-    memory = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * most, np.float32)
-    base = laid_out((memory.ctypes.data + 63) // 64 * 64, sizes)
+    space = np.zeros(16 + (sizes.sum() + 16 * sizes.shape[0]) * most, np.float32)
+    memory = laid_out((space.ctypes.data + 63) // 64 * 64, sizes, most)
     for task in range(first, last):
-        run, row, head, kv_heads, line, apart, place, start, end = tasks[task]
+        number, row, head, kv_heads, line, apart, place, start, end = tasks[task]
         for h in range(kv_heads):
-            scratch, sums = memory_of(base, h)
-            floats_at(sums.codes, ((base[-1] - base[SCRATCH]) // 4,))[:] = 0
-            floats_at(sums.high, (len(heads),))[:] = -np.inf
-            read_query(k[run], q.ctypes.data + (line + h * apart) * q.strides[0], heads, scratch)
-        _attend_part(k[run], v[run], row, head, kv_heads, start, end, heads, base)
+            mem = memory[h]
+            for i in range(ADDED, sizes.shape[0]):
+                floats(mem[i], sizes[i])[:] = 0
+            floats(mem[HIGH], len(heads))[:] = -np.inf
+            read_query(k[number], q[line + h * apart], heads, mem)
+        _attend_part(k[number], v[number], row, head, start, end, heads, memory[:kv_heads])
         for h in range(kv_heads):
-            scratch, sums = memory_of(base, h)
-            result(v[run], row, head + h, heads, sums, scratch, out[place + h])
-            high[place + h], mass[place + h] = (
-                floats_at(sums.high, (len(heads),)),
-                floats_at(sums.mass, (len(heads),)),
-            )
-    memory[0] = 0  # numba frees an array behind its last use, and addresses are none
+            result(v[number], row, head + h, heads, memory[h], out[place + h])
+            high[place + h] = floats(memory[h, HIGH], len(heads))
+            mass[place + h] = floats(memory[h, MASS], len(heads))
+    space[0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
 @numba.njit(nogil=True, cache=True)
@@ -165,15 +152,11 @@ def _merge(lines, parts, high, mass, out, lse):
             lse[line, a] += np.log(total[line, a])
 
 
-def _read_as(codes: Codes) -> tuple[int, int, int, int]:
-    """Bits of a code as the tiles read it, whether it is spread for that, channels of a token then, and groups of it."""
-    unit, groups = LANES * TOGETHER, 1 if codes.token_step is None else codes.token_step.shape[3]
-    width = -(-codes.d // unit) * unit
-    if groups > 1 and codes.d // groups % unit:  # tiles cannot apply these steps
-        return 32, 1, width, 1
-    if codes.bits in READ and width == codes.d:
-        return codes.bits, 0, width, groups
-    return (32 if codes.bits == 32 else 8), 1, width, groups
+def _read_as(codes: Codes) -> int:
+    """Bits of a code as the tiles read it: in place, where steps and lows act on whole bytes, else decoded."""
+    groups = 1 if codes.token_step is None else codes.token_step.shape[3]
+    whole = codes.bits in READ and codes.d // groups * codes.bits % 8 == 0
+    return codes.bits if whole else 32
 
 
 def _pair(step: torch.Tensor | None, low: torch.Tensor | None) -> tuple[int, ...]:
@@ -203,12 +186,11 @@ def _stream(codes: Codes) -> tuple[int, ...]:
     if low_rank is not None:
         a, b = _pair(low_rank.a, None), _pair(low_rank.b, None)
         factors, length = (low_rank.a.shape[3], a[0], *a[2:], b[0], *b[2:]), low_rank.length
-    read, spread, width, tile_groups = _read_as(codes)
     strides = [stride * codes.codes.element_size() for stride in codes.codes.stride()[:3]]
     groups = 0 if codes.token_step is None else codes.token_step.shape[3]
     return (
-        codes.bits, codes.d, read, spread, width, codes.codes.data_ptr(), *strides,
-        groups, tile_groups, *_pair(codes.token_step, codes.token_low),
+        codes.bits, codes.d, _read_as(codes), codes.codes.data_ptr(), *strides,
+        groups, *_pair(codes.token_step, codes.token_low),
         codes.span if codes.channel_step is not None else codes.codes.shape[2] + 1, codes.offset,
         *_pair(codes.channel_step, codes.channel_low), *sparse, *factors, length,
     )  # fmt: skip
@@ -252,15 +234,15 @@ def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndar
     A line's tasks follow another's, so that equal shares of them are equal work. A run is cut into parts where there would be
     fewer tasks than pieces of work for all threads. Where outliers belong to all KV heads, a task has all heads.
     """
-    workers = torch.get_num_threads()
+    workers = team()
     tasks: list[tuple[int, ...]] = []
     places: list[int] = []
-    for number, run in enumerate(runs):
-        heads = h_kv if run.v.outliers is not None else 1
+    for number, each in enumerate(runs):
+        heads = h_kv if each.v.outliers is not None else 1
         parts = max(1, min(-(-_PIECES * workers * heads // (n * h_kv * blocks)), 8 * workers)) if workers > 1 else 1
         for row, head, block in itertools.product(range(n), range(0, h_kv, heads), range(blocks)):
             line = (row * h_kv + head) * blocks + block
-            count = int(run.counts[row][head])
+            count = int(each.counts[row][head])
             edges = [min(-(-count // TILE) * part // parts * TILE, count) for part in range(parts + 1)]
             for start, end in itertools.pairwise(edges):
                 if start < end:
@@ -279,7 +261,8 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     n, h, _, d = q.shape
     h_kv = runs[0].k.codes.shape[1]
     group = h // h_kv
-    block, padded_group = head_block(group, MOST_HEADS)
+    block = min(MOST_HEADS, 1 << (group - 1).bit_length())
+    padded_group = -(-group // block) * block
     blocks = padded_group // block
     k, v = (
         np.array([_stream(codes) for codes in of_all], STREAM)
@@ -291,11 +274,12 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     queries = padded.reshape(-1, block, d)
     parts = np.empty((len(places), block, d), np.float32)
     high, mass = np.empty((2, len(places), block), np.float32)
-    sizes = np.concatenate([scratch_sizes(k, v, d, block), sums_sizes(v, d, block)])
+    zeros = (np.float32(0),) * block
     numbers = int((tasks[:, 3] * (tasks[:, 8] - tasks[:, 7])).sum()) * d
-    threads.run(
-        _attend, len(tasks), queries, k, v, tasks, sizes, (0,) * block, parts, high, mass, cost=numbers / CODES_PER_NS
-    )
+    run(
+        _attend, len(tasks), queries, k, v, tasks, sizes_of(k, v, d, block), zeros, parts, high, mass,
+        cost=numbers / CODES_PER_NS,
+    )  # fmt: skip
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
     _merge(places, parts, high, mass, out, lse)
     result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, :group].reshape(n, h, 1, d)

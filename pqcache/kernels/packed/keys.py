@@ -5,51 +5,67 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from pqcache.kernels import registers
-from pqcache.kernels.packed.memory import FAST, LINE, TILE, code_at, position_at, prepare_tile, read_factors, undo
-from pqcache.kernels.packed.tiles import Soon, products
-from pqcache.kernels.registers import LANES
+from pqcache.kernels.numeric import FAST, at, floats, widen
+from pqcache.kernels.packed.memory import (
+    AHEAD,
+    BESIDE_QUERY,
+    CHANNELS,
+    CURSOR,
+    FACTORS,
+    FOLDED,
+    LINE,
+    LOGITS,
+    LOWS,
+    NEAR,
+    ONE,
+    QUERY,
+    SEEN,
+    STEPS,
+    SUMS,
+    TILE,
+    code_at,
+    half_at,
+    planes,
+    position_at,
+    read_channels,
+    read_factors,
+    read_tile,
+)
+from pqcache.kernels.packed.tiles import Rows, Soon, products
 
 
 @numba.njit(nogil=True)
-def read_query(k, q, heads, scratch):
-    """A block's queries q (heads, d), padded, and with heads side by side."""
-    source = registers.floats_at(q, (len(heads), k.d))
-    query = registers.floats_at(scratch.query, (len(heads), k.width))
-    beside = registers.floats_at(scratch.beside_query, (k.d, len(heads)))
-    query[:] = 0
+def read_query(k, q, heads, mem):
+    """A block's queries q (heads, d): by planes, and with heads side by side."""
+    per, width = planes(k)
+    query, beside = floats(mem[QUERY], (len(heads), k.d)), floats(mem[BESIDE_QUERY], (k.d, len(heads)))
     for a in range(len(heads)):
         for j in range(k.d):
-            query[a, j] = source[a, j]
-            beside[j, a] = source[a, j]
+            query[a, j % per * width + j // per] = beside[j, a] = q[a, j]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _fold(k, row, head, segment, heads, scratch):
-    """Queries times the channel steps of a segment, their sums, and their products with its lows."""
-    width = k.width
-    lines = registers.floats_at(scratch.channels, (2, width))
-    query, folded = (
-        registers.floats_at(scratch.query, (len(heads), width)),
-        registers.floats_at(scratch.folded, (len(heads), width)),
-    )
-    sums = registers.floats_at(scratch.sums, (2, len(heads)))
-    offset = row * k.channel_row + head * k.channel_head + segment * k.channel_segment
-    lines[0], lines[1] = 1, 0
-    if k.channel_step:
-        registers.widen(k.channel_step + offset, scratch.channels, k.d)
-    if k.channel_low:
-        registers.widen(k.channel_low + offset, scratch.channels + 4 * width, k.d)
-    if not k.groups:
-        undo(k.read, lines[0], lines[1])
+def _fold(k, row, head, segment, heads, mem):
+    """Queries times the channel steps of a segment, sums over their groups, and their products with its lows."""
+    per, width = planes(k)
+    groups = max(1, k.groups)
+    each = width // groups
+    read_channels(k, row * k.channel_row + head * k.channel_head + segment * k.channel_segment, mem)
+    step, low = floats(mem[CHANNELS], k.d), floats(mem[CHANNELS] + 4 * k.d, k.d)
+    sums = floats(mem[SUMS], (1 + groups, len(heads)))
     for a in range(len(heads)):
-        added, summed = np.float32(0), np.float32(0)
-        for j in range(width):
-            value = query[a, j] * lines[0, j]
-            added += query[a, j] * lines[1, j]
-            folded[a, j] = value
-            summed += value
-        sums[0, a], sums[1, a] = added, summed
+        query, folded = floats(mem[QUERY] + 4 * a * k.d, k.d), floats(mem[FOLDED] + 4 * a * k.d, k.d)
+        added = np.float32(0)
+        for j in range(k.d):
+            folded[j] = query[j] * step[j]
+            added += query[j] * low[j]
+        sums[0, a] = added
+        for group in range(groups):
+            summed = np.float32(0)
+            for plane in range(per):
+                for c in range(plane * width + group * each, plane * width + (group + 1) * each):
+                    summed += folded[c]
+            sums[1 + group, a] = summed
 
 
 @numba.njit(nogil=True)
@@ -61,35 +77,35 @@ def _next_tile(k, v, row, head, token):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_codes(k, v, row, head, start, count, segment, heads, scratch):
+def score_codes(k, v, row, head, start, count, segment, heads, mem):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
-    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
-    steps, lows = registers.floats_at(scratch.steps, (TILE,)), registers.floats_at(scratch.lows, (TILE,))
-    sums = registers.floats_at(scratch.sums, (2, len(heads)))
-    groups, step, low = k.tile_groups, 0, 0
-    codes, stride = prepare_tile(k, row, head, start, count, scratch)
+    groups = k.groups if k.read == k.bits else 0  # those that decoding has not applied
+    rows, (_, width) = read_tile(k, row, head, start, count, mem), planes(k)
+    steps, lows = floats(mem[STEPS], TILE * max(1, groups)), floats(mem[LOWS], TILE * max(1, groups))
+    sums = floats(mem[SUMS], (1 + max(1, groups), len(heads)))
     first = 0
     while first < count:
         here = (k.offset + start + first) // k.span
         last = min(count, (here + 1) * k.span - start - k.offset)
         if here != segment:
-            _fold(k, row, head, here, heads, scratch)
+            _fold(k, row, head, here, heads, mem)
             segment = here
-        if groups > 1:
-            step, low = scratch.steps + 4 * first * groups, scratch.lows + 4 * first * groups
+        some = Rows(rows.address + first * rows.stride, rows.stride, rows.scales and rows.scales + 4 * first * width)
         soon = _next_tile(k, v, row, head, start + first)
-        products(
-            k.read, codes + first * stride, stride, last - first, scratch.folded, 4 * k.width, groups,
-            k.width // LANES // groups, step, low, scratch.logits + 4 * first, 4 * LINE, soon, heads,
-        )  # fmt: skip
+        products(k.read, width, some, last - first, mem[FOLDED], mem[LOGITS] + 4 * first, LINE, soon, heads)
         for a in range(len(heads)):
-            added, whole = sums[0, a], sums[1, a]
-            if k.groups == 1:
+            logits, added = floats(mem[LOGITS] + 4 * a * LINE, LINE), sums[0, a]
+            if groups == 1:
+                whole = sums[1, a]
                 for i in range(first, last):
-                    logits[a, i] = logits[a, i] * steps[i] + lows[i] * whole + added
+                    logits[i] = logits[i] * steps[i] + lows[i] * whole + added
             else:
                 for i in range(first, last):
-                    logits[a, i] += added
+                    logits[i] += added
+                for group in range(groups):
+                    whole = sums[1 + group, a]
+                    for i in range(first, last):
+                        logits[i] += lows[i * groups + group] * whole
         first = last
     return segment
 
@@ -97,17 +113,15 @@ def score_codes(k, v, row, head, start, count, segment, heads, scratch):
 @numba.njit(nogil=True)
 def _near(k, row, head, token, channel):
     """What the code of a key's channel stands for."""
-    at = k.codes + row * k.codes_row + head * k.codes_head + token * k.codes_token
+    address = k.codes + row * k.codes_row + head * k.codes_head + token * k.codes_token
     of = row * k.channel_row + head * k.channel_head + token // k.span * k.channel_segment + 2 * channel
-    return code_at(at, k.bits, channel) * registers.read_half(k.channel_step + of) + registers.read_half(
-        k.channel_low + of
-    )
+    return code_at(address, k.bits, channel) * half_at(k.channel_step + of) + half_at(k.channel_low + of)
 
 
 @numba.njit(nogil=True)
-def first_outliers(k, row, head, start, scratch):
+def first_outliers(k, row, head, start, mem):
     """Point each channel's cursor to its first outlier from token `start` on: binary searches."""
-    cursor, near = registers.ints_at(scratch.cursor, (k.d,)), registers.floats_at(scratch.near, (k.d,))
+    cursor, near = at(mem[CURSOR], k.d, np.int32(0)), floats(mem[NEAR], k.d)
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, step, within = k.positions, k.position_bytes, k.entry_next, start % k.length
     for j in range(k.d):
@@ -124,49 +138,49 @@ def first_outliers(k, row, head, start, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def read_outliers(k, row, head, start, count, heads, scratch):
-    """By how much outliers of key channels change the logits of `count` tokens, in one block: scratch.ahead (WINDOW, heads).
+def read_outliers(k, row, head, start, count, heads, mem):
+    """By how much outliers of key channels change the logits of `count` tokens, in one block: AHEAD (WINDOW, heads).
 
     Many tiles at once, since the end of each channel's entries is a jump that the processor cannot foresee.
     """
-    cursor, nears = registers.ints_at(scratch.cursor, (k.d,)), registers.floats_at(scratch.near, (k.d,))
+    cursor, nears = at(mem[CURSOR], k.d, np.int32(0)), floats(mem[NEAR], k.d)
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
-    positions, size, values, most, step = k.positions, k.position_bytes, k.values, k.outliers, k.entry_next
-    within, size_of_row = start % k.length, 4 * len(heads)
-    registers.floats_at(scratch.ahead, (count * len(heads),))[:] = 0
+    positions, size, most, step, within = k.positions, k.position_bytes, k.outliers, k.entry_next, start % k.length
+    ahead, query = floats(mem[AHEAD], count * len(heads)), floats(mem[BESIDE_QUERY], k.d * len(heads))
+    ahead[:] = 0
     for j in range(k.d):
-        at, near = cursor[j], nears[j]
-        while at < most:
-            entry = block + at * step + j
-            i = position_at(positions, size, entry) - within
+        entry, near = cursor[j], nears[j]
+        while entry < most:
+            i = position_at(positions, size, block + entry * step + j) - within
             if i >= count:
                 break
             if not k.alike:
                 near = _near(k, row, head, start + i, j)
-            change = registers.read_float(values + 4 * entry) - near
-            registers.add_row(scratch.ahead + size_of_row * i, scratch.beside_query + size_of_row * j, change, heads)
-            at += 1
-        cursor[j] = at
+            change = floats(k.values + 4 * (block + entry * step + j), 1)[0] - near
+            for a in range(len(heads)):
+                ahead[i * len(heads) + a] += change * query[j * len(heads) + a]
+            entry += 1
+        cursor[j] = entry
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_outliers(first, count, heads, scratch):
+def score_outliers(first, count, heads, mem):
     """Add to the tile's logits what outliers change; the tile begins with token `first` of those read ahead."""
-    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
-    ahead = registers.floats_at(scratch.ahead + 4 * len(heads) * first, (count, len(heads)))
+    ahead = floats(mem[AHEAD] + 4 * len(heads) * first, (count, len(heads)))
     for a in range(len(heads)):
+        logits = floats(mem[LOGITS] + 4 * a * LINE, LINE)
         for i in range(count):
-            logits[a, i] += ahead[i, a]
+            logits[i] += ahead[i, a]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def see_block(k, row, head, start, heads, scratch):
-    """The query times the second low-rank factor of a block: `seen`."""
-    seen, line = registers.floats_at(scratch.seen, (k.rank, len(heads))), registers.floats_at(scratch.line, (k.d,))
-    query = registers.floats_at(scratch.beside_query, (k.d, len(heads)))
-    at = k.b + row * k.b_row + head * k.b_head + start // k.length * k.b_block
+def see_block(k, row, head, start, heads, mem):
+    """The query times the second low-rank factor of a block: SEEN."""
+    seen, line = floats(mem[SEEN], (k.rank, len(heads))), floats(mem[ONE], k.d)
+    query = floats(mem[BESIDE_QUERY], (k.d, len(heads)))
+    address = k.b + row * k.b_row + head * k.b_head + start // k.length * k.b_block
     for r in range(k.rank):
-        registers.widen(at + 2 * r * k.d, scratch.line, k.d)
+        widen(address + 2 * r * k.d, line)
         for a in range(len(heads)):
             seen[r, a] = 0
         for j in range(k.d):
@@ -175,16 +189,13 @@ def see_block(k, row, head, start, heads, scratch):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def score_low_rank(k, row, head, start, count, heads, scratch):
+def score_low_rank(k, row, head, start, count, heads, mem):
     """Add q . (a b) to the tile's logits, as a . (b q). The tile is in one block."""
-    read_factors(k, row, head, start, count, scratch)
-    factors, seen = (
-        registers.floats_at(scratch.factors, (k.rank, TILE)),
-        registers.floats_at(scratch.seen, (k.rank, len(heads))),
-    )
-    logits = registers.floats_at(scratch.logits, (len(heads), LINE))
+    read_factors(k, row, head, start, count, mem)
+    seen = floats(mem[SEEN], (k.rank, len(heads)))
     for r in range(k.rank):
+        factors = floats(mem[FACTORS] + 4 * r * TILE, TILE)
         for a in range(len(heads)):
-            product = seen[r, a]
+            product, logits = seen[r, a], floats(mem[LOGITS] + 4 * a * LINE, LINE)
             for i in range(count):
-                logits[a, i] += product * factors[r, i]
+                logits[i] += product * factors[i]
