@@ -9,10 +9,10 @@ K-Means: one layer's 16 groups (8 KV heads x 2 sub-spaces), 5 rounds, the same i
 every point used; beside them the matrix products alone. Scoring: all 32 query heads' top-k per KV head, against exact products
 + group softmax + top-k and against faiss IndexPQ (which ranks per query head, without groups). Decode: one whole attention step
 of PQCache at a budget, index look-up, encoding and storing of the new token included, against attention over the full cache:
-torch's forms of it, and our own kernel, which Full uses. Dense: what these read per second. Rounds are interleaved and medians
-compared, so that a busy machine slows all alike; a ratio is the median over the rounds of our time / the fastest peer's time in
-that round. Ratios that miss a bar of BARS are named at the end, and the exit status is 1 (not with --quick). Needs scikit-learn
-and faiss (the dev extra).
+torch's forms of it, and our own kernel, which Full uses. Dense: what these read per second, beside a matrix-vector product over
+as many bytes. Rounds are interleaved and medians compared, so that a busy machine slows all alike; a ratio is the median over
+the rounds of our time / the fastest peer's time in that round. Ratios that miss a bar of BARS are named at the end, and the
+exit status is 1 (not with --quick). Needs scikit-learn and faiss (the dev extra).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,9 +39,8 @@ from pqcache.pq import PQCache, codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.store.resident import ResidentStore
-from scripts.bench import read_rates
 from scripts.bench.arguments import refuse_below
-from scripts.bench.dense import attentions, native
+from scripts.bench.dense import TORCH, attentions, dtype_name
 from scripts.bench.layer import AttentionLayer, LayerSize
 from scripts.bench.rounds import median_ratio, timed_rounds
 
@@ -52,6 +50,7 @@ SIZE = LayerSize(h=32, h_kv=8, d=128, hidden=64)
 M, B, ROUNDS, SINKS = 2, 6, 5, 32
 # Tokens of each group that is clustered.
 GROUP_TOKENS = 32_640
+NATIVE = "native dense"
 
 # What ratios must reach: at most the number, but for rates at least.
 BARS = {
@@ -83,23 +82,16 @@ class MachineRates:
     """The machine's own rates, which measured ones are compared with: copy in GB/s, matmul in GFLOP/s."""
 
     def __init__(self, quick: bool) -> None:
-        size = 1 << (22 if quick else 26)
-        source, target = torch.ones(size), torch.empty(size)
-        side = 512 if quick else 2048
-        a = torch.randn(side, side)
+        size, side = 1 << (22 if quick else 26), 512 if quick else 2048
+        source, target, a = torch.ones(size), torch.empty(size), torch.randn(side, side)
         times = timed_rounds({"copy": lambda: target.copy_(source), "matmul": lambda: a @ a}, 5)
         self.copy = 2 * 4 * size / min(times["copy"]) / 1e9
         self.matmul = 2 * side**3 / min(times["matmul"]) / 1e9
 
-    def bandwidth(self, nbytes: float, times: list[float]) -> str:
-        """The rate at which nbytes were read in the median time, and its share of a copy's."""
-        rate = nbytes / statistics.median(times) / 1e9
-        return f"{rate:6.1f} GB/s, {100 * rate / self.copy:4.0f} % of copy"
-
-    def compute(self, flops: float, times: list[float]) -> str:
-        """The rate of so many operations in the median time, and its share of a matrix product's."""
-        rate = flops / statistics.median(times) / 1e9
-        return f"{rate:6.1f} GFLOP/s, {100 * rate / self.matmul:4.0f} % of matmul"
+    def share(self, amount: float, times: list[float], of: str) -> str:
+        """The rate of so many bytes (of = copy) or operations (of = matmul) in the median time, and its share of that rate."""
+        rate, unit = amount / statistics.median(times) / 1e9, {"copy": "GB/s", "matmul": "GFLOP/s"}[of]
+        return f"{rate:6.1f} {unit}, {100 * rate / getattr(self, of):4.0f} % of {of}"
 
 
 def real_keys(groups: int, tokens: int) -> torch.Tensor:
@@ -180,7 +172,7 @@ def bench_kmeans(name: str, x: torch.Tensor, machine: MachineRates, rounds: int)
         # scikit-learn warns that 5 rounds did not converge.
         warnings.simplefilter("ignore")
         times = timed_rounds({**calls, "matrix products alone": products}, rounds)
-    notes = {who: machine.compute(2.0 * g * n * d * c * (ROUNDS + 1), each) for who, each in times.items()}
+    notes = {who: machine.share(2.0 * g * n * d * c * (ROUNDS + 1), each, "matmul") for who, each in times.items()}
     title = f"K-Means, {name}: {g} groups of {n} x {d}, {c} centroids, T = {ROUNDS}"
     time_ratio = show(title, times, "ours", list(calls)[1:], notes)
     values = {who: inertia(x, centers) for who, centers in centroids.items()}
@@ -228,53 +220,63 @@ def bench_score(k: int, candidates: int, machine: MachineRates, rounds: int) -> 
 
     peers: Calls = {"exact + group softmax + top-k": exact, "faiss IndexPQ": faiss_pq}
     times = timed_rounds({"ours": ours, **peers}, rounds)
-    notes = {
-        "ours": machine.bandwidth(codes.numel(), times["ours"]) + " (codes)",
-        "exact + group softmax + top-k": machine.bandwidth(keys.numel() * 4, times["exact + group softmax + top-k"]),
-    }
+    notes = {"ours": machine.share(codes.numel(), times["ours"], "copy") + " (codes)"}
     return show(
         f"Scoring + top-k: k = {k} of {candidates} candidates, {h} query heads", times, "ours", list(peers), notes
     )
 
 
+def dense_calls(layer: AttentionLayer, s: int, dtype: torch.dtype) -> tuple[Calls, ResidentStore]:
+    """Name -> a call of each dense attention over s tokens of a layer, and the store that they read."""
+    store = ResidentStore()  # as Full holds them
+    store.append(layer.keys(s, 0).to(dtype), layer.keys(s, 1).to(dtype))
+    q, (k, v) = layer.queries(1).to(dtype), store.view()
+    return {name: lambda f=f: f(q, k, v, SIZE.d**-0.5) for name, f in attentions(q, k, v).items()}, store
+
+
 def bench_decode(s: int, budget: Budget, machine: MachineRates, rounds: int) -> tuple[float, float | None]:
     """Ratio of one decode attention step of one layer over s random tokens: to torch's fastest, and to our dense kernel."""
     layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
-    k, v, q = layer.keys(s, 0), layer.keys(s, 1), layer.queries(1)
-    new_k, new_v = layer.keys(1, 3), layer.keys(1, 4)
-    cache, _ = layer.filled(PQCache(budget=budget, m=M, b=B, n_sink=SINKS), k, v, q)
-    wide_k, wide_v = (x.repeat_interleave(SIZE.h // SIZE.h_kv, 1) for x in (k, v))
-    grouped = q.view(1, SIZE.h_kv, SIZE.h // SIZE.h_kv, SIZE.d)
-
-    def products() -> torch.Tensor:
-        return ((grouped @ k.transpose(-1, -2)) * SIZE.d**-0.5).softmax(-1) @ v
-
-    peers: Calls = {
-        "SDPA, enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        "SDPA, heads repeated beforehand": lambda: F.scaled_dot_product_attention(q, wide_k, wide_v),
-        "SDPA, group as query tokens": lambda: F.scaled_dot_product_attention(grouped, k, v),
-        "grouped matrix products": products,
-    }
-    held = ResidentStore()  # as Full holds them
-    held.append(k, v)
-    stored = held.view()
-    ours: Calls = {"PQCache": lambda: layer.decode_attention(cache, q, new_k, new_v)}
-    if "native dense" in attentions(q, *stored):
-        ours["native dense"] = lambda: native(q, *stored, SIZE.d**-0.5)
-    times = timed_rounds({**ours, **peers}, rounds)
-    plan = cache.layers[0].plans[0]
+    q, new_k, new_v = layer.queries(1), layer.keys(1, 3), layer.keys(1, 4)
+    cache, _ = layer.filled(PQCache(budget=budget, m=M, b=B, n_sink=SINKS), layer.keys(s, 0), layer.keys(s, 1), q)
+    peers, _ = dense_calls(layer, s, torch.float32)
+    times = timed_rounds({"PQCache": lambda: layer.decode_attention(cache, q, new_k, new_v), **peers}, rounds)
+    plan, row = cache.layers[0].plans[0], 2 * SIZE.h_kv * SIZE.d * 4
     attended = SINKS + plan.local + plan.k + 1
-    row = 2 * SIZE.h_kv * SIZE.d * 4
-    notes = {who: machine.bandwidth(s * row, times[who]) for who in peers if "repeated" not in who}
-    notes["PQCache"] = machine.bandwidth(attended * row, times["PQCache"]) + f", {attended} tokens"
-    if "native dense" in times:
-        notes["native dense"] = machine.bandwidth(s * row, times["native dense"])
-    ratio = show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(peers), notes)
-    if "native dense" not in times:
+    notes = {name: machine.share(s * row, times[name], "copy") for name in peers}
+    notes["PQCache"] = machine.share(attended * row, times["PQCache"], "copy") + f", {attended} tokens"
+    ratio = show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(TORCH), notes)
+    if NATIVE not in times:
         return ratio, None
-    to_native = median_ratio(times["PQCache"], times["native dense"])
-    print(f"  ratio to native dense: {to_native:.3f}")
+    to_native = median_ratio(times["PQCache"], times[NATIVE])
+    print(f"  ratio to {NATIVE}: {to_native:.3f}")
     return ratio, to_native
+
+
+def bench_dense(s: int, rounds: int) -> dict[str, float]:
+    """The native kernel's read rate over s tokens to torch.mv's, and its 16-bit times to its fp32 time; empty without it."""
+    layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
+    calls: Calls = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        of_dtype, store = dense_calls(layer, s, dtype)
+        matrices = [buffer.data.view(-1, 2048) for buffer in (store.k, store.v) if buffer is not None]
+        vector = torch.ones(2048, dtype=dtype)
+        of_dtype["torch.mv"] = lambda matrices=matrices, vector=vector: [torch.mv(m, vector) for m in matrices]
+        calls |= {f"{name}, {dtype_name(dtype)}": call for name, call in of_dtype.items()}
+    times = timed_rounds(calls, rounds)
+    print(f"\nDense attention over {s} tokens, {SIZE.h} query heads, {SIZE.h_kv} KV heads of {SIZE.d}")
+    for label, each in times.items():
+        median, size = statistics.median(each), 4 if label.endswith("float32") else 2
+        print(f"  {label:<34} {1e3 * median:>10.2f} ms   {2 * s * SIZE.h_kv * SIZE.d * size / median / 1e9:6.1f} GB/s")
+    base = times.get(f"{NATIVE}, float32")
+    if base is None:
+        return {}
+    ratios = {"dense_read_rate": median_ratio(times["torch.mv, float32"], base)}
+    for name in ("bfloat16", "float16"):
+        if label := times.get(f"{NATIVE}, {name}"):
+            ratios[f"dense_{name}_time"] = median_ratio(label, base)
+    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in ratios.items()))
+    return ratios
 
 
 def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]:
@@ -307,7 +309,7 @@ def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]
             if s >= 2 * 2048:
                 decode(s, Budget(tokens=2048), "_2048")
     if "dense" in args.parts:
-        worst |= read_rates.bench(SIZE, 32_768 // shrink, args.rounds)
+        worst |= bench_dense(32_768 // shrink, args.rounds)
     return worst
 
 
@@ -339,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     if not kernels.usable():
-        print("numba is not installed: plain torch is measured")
+        print("no CPU kernels: plain torch is measured")
     machine = MachineRates(args.quick)
     print(
         f"{device_caption('cpu')}, torch {torch.__version__};"

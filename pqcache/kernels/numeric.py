@@ -13,6 +13,7 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+_intrinsic: Any = intrinsic
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 SCALE = 64  # weights times 2^64 are normal numbers where fp32 has subnormal ones, which some CPUs multiply much slower
 BACK = np.float32(2.0**-SCALE)
@@ -28,7 +29,7 @@ FP32 = KINDS[torch.float32]
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
-@intrinsic
+@_intrinsic
 def _pointer(typingctx, address, kind):
     """An address as a pointer to numbers of kind's type."""
 
@@ -50,19 +51,19 @@ def floats(address, shape):
     return numba.carray(_pointer(address, np.float32(0)), shape)
 
 
-@intrinsic
+@_intrinsic
 def bits_of(typingctx, x):
     """The bits of an fp32 number, int32."""
     return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
 
 
-@intrinsic
+@_intrinsic
 def float_of(typingctx, x):
     """The fp32 number that has these bits, int32."""
     return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], _FLOAT)
 
 
-@intrinsic
+@_intrinsic
 def wide(typingctx, x):
     """A number of a row in fp32. x has the type of a value of KINDS."""
 
@@ -76,7 +77,7 @@ def wide(typingctx, x):
     return types.float32(x), generate
 
 
-@intrinsic
+@_intrinsic
 def _prefetch(typingctx, address):
     """Bring a cache line close to the processor, past the larger caches: it is read once per step."""
 
@@ -96,7 +97,7 @@ def fetch(address, size):
         _prefetch(address + offset)
 
 
-@intrinsic
+@_intrinsic
 def increment(typingctx, address):
     """Add 1 to the 64 bits at an address, which several threads may do at once, and return what they were.
 
@@ -173,7 +174,7 @@ def largest(line):
     return float_of(best ^ ((best >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@intrinsic
+@_intrinsic
 def whole_registers(typingctx):
     """Let the calling function use vectors of 512 bits where the processor has them. LLVM prefers 256 for fear of a lower clock.
 

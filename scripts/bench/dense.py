@@ -35,14 +35,14 @@ def grouped_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling:
 
 def native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
     """The CPU kernel. Shapes as of `grouped_sdpa`."""
-    return kernels.dense.attend_all(q, k, v, [k.shape[2]] * k.shape[0], scaling)
+    return kernels.attend.attend_all(q, k, v, [k.shape[2]] * k.shape[0], scaling)
 
 
 def attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Attention]:
     """Name -> every dense attention that takes these tensors here."""
     if not kernels.native(q, k, v):
         return TORCH
-    return {"native dense": native, **TORCH} if kernels.dense.serves(q, k, v) else TORCH
+    return {"native dense": native, **TORCH} if kernels.attend.serves(q, k, v) else TORCH
 
 
 TORCH: dict[str, Attention] = {"grouped SDPA": grouped_sdpa, "grouped products": grouped_products}
