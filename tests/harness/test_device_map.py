@@ -78,20 +78,6 @@ def test_without_accelerate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "model.device_map=auto: the package accelerate is not installed" in said
 
 
-def test_no_part_of_a_cell(installed: None) -> None:
-    def cell(*typed: str) -> Any:
-        return make_plan(compose_all([*HUB, *typed], run.CONFIGS)).cells[0]
-
-    one, spread = cell(), cell("model.device_map=auto", "model.max_memory={0:20GiB,cpu:60GiB}")
-    assert one.about == spread.about and (one.spread, spread.spread) == (False, True)
-    assert spread.unhashed["model"]["max_memory"] == {"0": "20GiB", "cpu": "60GiB"}
-    assert "device_map: auto" in spread.yaml() and "device_map: null" in one.yaml()
-    assert session.model_key(one) != session.model_key(spread)
-    assert not cell("model.device_map=auto", "smoke=true").spread
-    (line,) = refused("-m", "model.device_map=auto,sequential")
-    assert line.startswith("model.device_map: one command cannot run the same cell with two values")
-
-
 @pytest.mark.rest
 def test_no_single_device_refuses_it(
     installed: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -46,16 +46,6 @@ def test_nan_and_infinity_in_any_step_are_no_answer(bad_pass: int) -> None:
     assert len(tokens) == 4
 
 
-def test_the_flag_is_read_once_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it at every step would make the device wait."""
-    reads, plain = [], torch.Tensor.__bool__
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(1) or plain(tensor))
-    decode_loop(Scripted(-1, 0.0), None, torch.tensor([[1, 2, 3]]), max_new_tokens=6)  # type: ignore[arg-type]
-    assert not reads  # it comes with each step's choice
-    score_loop(Scripted(-1, 0.0), None, torch.ones(1, 9, dtype=torch.long), first=1, prefill=2)  # type: ignore[arg-type]
-    assert len(reads) == 1
-
-
 def test_a_row_with_a_failed_sample_has_no_score(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,6 @@ import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.run import adapter, runner, sharing, units
-from pqcache.harness.run.samples import claim
 from pqcache.selective import record
 from tests.harness.cells import Command
 from tests.harness.in_process import InProcess
@@ -76,15 +75,6 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monk
     assert command(*sweep, "limit=7") == 0
     assert len(recorded) == 2  # a cell that lacks a sample alone has a prefill of its own
     assert samples(tmp_path / "out")["snapkv"].keys() == set(range(7))
-
-
-def test_a_cell_that_another_process_runs_is_left_alone(command: Command, tmp_path: Path) -> None:
-    sweep = ("-m", "method=full,oracle,snapkv", "budget=0.3", "limit=6")
-    assert command(*sweep, "limit=1") == 0
-    path = next((tmp_path / "out").glob("*snapkv*/samples.jsonl"))
-    with claim(path.parent):
-        assert command(*sweep, "shared_prefill=true") == 1
-    assert len(samples(tmp_path / "out")["oracle"]) == 6
 
 
 @pytest.mark.parametrize("engine", [False, True])

@@ -89,11 +89,6 @@ def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypa
     assert table["data"] == [["t", 0, 50.0, "Where?", "x, y", "z", 3, 0.5]]
 
 
-def test_an_unknown_key_of_wandb(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="did you mean wandb_project"):
-        cell(tmp_path, "wandb.projct=mine")
-
-
 def test_a_row_is_logged_once(tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     one = cell(tmp_path)
     track(one)
