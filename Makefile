@@ -73,9 +73,10 @@ heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for 
 	    $(if $(HAYSTACK),"task.haystack='$(HAYSTACK)'")
 	$(RUN) -m pqcache.harness.report.sample_figures $(OUT)/heatmaps
 
-pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints table, draws PNG
+pocket: $(INSTALLED) ## PocketBench, all methods at two budgets, 4K prompts: hours on two cores, resumable; prints tables, draws PNG
 	$(RUN) run.py experiment=pocket out=$(OUT)/pocket wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
-	$(RUN) -m pqcache.harness.report.groups $(OUT)/pocket
+	$(RUN) run.py tables=$(OUT)/pocket rows=method,budget columns=dataset values=score out=$(OUT)/pocket/tasks
+	$(RUN) run.py tables=$(OUT)/pocket values=score,to_full,attended,moved,tt2t,tpot
 
 report: $(INSTALLED) ## one HTML file of OUT's rows: tables that sort, charts, samples, what each cell ran
 	$(RUN) run.py report=$(ROWS)

@@ -36,7 +36,7 @@ from pqcache.harness.config.options import (  # noqa: E402
 from pqcache.harness.lookup import row_fields  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report import trade_off  # noqa: E402
-from pqcache.harness.report.groups import group_rows  # noqa: E402
+from pqcache.harness.report.frame import group_rows  # noqa: E402
 from pqcache.harness.report.rows import rows_under  # noqa: E402
 from pqcache.harness.tasks import TASKS, task_class  # noqa: E402
 from pqcache.registry import METHODS, method_class  # noqa: E402

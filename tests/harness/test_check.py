@@ -1,4 +1,4 @@
-"""The papers' settings beside the experiments', the numbers of their texts, and docs/reproducing.md."""
+"""The papers' settings beside the experiments', and the numbers of their texts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import check, prose, published, reproducing
+from pqcache.harness.report import check, prose, published
 from pqcache.harness.report.entries import table_entries
-from pqcache.harness.report.items import PAPERS, Item, Setting, items, models, plan_at_paper_scale
+from pqcache.harness.report.items import Item, items, plan_at_paper_scale, status
 
-REPEATED = reproducing.named_experiments()
-PAGE = reproducing.PAGE.read_text(encoding="utf-8")
+REPEATED = list(dict.fromkeys(name for item in items() for name in item.experiments))
 
 
 @cache
@@ -23,9 +22,8 @@ def plan_of(name: str) -> RunPlan:
     return plan_at_paper_scale(name, "results/runs")
 
 
-def item(**settings: Any) -> Item:
-    values = {"of": "all", "words": ()} | settings
-    return Item("pqcache", "Table 2", "x", False, (Setting("Section 4", values.pop("of"), values.pop("keys"), ()),))
+def item(keys: dict[str, Any], of: Any = "all") -> Item:
+    return Item("pqcache", "Table 2", "x", False, ({"source": "Section 4", "of": of, **keys},))
 
 
 def test_differences_need_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +64,7 @@ def test_a_difference_is_printed_and_is_an_error(
     name = "pqcache_table2"
     for key, code in ({"method.m": 2}, 0), ({"method.m": 4}, 1):
         made = replace(item(of=("pqcache",), keys=key), experiments=(name,))
-        monkeypatch.setattr(check, "items", lambda configs, made=made: (made,))
+        monkeypatch.setattr(check, "items", lambda made=made: (made,))
         monkeypatch.setattr(check, "plan_at_paper_scale", lambda *_: plan_of(name))
         assert check.main([name]) == code
         printed = capsys.readouterr()
@@ -75,16 +73,15 @@ def test_a_difference_is_printed_and_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("report", "said"),
+    ("paper", "item_", "said"),
     [
-        ("paper: pqcache, item: Table 9", "report.item=Table 9: PQCache, arXiv 2407.12820v1 has no such item"),
-        ("paper: pq, item: Table 2", "report.paper=pq"),
+        ("pqcache", "Table 9", "report.item=Table 9: PQCache, arXiv 2407.12820v1 has no such item"),
+        ("pq", "Table 2", "report.paper=pq, report.item=Table 2: papers are pqcache"),
     ],
 )
-def test_an_unknown_item_is_an_error(report: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "new.yaml").write_text(f"report: {{{report}}}\n")
-    assert said in check.unnamed("new", [], tmp_path)[0]
+def test_an_unknown_item_is_an_error(paper: str, item_: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "reports", lambda: {"new": (paper, (item_,))})
+    assert said in check.check("new")[1][0]
 
 
 @pytest.mark.rest
@@ -94,29 +91,16 @@ def test_every_experiment_is_what_its_paper_says_or_says_why_not(name: str) -> N
     comparisons = [(one.name, c) for one in own for c in check.compare(plan_of(name), one)]
     wrong = [(where, c.key, c.ours, c.printed) for where, c in comparisons if c.state == "DIFFERS"]
     assert own and wrong == []
-    lines = [
-        line
-        for one in own
-        for line in reproducing.lines_of(replace(one, experiments=(name,)), {name: plan_of(name)}, {})
-    ]
-    lines.append([name, *(", ".join(tests) for tests in reproducing.tests_of(plan_of(name)))])
-    assert [line for line in lines if f"| {' | '.join(line)} |" not in PAGE] == []  # else make the page again
 
 
 @pytest.mark.rest
-def test_the_page_has_every_item_and_number_of_the_text() -> None:
-    """With the lines that the test above compares, the page is as `python -m pqcache.harness.report.reproducing` makes it."""
-    shown = [line.split(" | ")[:3] for line in PAGE.splitlines() if line.startswith("| ") and line.count(" | ") == 6]
-    expected = []
+def test_every_item_and_experiment_is_listed(repo: Path) -> None:
+    page, lines = (repo / "docs" / "reproducing.md").read_text(encoding="utf-8"), status([])
     for one in items():
-        expected += [[f"| {one.name}", one.shows, "a drawing: nothing to measure"]] if one.drawing else []
-        expected += [[f"| {one.name}", one.shows, f"`{name}`"] for name in one.experiments]
-    assert [[name, what, by.partition(" (")[0]] for name, what, by in shown if name != "| item"] == expected
-    for paper, title in PAPERS.items():
-        assert f"## {title}" in PAGE
-        assert prose.table({}, paper).rstrip() in PAGE
-    measurable = [one for one in items() if not one.drawing]
-    assert f"{len(measurable)} tables, figures and panels" in PAGE
+        assert f"| {one.name} | " in page and f"| {one.name} | " in lines
+        assert one.drawing or one.experiments, one
+        for name in one.experiments:
+            assert f"`{name}`" in page and f" | {name} | 0 of " in lines
 
 
 # -- the numbers of the papers' texts ----------------------------------------------------------------------------------
@@ -140,41 +124,3 @@ def test_numbers_of_the_text_agree_with_the_papers_own_tables() -> None:
             assert values == [pytest.approx(one.value, abs=0.06)], one
         checked += 1
     assert checked >= 10
-
-
-# -- docs/reproducing.md -----------------------------------------------------------------------------------------------
-
-
-def test_the_estimate_against_worked_numbers() -> None:
-    """8.03 billion parameters, 1000 samples of 1000 tokens in and 100 out: 129 s of prefill and 1721 s of decoding."""
-    plan = plan_of("zipcache_table2")
-    one = Item("zipcache", "Table 2", "x", False, (), 1000, 1000, 100)
-    prefill = 1000 * 2 * 8.03e9 * 1000 / (0.4 * 312e12)
-    decode = 1000 * 100 * 2 * 8.03e9 / (0.6 * 1555e9)
-    assert reproducing.hours(one, plan.cells[:1]) == pytest.approx((prefill + decode) / 3600)
-    assert reproducing.needs(one, plan.cells[:1]) == "under 1 GPU hour, 16 GB, downloads 16 GB"
-    assert reproducing.needs(one, plan.cells[:4]).startswith("2 GPU hours")
-
-
-def test_what_was_measured_is_counted() -> None:
-    name = "pqcache_table2"
-    plan = plan_of(name)
-    one = Item("pqcache", "Table 2", "x", False, experiments=(name,))
-    assert reproducing.lines_of(one, {name: plan}, {})[0][-1] == "no"
-    rows: dict[str, Any] = {cell.name: {} for cell in plan.cells[:3]}
-    assert reproducing.lines_of(one, {name: plan}, rows)[0][-1] == f"3 of {len(plan.cells)} cells"
-    assert reproducing.counted({name: plan}, rows).startswith(f"**3 of the {len(plan.cells)} cells")
-    assert reproducing.counted({name: plan}, {}).startswith(f"**None of the {len(plan.cells)} cells")
-
-
-def test_sizes_of_models_are_those_of_their_geometries() -> None:
-    from pqcache.measure.geometries import GEOMETRIES, geometry
-
-    checked = 0
-    for name, (_, kib) in models().items():
-        if name in GEOMETRIES:
-            config = geometry(name)
-            dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            assert 4 * config.num_hidden_layers * config.num_key_value_heads * dim == kib * 1024, name
-            checked += 1
-    assert checked >= 6

@@ -127,8 +127,7 @@ def test_all_tables(
     out = Path(plan.cells[0].run.out)
     monkeypatch.setattr(papers, "experiments", lambda: list(plans))
     monkeypatch.setattr(papers, "experiment_plan", lambda name, *_, **__: plans[name])
-    monkeypatch.setattr(papers.reproducing, "named_experiments", list)
-    monkeypatch.setattr(papers.reproducing, "status", lambda *_: "lines")
+    monkeypatch.setattr(papers.items, "status", lambda rows: f"{len(list(rows))} rows")
     written = {path.name: path for path in papers.write_all(out)}
     assert "broken: not written" in capsys.readouterr().err
     assert {"pqcache_table2.md", "pqcache_table2.tex", "tables.tex", "prose.md", "status.md"} == written.keys() - {

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from pqcache.harness.report import pocket_losses
-from pqcache.harness.report.groups import group_rows
+from pqcache.harness.report.frame import group_rows
 from pqcache.harness.report.pocket_losses import HEAD
 
 RUN = ("-m", "method=full,snapkv", "budget=0.3", "task=pocket", "task.length=512", "limit=2")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pqcache.harness.report import trade_off
-from pqcache.harness.report.groups import group_rows
+from pqcache.harness.report.frame import group_rows
 from pqcache.harness.report.rows import rows_under
 
 

@@ -32,7 +32,6 @@ NOT_HERE = (
     "python run.py -m method=full,keynorm",
     "python -m pytest tests/invariants -k keynorm",
     "python -m pqcache.harness.report.check",
-    "python -m pqcache.harness.report.reproducing",
     "python -m pqcache.harness.tasks.math_process.packages",
     "python scripts/",
 )

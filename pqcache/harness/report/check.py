@@ -12,29 +12,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report.figure_request import key_of
-from pqcache.harness.report.footnotes import line_name
-from pqcache.harness.report.items import (
-    ALL,
-    CONFIGS,
-    NOT_FULL,
-    PAPERS,
-    Item,
-    Setting,
-    items,
-    plan_at_paper_scale,
-    reports,
-)
+from pqcache.harness.report.items import PAPERS, Item, items, plan_at_paper_scale, reports
 from pqcache.harness.report.table import Table
-
-NAMES = ("model", "method", "task")
 
 
 @dataclass(frozen=True)
@@ -68,85 +54,62 @@ def compare(plan: RunPlan, item: Item) -> list[Comparison]:
     """Every setting that the paper names for an item, beside the cells that it is of."""
     made = []
     for setting in item.settings:
-        cells = [cell for cell in plan.cells if _is_of(cell, setting.of)]
-        for key, printed in setting.values.items():
-            of_key = with_documents(cells) if key.partition(".")[0] == "task" else cells
+        cells = [cell for cell in plan.cells if _is_of(cell, setting.get("of", "all"))]
+        with_documents = [cell for cell in cells if cell.identity["task"]["name"] != "latency"] or cells
+        for key, printed in setting.items():
+            if key in ("source", "of", "words"):
+                continue
+            own = with_documents if key.partition(".")[0] == "task" else cells  # task=latency only times the others
             ours: list[Any] = []
-            for cell in of_key:
-                # a method's own attribute, where its default was resolved
-                value = cell.identity[key]["name"] if key in NAMES else key_of(cell, key)
+            for cell in own:
+                value = cell.identity[key]["name"] if key in ("model", "method", "task") else key_of(cell, key)
                 ours += [value] if value not in ours else []
-            lines = tuple(dict.fromkeys(map(line_name, of_key)))
-            made.append(
-                Comparison(key, lines, tuple(ours), printed, setting.source, _note(plan, setting, key, printed))
-            )
+            lines = tuple(dict.fromkeys(", ".join(cell.labels) for cell in own))
+            note = _note(plan, setting, key, printed)
+            made.append(Comparison(key, lines, tuple(ours), printed, str(setting["source"]), note))
     return made
 
 
-def with_documents(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells without those of task=latency that only time the others."""
-    return [cell for cell in cells if cell.identity["task"]["name"] != "latency"] or list(cells)
-
-
-def _is_of(cell: Cell, of: str | tuple[str, ...]) -> bool:
+def _is_of(cell: Cell, of: str | Sequence[str]) -> bool:
+    """Whether a setting is of a cell: all | not full | names of cells and methods."""
     method = cell.identity["method"]["name"]
-    return of == ALL or (method != "full" if of == NOT_FULL else bool({*cell.names, method} & set(of)))
+    return of == "all" or (method != "full" if of == "not full" else bool({*cell.names, method} & {*of}))
 
 
-def _note(plan: RunPlan, setting: Setting, key: str, printed: Any) -> str:
+def _note(plan: RunPlan, setting: Mapping[str, Any], key: str, printed: Any) -> str:
     """The line of notes that names a difference; empty if none does."""
     values = printed if isinstance(printed, list) else [printed]
-    words = [key, key.rpartition(".")[2], *map(str, values), *setting.words]
+    words = [key, key.rpartition(".")[2], *map(str, values), *(setting.get("words") or ())]
     patterns = [rf"(?<![\w.]){re.escape(word.lower().replace('_', ' '))}(?!\w|\.\d)" for word in words]
-    for line in map(str, plan.report.get("notes") or ()):
-        if any(re.search(pattern, line.lower().replace("_", " ")) for pattern in patterns):
-            return line
-    return ""
+    lines = map(str, plan.report.get("notes") or ())
+    return next((line for line in lines if any(re.search(p, line.lower().replace("_", " ")) for p in patterns)), "")
 
 
-def unnamed(name: str, own: Sequence[Item], configs: Path) -> list[str]:
-    """What is wrong with the item that an experiment names."""
-    paper, named = reports(configs)[name]
-    if paper not in PAPERS:
-        return [f"report.paper={paper}: known: {', '.join(PAPERS)}"]
-    if not own:
-        return [f"report.item={', '.join(named)}: {PAPERS[paper]} has no such item in results/published/settings.yaml"]
-    return []
-
-
-def table(comparisons: Sequence[Comparison]) -> str:
-    """The comparisons as aligned text."""
-    body = [
-        [one.key, ", ".join(one.lines), _ours(one, "no such line"), str(one.printed), one.source, one.state]
-        for one in comparisons
-    ]
-    return Table("", ["option", "lines", "here", "paper", "source", ""], body, 6).plain(44)
-
-
-def _ours(one: Comparison, none: str) -> str:
-    return "; ".join(map(str, one.ours)) or none
-
-
-def check(name: str, out: str = "results/runs", configs: Path = CONFIGS) -> tuple[str, list[str]]:
+def check(name: str) -> tuple[str, list[str]]:
     """(what to print, the errors) of an experiment."""
-    own = [item for item in items(configs) if name in item.experiments]
+    paper, named = reports()[name]
+    own = [item for item in items() if name in item.experiments]
+    if not own:
+        known = f"{PAPERS[paper]} has no such item" if paper in PAPERS else f"papers are {', '.join(PAPERS)}"
+        return "", [f"{name}: report.paper={paper}, report.item={', '.join(named)}: {known}"]
     try:
-        plan = plan_at_paper_scale(name, out, configs)
+        plan = plan_at_paper_scale(name, "results/runs")
     except Refused as refused:
         return "", [f"{name}: {line}" for line in refused.lines]
-    errors = [f"{name}: {line}" for line in unnamed(name, own, configs)]
-    parts = []
+    parts, errors = [], []
     for item in own:
-        comparisons = compare(plan, item)
         parts.append(f"{name}: {PAPERS[item.paper]}, {item.name}. {item.shows}; {len(plan.cells)} cells")
-        parts.append(table(comparisons) if comparisons else "  the paper names no settings")
-        parts += [f"  note: {line}" for line in dict.fromkeys(c.note for c in comparisons if c.state == "noted")]
-        errors += [
-            f"{name}, {item.name}: {c.key} is {_ours(c, 'of no line')}, the paper ({c.source}) has {c.printed};"
-            " no line of report.notes names it"
-            for c in comparisons
-            if c.state == "DIFFERS"
-        ]
+        body = []
+        for one in compare(plan, item):
+            ours = "; ".join(map(str, one.ours)) or "no such line"
+            body.append([one.key, ", ".join(one.lines), ours, str(one.printed), one.source, one.state])
+            if one.state == "noted" and (note := f"  note: {one.note}") not in parts:
+                parts.append(note)
+            if one.state == "DIFFERS":
+                what = f"{one.key} is {ours}, the paper ({one.source}) has {one.printed}"
+                errors.append(f"{name}, {item.name}: {what}; no line of report.notes names it")
+        head = ["option", "lines", "here", "paper", "source", ""]
+        parts.append(Table("", head, body, len(head)).plain(44) if body else "  the paper names no settings")
     return "\n".join(parts), errors
 
 

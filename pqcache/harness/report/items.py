@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from pqcache import places
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.experiments import experiments as found
+from pqcache.harness.report.table import Table
 
-FILE = places.PUBLISHED / "settings.yaml"
 CONFIGS = places.CONFIGS
 PAPERS = {
     "pqcache": "PQCache, arXiv 2407.12820v1",
@@ -28,17 +28,6 @@ PAPERS = {
     "clusterkv": "ClusterKV, arXiv 2412.03213v2",
     "zipcache": "ZipCache, arXiv 2405.14256",
 }
-ALL, NOT_FULL = "all", "not full"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a paper says of some lines of an item. A list of values: together the lines have exactly these."""
-
-    source: str
-    of: str | tuple[str, ...]  # all | not full | names of cells and methods
-    values: Mapping[str, Any]
-    words: tuple[str, ...] = ()  # words of a note that names a difference
 
 
 @dataclass(frozen=True)
@@ -49,56 +38,48 @@ class Item:
     name: str
     shows: str
     drawing: bool  # nothing to measure
-    settings: tuple[Setting, ...] = ()
-    samples: int = 0  # of a cell
-    prompt_tokens: int = 0
-    new_tokens: int = 0
+    settings: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # as settings.yaml has them: source, of, words, and options with values
     experiments: tuple[str, ...] = ()
 
 
 @functools.cache
-def _file() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-
-
-def models() -> dict[str, tuple[float, float]]:
-    """Model -> (billions of parameters, KiB of 16-bit K and V per token)."""
-    return {name: (values[0], values[1]) for name, values in _file().get("models", {}).items()}
-
-
-def downloads() -> dict[str, int]:
-    """Task -> MB of its data."""
-    return dict(_file().get("downloads", {}))
-
-
-@functools.cache
 def items(configs: Path = CONFIGS) -> tuple[Item, ...]:
-    """All items in the papers' order, each with the experiments that repeat it."""
-    repeated = reports(configs).items()
+    """All items in the papers' order, each with the experiments that repeat it; none in an installation without the file."""
+    path, repeated = places.PUBLISHED / "settings.yaml", reports(configs).items()
+    file = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     made = []
     for paper in PAPERS:
-        for name, values in _file().get(paper, {}).items():
+        for name, values in file.get(paper, {}).items():
             own = (e for e, (of, named) in repeated if of == paper and any(covers(one, str(name)) for one in named))
-            settings = tuple(_setting(one) for one in values.get("settings") or ())
-            samples, prompt, new = (int(values.get(key) or 0) for key in ("samples", "prompt_tokens", "new_tokens"))
-            drawing = values.get("kind") == "drawing"
-            size = samples, prompt, new
-            made.append(Item(paper, str(name), str(values["shows"]), drawing, settings, *size, tuple(own)))
+            drawing, settings = values.get("kind") == "drawing", tuple(values.get("settings") or ())
+            made.append(Item(paper, str(name), str(values["shows"]), drawing, settings, tuple(own)))
     return tuple(made)
-
-
-def _setting(values: Mapping[str, Any]) -> Setting:
-    of = values.get("of", ALL)
-    rest = {str(k): v for k, v in values.items() if k not in ("source", "of", "words")}
-    return Setting(
-        str(values["source"]), of if isinstance(of, str) else tuple(of), rest, tuple(values.get("words") or ())
-    )
 
 
 def covers(named: str, item: str) -> bool:
     """Whether an experiment of `named` repeats `item`: the same, or a figure whose panel it is."""
     named, item = named.lower(), item.lower()
     return named == item or (named[-1:].isdigit() and bool(re.fullmatch(re.escape(named) + "[a-z]", item)))
+
+
+def status(measured: Iterable[str]) -> str:
+    """Markdown: a line per item of the papers. measured: the folder names of the rows that there are."""
+    known, parts = {*measured}, []
+    for paper, title in PAPERS.items():
+        body = []
+        for item in (item for item in items() if item.paper == paper):
+            for name in item.experiments or [""]:
+                cells = [cell.name for cell in plan_at_paper_scale(name, "results/runs").cells] if name else []
+                done = (
+                    f"{len(known & {*cells})} of {len(cells)} cells" if cells else "a drawing" if item.drawing else ""
+                )
+                body.append([item.name, item.shows, name, done])
+        parts.append(
+            f"## {title}\n\n" + Table("", ["item", "what it shows", "experiment", "measured"], body).markdown()
+        )
+    return "\n\n".join(parts) + "\n"
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------

@@ -39,14 +39,14 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report import axes, figures, prose, published, reproducing
+from pqcache.harness.report import axes, figures, items, prose, published
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.items import experiment_plan, experiments, words
 from pqcache.harness.report.layout import tables_of
 from pqcache.harness.report.plots import contact_sheet
-from pqcache.harness.report.rows import Row, batch_text, rows_or_refused
+from pqcache.harness.report.rows import Row, batch_text, rows_or_refused, rows_under
 from pqcache.harness.report.table import document, fragment, several
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
         except Exception as error:  # one broken figure must not keep the others from being written
             print(f"{name}: not written ({type(error).__name__}: {error})", file=sys.stderr)
     texts = [path.read_text(encoding="utf-8") for path in files if path.suffix == ".tex"]
-    made = {"tables.tex": document(texts), "prose.md": prose.table(tables), "status.md": reproducing.status(out)}
+    made = {"tables.tex": document(texts), "prose.md": prose.table(tables)}
+    made["status.md"] = items.status(row["folder"] for row in rows_under(out))
     for name, text in made.items():
         write_text(folder / name, text)
     sheet = contact_sheet([path for path in files if path.suffix == ".png"], folder / "contact_sheet.png")

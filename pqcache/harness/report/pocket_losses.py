@@ -26,8 +26,7 @@ from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.frame import budget_text
-from pqcache.harness.report.groups import group_rows
+from pqcache.harness.report.frame import budget_text, group_rows
 from pqcache.harness.report.rows import Row, find_full, rows_by_folder
 from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.table import Table, number, signed

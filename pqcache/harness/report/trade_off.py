@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.frame import frame
-from pqcache.harness.report.groups import group_rows
+from pqcache.harness.report.frame import frame, group_rows
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, content, rows_under
 from pqcache.harness.report.table import Table, number, signed, spread
