@@ -17,7 +17,6 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba.cpython.unsafe.tuple import tuple_setitem
 
 from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run, team
 from pqcache.kernels.numeric import (
@@ -34,6 +33,7 @@ from pqcache.kernels.numeric import (
     floats,
     increment,
     largest,
+    tuple_setitem,
     whole_registers,
     wide,
 )

@@ -11,9 +11,13 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.registry import cpu_target
+from numba.cpython.unsafe import tuple as unsafe
 from numba.extending import intrinsic
 
 _intrinsic: Any = intrinsic
+tuple_setitem: Any = (
+    unsafe.tuple_setitem
+)  # a tuple with one entry replaced: tuples serve as accumulators, see attend.block
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 SCALE = 64  # weights times 2^64 are normal numbers where fp32 has subnormal ones, which some CPUs multiply much slower
 BACK = np.float32(2.0**-SCALE)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numba.cpython.unsafe.tuple import tuple_setitem
 
-from pqcache.kernels.numeric import FAST, at, fetch, floats, whole_registers
+from pqcache.kernels.numeric import FAST, at, fetch, floats, tuple_setitem, whole_registers
 
 MOST_HEADS = 4  # query heads of a block
 READ = (2, 4, 8, 32)  # bits of codes that are read in place
