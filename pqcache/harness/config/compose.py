@@ -31,7 +31,7 @@ from pqcache.harness.config.overrides import (
     WANDB_KEY,
     command_line,
     parsed,
-    parts,
+    part,
     product,
     shortened,
     texts,
@@ -39,6 +39,7 @@ from pqcache.harness.config.overrides import (
     wandb_mode,
     yaml_text,
 )
+from pqcache.harness.tasks import PARTS, TASKS, task_class
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS
 
@@ -204,17 +205,11 @@ def _cell_overrides(value: Any, name: str) -> list[str]:
 def _composed(
     overrides: list[str], cell: str | None, config_dir: Path, compose_once: Composer, arguments: list[str]
 ) -> Composed:
-    from pqcache.harness.tasks import TASKS
-
     hydra, config = compose_once(overrides)
-    task = TASKS.get(hydra["choices"]["task"])
-    if (
-        task is not None
-        and task.weights
-        and hydra["choices"]["model"] == "embedded"
-        and "model" not in map(_key, overrides)
-    ):
-        hydra, config = compose_once([*overrides, f"model={task.weights}"])  # trained for this task
+    task = hydra["choices"]["task"]
+    weights = task_class(task).weights if task in TASKS else None
+    if weights and hydra["choices"]["model"] == "embedded" and "model" not in map(_key, overrides):
+        hydra, config = compose_once([*overrides, f"model={weights}"])  # trained for this task
     choices = hydra["choices"]
     files = {group: _file(config_dir / group / f"{choices[group]}.yaml") for group in ALONE}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
@@ -231,7 +226,7 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
 
 def _file(path: Path) -> dict[str, Any]:
     """What a file of configs/ sets."""
-    return _read(path, path.stat().st_mtime_ns) if path.exists() else parts().get(path.stem, {})
+    return _read(path, path.stat().st_mtime_ns) if path.exists() else part(path.stem) if path.stem in PARTS else {}
 
 
 def _composer(config_dir: Path) -> Composer:
@@ -269,10 +264,14 @@ def _value(text: str) -> tuple[str, Any]:
 @lru_cache(maxsize=1024)
 def _chosen(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
     """A choice of groups, composed by Hydra, which takes a good part of a second. changed: when the newest file was."""
-    parts()
+    texts = list(groups)
     for name in (text.partition("=")[2] for text in groups if text.startswith(f"{EXPERIMENT}=")):
         if (known := experiments(config_dir).get(name)) is not None and known.file.stem != name:  # no file of its own
             ConfigStore.instance().store(group="experiment", name=name, node=known.values)
+            texts.append(str(known.values.get("defaults")))
+    for task in PARTS:
+        if any(task in text for text in texts):
+            part(task)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
         composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
     node = composed.hydra

@@ -23,6 +23,7 @@ from omegaconf.resolvers import oc
 from pqcache.fields import option_fields
 from pqcache.harness.config.experiments import experiments
 from pqcache.harness.config.options import GROUPS, Refused, one_line, plain, show
+from pqcache.harness.tasks import PARTS, task_class
 from pqcache.naming import suggestion
 from pqcache.registry import METHODS
 
@@ -44,7 +45,7 @@ def options_of(group: str, config_dir: Path) -> list[str]:
     """The values a group can take: its files; also the tasks without one, and of experiments the entries of files."""
     if group == "experiment":
         return sorted(experiments(config_dir))
-    return sorted({path.stem for path in (config_dir / group).glob("*.yaml")} | {*(parts() if group == "task" else ())})
+    return sorted({path.stem for path in (config_dir / group).glob("*.yaml")} | {*(PARTS if group == "task" else ())})
 
 
 def yaml_text(value: Any) -> str:
@@ -59,16 +60,12 @@ def yaml_text(value: Any) -> str:
 
 
 @cache
-def parts() -> dict[str, dict[str, Any]]:
-    """The tasks without a file: name -> their options at their defaults. Hydra is told of them, too."""
-    from pqcache.harness.tasks import PARTS, TASKS
-
-    known = {cls: option_fields(cls) for cls in {TASKS[name].Options for name in PARTS}}
-    defaults = {cls: plain({key: default for key, (_, default) in options.items()}) for cls, options in known.items()}
-    nodes = {name: {"name": name, **defaults[TASKS[name].Options]} for name in PARTS}
-    for name, node in nodes.items():
-        ConfigStore.instance().store(group="task", name=name, node=node)
-    return nodes
+def part(task: str) -> dict[str, Any]:
+    """A task without a file: its options at their defaults. Hydra is told of it, too."""
+    options = option_fields(task_class(task).Options)
+    node = {"name": task, **plain({key: default for key, (_, default) in options.items()})}
+    ConfigStore.instance().store(group="task", name=task, node=node)
+    return node
 
 
 class _Flags(argparse.ArgumentParser):

@@ -127,7 +127,8 @@ def cache_bytes(
     if getattr(method, "store", "resident") == "resident":
         return whole * dense + all_layers + index, 0, False
     plan = method.plan(prompt_tokens, dense, shape.n_layers)
-    near = min(tokens, plan.total + getattr(method, "cache_tokens", 0) + new_tokens)
+    held = tokens if plan is None else plan.total + getattr(method, "cache_tokens", 0) + new_tokens
+    near = min(tokens, held)
     return whole * dense + kept * near * len(rest) + index, all_layers + index, False
 
 

@@ -224,7 +224,7 @@ def _about_method(name: str) -> str:
 
 def _about_task(name: str) -> str:
     from pqcache.embedded.families import FAMILIES
-    from pqcache.harness.tasks import TASKS
+    from pqcache.harness.tasks import task_class
     from pqcache.harness.tasks.longbench.data_sets import DATASETS
 
     family, dataset = name.removeprefix("pocket_"), name.removeprefix("longbench_")
@@ -234,7 +234,7 @@ def _about_task(name: str) -> str:
         return f"LongBench's {dataset}, scored by {DATASETS[dataset].metric.replace('_', ' ')}."
     if dataset != name:
         return "LongBench-E: the data sets of LongBench in three buckets of length."
-    return _first(sys.modules[TASKS[name].__module__].__doc__).removeprefix(f"`{name}`: ")
+    return _first(sys.modules[task_class(name).__module__].__doc__).removeprefix(f"`{name}`: ")
 
 
 def _about_model(name: str) -> str:
@@ -316,7 +316,8 @@ def explained(asked: str) -> str:
         blocks = _option(group, name)
     else:
         blocks = named or [block for g in NODES if not dot for block in _option(g, key)]
-    words = [found] if (found := terms.find(asked)) is not None else []
+    found = terms.find(asked)
+    words = [found] if found is not None else []
     blocks += [f"{title}\n{folded(meaning, width(), '  ')}" for title, meaning in [*words, *_row_fields(asked)]]
     return "\n\n".join(blocks) if blocks else _unknown(asked)
 
@@ -339,7 +340,7 @@ def _classes(group: str) -> dict[str, type[Any]]:
     from pqcache.harness.tasks import TASKS, task_class
 
     if group == "task":
-        return {**{name: cls.Options for name, cls in TASKS.items()}, LM_EVAL: task_class(f"{LM_EVAL}:").Options}
+        return {**{name: task_class(name).Options for name in TASKS}, LM_EVAL: task_class(f"{LM_EVAL}:").Options}
     found: dict[str, dict[str, type[Any]]] = {
         "launch": {**LAUNCHES},
         "model": {"": ModelOptions},

@@ -12,31 +12,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from pqcache.harness.tasks import longbench
-from pqcache.harness.tasks.any_lm_eval import PREFIX, AnyLmEval
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec
-from pqcache.harness.tasks.gsm8k_cot import Gsm8kCot
-from pqcache.harness.tasks.gsm8k_cot_long import Gsm8kCotLong
-from pqcache.harness.tasks.humaneval import HumanEval
-from pqcache.harness.tasks.latency import Latency
-from pqcache.harness.tasks.line_retrieval import LineRetrieval
-from pqcache.harness.tasks.long_chain import LongChain
-from pqcache.harness.tasks.needle import Needle
-from pqcache.harness.tasks.needle_pocket import NeedlePocket
-from pqcache.harness.tasks.pg19 import PG19
-from pqcache.harness.tasks.pocket import NEW_TOKENS as POCKET_FAMILIES
-from pqcache.harness.tasks.pocket import Pocket
-from pqcache.harness.tasks.ruler import Ruler
-from pqcache.harness.tasks.xsum import XSum
 from pqcache.naming import suggestion
 
 __all__ = [
     "PARTS",
     "TASKS",
-    "AnyLmEval",
     "Figure",
     "Longest",
     "Task",
@@ -46,36 +31,41 @@ __all__ = [
     "task_of",
 ]
 
-# name -> class; one class may have several names
-TASKS: dict[str, type[Task[Any]]] = {
-    "needle": Needle,
-    "needle_pocket": NeedlePocket,
-    "pocket": Pocket,
-    **{f"pocket_{family}": Pocket for family in POCKET_FAMILIES},
-    "long_chain": LongChain,
-    "longbench": longbench.LongBenchGroup,
-    "longbench_e": longbench.LongBenchE,
-    **{f"longbench_{dataset}": longbench.LongBench for dataset in longbench.DATASETS},
-    "gsm8k_cot": Gsm8kCot,
-    "gsm8k_cot_long": Gsm8kCotLong,
-    "humaneval": HumanEval,
-    "line_retrieval": LineRetrieval,
-    "pg19": PG19,
-    "ruler": Ruler,
-    "xsum": XSum,
-    "latency": Latency,
+PREFIX = "lm_eval:"  # of the names of lm-eval's own tasks
+POCKET = "qa hop decisions labels passages count chain code".split()
+LONGBENCH = (
+    "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique gov_report qmsum multi_news trec triviaqa samsum"
+    " passage_count passage_retrieval_en repobench-p lcc"
+).split()
+# name -> "module:class" below this package; one class may have several names. A class is imported when its task is used.
+TASKS: dict[str, str] = {
+    "needle": "needle:Needle",
+    "needle_pocket": "needle_pocket:NeedlePocket",
+    "pocket": "pocket:Pocket",
+    **{f"pocket_{family}": "pocket:Pocket" for family in POCKET},
+    "long_chain": "long_chain:LongChain",
+    "longbench": "longbench:LongBenchGroup",
+    "longbench_e": "longbench:LongBenchE",
+    **{f"longbench_{dataset}": "longbench:LongBench" for dataset in LONGBENCH},
+    "gsm8k_cot": "gsm8k_cot:Gsm8kCot",
+    "gsm8k_cot_long": "gsm8k_cot_long:Gsm8kCotLong",
+    "humaneval": "humaneval:HumanEval",
+    "line_retrieval": "line_retrieval:LineRetrieval",
+    "pg19": "pg19:PG19",
+    "ruler": "ruler:Ruler",
+    "xsum": "xsum:XSum",
+    "latency": "latency:Latency",
 }
 # Names of one part of a group, which need no file in configs/task: their options are those of their class.
-PARTS = tuple(name for name, cls in TASKS.items() if cls in (Pocket, longbench.LongBench) and name != "pocket")
+PARTS = (*(f"pocket_{family}" for family in POCKET), *(f"longbench_{dataset}" for dataset in LONGBENCH))
 
 
 def task_class(name: str) -> type[Task[Any]]:
     """The class of a task; its `Options` is the dataclass of the `task.*` keys. Unknown names raise ValueError."""
-    if name.startswith(PREFIX):
-        return AnyLmEval
-    if name not in TASKS:
+    if name not in TASKS and not name.startswith(PREFIX):
         raise ValueError(f"task={name}: unknown task; {suggestion(name, TASKS)}")
-    return TASKS[name]
+    module, _, cls = TASKS.get(name, "any_lm_eval:AnyLmEval").partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), cls)
 
 
 def task_of(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks.manager import TaskDict
 
-PREFIX = "lm_eval:"
+PREFIX = "lm_eval:"  # of these tasks' names, as in the table of tasks
 SHUFFLE = 0  # seeds what a definition shuffles
 
 
