@@ -118,7 +118,8 @@ class Description:
         """Test files that name the class; those of the release last."""
         files = sorted([*(ROOT / "tests" / "baselines").glob("test_*.py"), *(ROOT / "tests" / "pq").glob("test_*.py")])
         named = [f for f in files if re.search(rf"\b{self.cls.__name__}\b", f.read_text(encoding="utf-8"))]
-        own = [f for f in named if f.stem in (f"test_{self.name}", "test_pq")]
+        folder = "pq" if self.name == "pqcache" else ""
+        own = [f for f in named if f.stem == f"test_{self.name}" or f.parent.name == folder]
         release = [f for f in named if "release" in f.stem and self.cls.released]
         if self.cls.released and not release:
             release = [f for f in own if "release" in f.read_text(encoding="utf-8")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from baselines.gear.method import GEAR
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
@@ -11,9 +13,12 @@ from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.salient_store import SalientStore
 from pqcache.selective import Budget
 from pqcache.selective.quantization import QuantizationMethod
+from pqcache.store.layout import Codes, Outliers
 from pqcache.store.packed import PackedStore
+from pqcache.store.quantizer import unpack_codes
+from tests.drawn import drawn
 
-from .fed import drawn, shape_of
+from .fed import shape_of
 
 D = 16  # head dimension
 
@@ -67,3 +72,38 @@ def _draw_saliency(store: PackedStore, seed: int) -> None:
         sums, seen_by = store._reserve(max(store.k.tails), store.k.tail, store.k.heads)
         sums[:] = drawn(seed, *sums.shape).abs()
         seen_by[:] = 1
+
+
+def decoded(codes: Codes) -> torch.Tensor:
+    """What the codes stand for, by the module's formula: fp32 (n, h_kv, tokens, d). The kernels' reference."""
+    n, h_kv, tokens, _ = codes.codes.shape
+    x = codes.codes if codes.bits == 32 else unpack_codes(codes.codes, codes.bits, codes.d).float()
+    if codes.token_step is not None and codes.token_low is not None:
+        step, low = codes.token_step.float()[..., None], codes.token_low.float()[..., None]
+        x = (x.unflatten(3, (step.shape[3], -1)) * step + low).flatten(3)
+    if codes.channel_step is not None:
+        segment = (torch.arange(tokens, device=x.device) + codes.offset) // codes.span
+        x = x * codes.channel_step.float().index_select(2, segment)
+        if codes.channel_low is not None:
+            x = x + codes.channel_low.float().index_select(2, segment)
+    if codes.outliers is not None:
+        x = _with_outliers(x, codes.outliers)
+    if codes.low_rank is not None:
+        a, b, length = codes.low_rank.a[:, :, :tokens].float(), codes.low_rank.b.float(), codes.low_rank.length
+        block = torch.arange(tokens, device=x.device) // length
+        x = x + (a[..., None, :] @ b.index_select(2, block))[..., 0, :]
+    return x
+
+
+def _with_outliers(x: torch.Tensor, outliers: Outliers) -> torch.Tensor:
+    """x (n, h_kv, tokens, d) with the outliers in their places."""
+    n, h_kv, tokens, d = x.shape
+    values, positions = outliers.values.to(x.dtype), outliers.positions.long()
+    if not outliers.length:
+        joint = x.transpose(1, 2).flatten(2).scatter(2, positions[:, 0, :tokens], values[:, 0, :tokens])
+        return joint.unflatten(2, (h_kv, d)).transpose(1, 2)
+    blocks = values.shape[2]
+    padded = x.new_zeros((n, h_kv, blocks * outliers.length, d))
+    padded[:, :, :tokens] = x[:, :, : blocks * outliers.length]
+    whole = padded.unflatten(2, (blocks, outliers.length)).scatter(3, positions, values)
+    return whole.flatten(2, 3)[:, :, :tokens]

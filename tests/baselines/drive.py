@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +59,11 @@ def random_scores(h: int, s: int, seed: int) -> torch.Tensor:
     return torch.rand(h, s, generator=torch.Generator().manual_seed(seed))
 
 
-def full_keys(model: PreTrainedModel, s: int, steps: int = 0) -> Sequence[Any]:
-    from baselines.full import Full
-
-    return run(model, Full(), s, steps).layers
+def eager_probs(model: PreTrainedModel, ids: list[int]) -> list[torch.Tensor]:
+    """(h, s, s) per layer, as transformers itself computes them."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return [p[0] for p in model(torch.tensor([ids]), output_attentions=True).attentions]
+    finally:
+        model.set_attn_implementation("sdpa")

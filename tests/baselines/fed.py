@@ -11,10 +11,6 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.packed import PackedStore
 
 
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def shape_of(k: torch.Tensor, group: int = 1) -> ModelShape:
     return ModelShape(n_layers=1, h=k.shape[1] * group, h_kv=k.shape[1], d=k.shape[3])
 

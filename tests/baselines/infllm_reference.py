@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,13 @@ from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import attention_kernel
+from tests.drawn import drawn as drawn_in
 
 D = 8
 HALF = Budget(ratio=0.5)  # not the no-op; sizes are given explicitly
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+drawn = functools.partial(drawn_in, dtype=torch.float64)
 
 
 class Driver:
@@ -175,8 +176,7 @@ def run(
     dtype: torch.dtype,
     again: int = 7,
     steps: int = 9,
-    naive_too: bool = True,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], Driver]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """A prompt, `steps` tokens, a turn of `again`, and `steps` more: outputs per row (tokens, h, d), and the reference's."""
     n, h_kv, longest = len(lengths), 2, max(lengths)
     total = longest + 2 * steps + again
@@ -193,8 +193,6 @@ def run(
     for row, length in enumerate(lengths):
         real = slice(longest - length, None)
         mine.append(got[row, real])
-        if not naive_too:
-            continue
         phases = [("prompt", length), ("decode", steps), ("prompt", again), ("decode", steps)]
         naive.append(reference(method, q[row, :, real], k[row, :, real], v[row, :, real], phases))
-    return mine, naive, driver
+    return mine, naive

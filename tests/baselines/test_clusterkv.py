@@ -10,14 +10,10 @@ from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
 from baselines.clusterkv.clusters import DISTANCES, cluster, initial, nearest
-from baselines.clusterkv.recent_store import RecentStore
-from pqcache.selective import Budget, SelectiveCache, attach, generate
+from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.common import OneLayer, selections
+from tests.drawn import drawn
 from tests.invariants.drive import Session, logits, tokens
-
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=12, deadline=None)
@@ -260,19 +256,6 @@ def test_the_cache_of_the_last_steps_changes_bytes_only(llama: PreTrainedModel, 
     assert facts["cache_hit_rate"] == facts["cache_hits"] / facts["cache_lookups"]
 
 
-def test_the_same_query_twice_moves_nothing_the_second_time() -> None:
-    k, q, new = drawn(0, 1, 2, 300, 16), drawn(1, 1, 4, 1, 16), drawn(2, 1, 2, 1, 16)
-    one = OneLayer(ClusterKV(store="host", budget=Budget(tokens=64), budget_rule="prompt"), k, k, 4)
-    first = one.step(q, new, new)
-    assert one.ledger.moved["fetch"] == 4 * 48 * 2 * 16 * 4
-    selected = one.selected
-    one.step(q, new, new)
-    assert torch.equal(one.selected, selected)
-    assert one.ledger.moved["fetch"] == 4 * 48 * 2 * 16 * 4
-    assert one.ledger.facts["cache_hit_rate"] == 0.5
-    assert first.shape == (1, 1, 4, 16)
-
-
 @settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -325,57 +308,6 @@ def test_hit_rates_of_clusters_and_tokens(seed: int, lengths: list[int], group: 
     assert figures["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
     assert (figures["cache_hits"], figures["cache_lookups"]) == (hits, lookups)
     assert figures["cache_chance_hits"] == pytest.approx(chance)
-
-
-def test_longer_memory_hits_more() -> None:
-    rates = []
-    for steps in (1, 2, 4):
-        k = drawn(0, 1, 2, 400, 16)
-        one = OneLayer(
-            ClusterKV(store="host", cache_steps=steps, tokens_per_cluster=10, budget=Budget(tokens=64)), k, k, 4
-        )
-        for step in range(12):
-            one.step(drawn(10 + step, 1, 4, 1, 16), drawn(50 + step, 1, 2, 1, 16), drawn(90 + step, 1, 2, 1, 16))
-        assert isinstance(one.layer.store, RecentStore) and len(one.layer.store.fetched) == steps
-        rates.append(one.ledger.facts["cache_hit_rate"])
-    assert rates == sorted(rates) and rates[0] < rates[-1]
-
-
-@torch.no_grad()
-def test_hit_rate_and_union_are_reported(llama: PreTrainedModel) -> None:
-    method = ClusterKV(n_sink=8, tokens_per_cluster=10, store="host", budget=Budget(ratio=0.2))
-    result = generate(llama, method, torch.tensor([tokens(200, 1)]), max_new_tokens=6)
-    assert 0 <= result.extra["cache_hit_rate"] <= 1
-    assert 0 <= result.extra["cluster_hit_rate"] <= 1
-    assert 0 <= result.extra["cache_chance_rate"] < 1
-    assert result.extra["kmeans_iterations"] <= 20
-    assert result.attended_tokens < result.extra["attended_union"] <= result.attended_tokens + 38
-
-
-def test_protocols_and_refusals() -> None:
-    half = Budget(ratio=0.5)
-    assert ClusterKV(budget=half).plan(816, 0, 1).k == 400  # of the 800 tokens after the sinks
-    assert ClusterKV(budget=half, protocol="paper").plan(816, 0, 1).k == 408 - 16
-    assert ClusterKV(budget=Budget(tokens=256)).plan(816, 0, 1).total == 256
-    assert ClusterKV(protocol="paper").dense_layers == 2
-    for hyper in (
-        {"window": -1}, {"window": 0, "store": "host"}, {"window_clusters": 0}, {"clusters": 0}, {"distance": "cosin"},
-        {"cache_steps": -1}, {"init": "scalable"},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="allowed is"):
-            ClusterKV(**hyper)
-
-
-def test_the_release_is_one_of_two_programs() -> None:
-    budget = Budget(tokens=1024)
-    paper, accuracy = ClusterKV(protocol="paper", budget=budget), ClusterKV(protocol="release", budget=budget)
-    efficiency = ClusterKV(protocol="release", budget=budget, store="host")
-    names = ("clusters", "window", "window_clusters", "init", "dense_layers")
-    assert [getattr(paper, name) for name in names] == [None, 320, 4, "random", 2]
-    assert [getattr(accuracy, name) for name in names] == [400, 0, 8, "plusplus", 2]
-    assert [getattr(efficiency, name) for name in names] == [200, 320, 8, "repeated", 2]
-    assert [m.plan(32000, 2, 32).k for m in (paper, accuracy, efficiency)] == [1008, 1008, 1023]
-    assert [m.plan(500, 2, 32).k for m in (paper, accuracy, efficiency)] == [484, 484, 484]  # the whole prompt
 
 
 def test_the_released_evaluation_attends_every_generated_token() -> None:

@@ -88,32 +88,6 @@ def test_pairs_serve_rows_of_a_batch_apart(llama: PreTrainedModel, method: Metho
         torch.testing.assert_close(both[i : i + 1], alone)
 
 
-@pytest.mark.parametrize(
-    ("cls", "option", "value"),
-    [
-        (TwoStage, "first", "infinigen"),
-        (TwoStage, "first", "two_stage"),
-        (TwoStage, "second", "clusterkv"),
-        (TwoStage, "second", "snapkv"),
-        (EvictRetrieve, "evict", "kvcrush_mixed"),
-        (EvictRetrieve, "retrieve", "replay"),
-        (Coded, "policy", "zipcache"),
-        (Coded, "codec", "snapkv"),
-        (KVCrush, "base", "streaming"),
-    ],
-)
-def test_what_does_not_fit_is_refused(cls: type[Method], option: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}={value}: allowed is ") as caught:
-        cls(**{option: value})
-    assert value not in str(caught.value).split("allowed is ")[1].split("; ")[0].split(", ")
-
-
-def test_options_that_had_one_value_still_take_it() -> None:
-    assert EvictRetrieve(retrieve="quest", retrieve_options={"n_sink": 0, "page": 8}).retriever.page == 8
-    with pytest.raises(ValueError, match="retrieve_options=.*n_sink=4: allowed is 0"):
-        EvictRetrieve(retrieve="quest", retrieve_options={"n_sink": 4})
-
-
 def test_refusals_name_what_fits() -> None:
     expected: dict[tuple[type[Any], str], set[str]] = {
         (TwoStage, "second"): {"oracle", "pqcache", "sparq"},

@@ -12,15 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
-from pqcache.diagnostics import Measures
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
-from pqcache.selective.layer import LayerContext, Step, WatchedCall, Watcher
-from pqcache.selective.ledger import Ledger, unique_bytes
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.layer import LayerContext, Step
+from pqcache.selective.ledger import Ledger
+from pqcache.selective.shape import ModelShape
 from tests.baselines.common import context
-from tests.baselines.drive import run
+from tests.drawn import drawn
 from tests.invariants.drive import Session, tokens
 
 EVICT = ["h2o", "kvcrush", "pyramidkv", "snapkv"]
@@ -77,10 +76,6 @@ def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict
     for budget in (Budget(ratio=1.0), Budget(tokens=4000)):
         method = both(evict, retrieve, 0.4, budget=budget, options={"store": "host"}, budget_rule="prompt")
         torch.testing.assert_close(conversation(llama, method), alone)
-
-
-def drawn(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def settled(
@@ -171,57 +166,6 @@ def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(
             torch.testing.assert_close(out[row, 0, head].float(), expected, rtol=tolerance, atol=tolerance)
 
 
-class Exact(Watcher):
-    """Every key of one layer, and what each step attended: how many tokens, and their softmax weight per query head."""
-
-    def __init__(self, layer_idx: int) -> None:
-        self.layer_idx = layer_idx
-        self.keys: list[torch.Tensor] = []
-        self.attended: list[int] = []
-        self.mass: list[torch.Tensor] = []
-
-    def watch(self, call: WatchedCall) -> None:
-        if call.layer.layer_idx != self.layer_idx:
-            return
-        self.keys.append(call.k)
-        if not call.ctx.step.decode:
-            return
-        layer, selected, keys = call.layer, call.layer.selected, torch.cat(self.keys, 2)[0]
-        mass = []
-        for head in range(layer.shape.h):
-            kv = head // layer.shape.group
-            held, cand = layer.held_positions()[0, kv].tolist(), selected.candidates
-            chosen = selected.indices[0, kv].tolist()
-            entries = [*range(cand.sinks), *chosen, *range(cand.ends[0], cand.lengths[0])]
-            at = sorted({held[e] for e in entries})
-            weight = (keys[kv] @ call.q[0, head, 0] * call.ctx.scaling).softmax(0)
-            mass.append(weight[at].sum())
-        self.attended.append(len(at))
-        self.mass.append(torch.stack(mass))
-
-
-@torch.no_grad()
-def test_diagnostics_see_positions(llama: PreTrainedModel) -> None:
-    """Attended tokens and the softmax weight on them, from an exact copy, against positions worked out here."""
-    for retrieve in ("pqcache", "oracle"):
-        cache = SelectiveCache(llama, both("kvcrush", retrieve, 0.5))
-        measures, exact = Measures(), Exact(1)
-        cache.watchers += [exact, measures]
-        with attach(llama):
-            session = Session(llama, cache, [tokens(120, 1)])
-            for token in tokens(5, 2):
-                session.step([token])
-        arrays = measures.arrays()
-        assert len(exact.mass) == 5
-        assert arrays["attended"][1, 0].T.tolist() == [[tokens_] * 4 for tokens_ in exact.attended]
-        mass = torch.stack(exact.mass, -1).to(arrays["mass"].dtype)  # (h, steps)
-        torch.testing.assert_close(arrays["mass"][1, 0], mass, rtol=1e-5, atol=1e-6)
-        assert bool((arrays["mass"] < 1).all())
-        assert bool((arrays["set_error"] <= arrays["bound"]).all())
-        if retrieve == "oracle":  # whose attended set and output agree, so the real error is the set's
-            assert bool((arrays["recall_kv"] > 0.2).all())
-
-
 @torch.no_grad()
 def test_a_new_turn_evicts_again_and_indexes_anew(llama: PreTrainedModel) -> None:
     for retrieve, store in (("pqcache", "host"), ("clusterkv", "resident"), ("sparq", "resident")):
@@ -244,63 +188,3 @@ def test_a_new_turn_evicts_again_and_indexes_anew(llama: PreTrainedModel) -> Non
             assert layer.index is not index and layer.index.layer.store is layer.store
             for token in tokens(4, 6):
                 session.step([token, token])
-
-
-@torch.no_grad()
-def test_bytes_add_up(llama: PreTrainedModel) -> None:
-    """Half of 968 tokens and 32 sinks, 10 generated ones: K and V, positions, and the index of these alone; nothing else."""
-    layers, h_kv, d, s, steps = 3, 2, 16, 1000, 10
-    held = 32 + 484 + steps
-    capacity = -(-held // 256) * 256
-
-    def kv(n: int) -> int:
-        return 2 * h_kv * n * d * 8
-
-    positions, codes = h_kv * 4 * capacity, h_kv * 2 * -(-(held - 32) // 256) * 256
-    index = h_kv * 2**6 * d * 4 + codes
-    cache = run(llama, EvictRetrieve(budget=Budget(ratio=0.1)), s, steps)
-    assert cache.layers[0].store.lengths == [held]
-    assert cache.resident_bytes() == {"device": layers * (kv(capacity) + positions + index)}
-
-    host = run(llama, EvictRetrieve(budget=Budget(ratio=0.1), retrieve_options={"store": "host"}), s, steps)
-    window = 96 // 2 + 1  # a tenth of 968 tokens seen, half of it the local window
-    device = kv(32) + kv(-(-(window + 128) // 256) * 256) + positions + index
-    assert host.resident_bytes() == {"device": layers * device, "host": layers * kv(-(-(held - 32) // 256) * 256)}
-    assert host.ledger.bytes_per_step()["demand_fetch"] == layers * kv(96 - 48)
-    for ran in (cache, host):
-        assert ran.ledger.attended(all_layers=True) == 32 + 96 + 1
-        for layer in ran.layers:
-            tiers = layer.tensors()
-            total = sum(unique_bytes(part) for part in tiers.values())
-            assert total == sum(ran.resident_bytes().values()) // layers
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"evict": "snapkvv"}, "did you mean snapkv"),
-        ({"retrieve": "pq"}, "retrieve=pq: allowed is"),
-        ({"keep": 0}, "keep=0: allowed is a number in"),
-        ({"keep": 1.5}, "keep=1.5"),
-        ({"evict_options": {"widow": 3}}, "evict_options=.*widow"),
-        ({"evict_options": {"w": 0}}, "evict_options=.*w=0: allowed is"),
-        ({"evict": "h2o", "evict_options": {"mode": "dynamic"}}, "prunes once"),
-        ({"retrieve_options": {"store": "disk"}}, "retrieve_options=.*store=disk"),
-        ({"retrieve_options": {"budget": 3}}, "without budget"),
-    ],
-)
-def test_bad_values_are_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        EvictRetrieve(**wrong)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_budget_the_retriever_cannot_honour_is_not_applicable() -> None:
-    with pytest.raises(NotApplicable):
-        EvictRetrieve(budget=Budget(tokens=64), retrieve_options={"n_sink": 70})
-
-
-def test_protocols() -> None:
-    paper = EvictRetrieve(protocol="paper", budget=FIFTH, retrieve="clusterkv")
-    assert paper.evictor.n_sink == 0 and paper.retriever.protocol == "paper" and paper.dense_layers == 0
-    assert EvictRetrieve(budget=FIFTH).plan(8192, 0, 32).total == 32 + 1632

@@ -18,7 +18,7 @@ from baselines.kvcrush import KVCrush
 from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
 from baselines.streaming import StreamingLLM
-from pqcache.selective import Budget, NotApplicable
+from pqcache.selective import Budget
 from pqcache.selective.attention import partial
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext, Step
@@ -219,24 +219,16 @@ def test_prompts_shorter_than_sinks_and_window_stay_whole(name: str) -> None:
         assert one.held() == [list(range(s))] * 2
 
 
-def test_budgets_without_room_are_refused() -> None:
-    """No more tokens than sinks and window."""
-    for cls, hyper in ((SnapKV, {"w": 40, "n_sink": 30}), (H2O, {"n_sink": 64}), (PyramidKV, {"w": 64, "n_sink": 0})):
-        with pytest.raises(NotApplicable, match="budget=64"):
-            cls(budget=Budget(tokens=64), **hyper)  # type: ignore[operator]
-    with pytest.raises(NotApplicable):
-        KVCrush(budget=Budget(tokens=64), base_options={"w": 40, "n_sink": 30})
-
-
 @pytest.mark.parametrize("chunk", [None, 9])
 @pytest.mark.parametrize(
     "method",
     [
+        SnapKV(budget=Budget(ratio=0.25), w=8, n_sink=4),
         PyramidKV(budget=Budget(ratio=0.25), w=8, n_sink=4),
         KVCrush(budget=Budget(ratio=0.25), base_options={"w": 8, "n_sink": 4}),
         KVCrush(budget=Budget(ratio=0.25), base="h2o", page=8, base_options={"n_sink": 4}),
     ],
-    ids=["pyramidkv", "kvcrush", "kvcrush-pages"],
+    ids=["snapkv", "pyramidkv", "kvcrush", "kvcrush-pages"],
 )
 def test_a_new_turn_prunes_what_was_kept_and_itself(llama: PreTrainedModel, method: Any, chunk: int | None) -> None:
     """Positions go on, the union is pruned to the budget of all tokens seen, and nothing dropped before comes back."""

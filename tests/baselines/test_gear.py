@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
 
-from baselines.gear import GEAR, blocks
+from baselines.gear import GEAR
 from baselines.gear.blocks import low_rank, split_outliers
-from baselines.gear.method import accounted_ratio
-from tests.baselines.fed import Fed, drawn, rounded
+from tests.baselines.fed import Fed, rounded
+from tests.drawn import drawn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = {"rank": 0, "new_rank": 0}
@@ -264,14 +262,6 @@ def test_chosen_tokens_and_tiles_equal_the_whole(
     fed.step(k[:, :, :1], v[:, :, :1])
 
 
-def test_levels_are_powers_of_two_minus_one_and_outliers_count_the_block() -> None:
-    """At 3 bits codes reach 7; of 840 tokens a channel keeps 8 + 8, whatever the number of channels."""
-    k = drawn(0, 1, 1, 840, 16)
-    store = Fed(GEAR(bits=3, **PLAIN), k, k).store
-    for channel in store.view()[0][0, 0].T:
-        assert len(channel.unique()) == 8 + 16
-
-
 def test_long_blocks_have_wide_positions() -> None:
     k = drawn(0, 1, 1, 40000, 2)
     fed = Fed(GEAR(outliers=0.01, **PLAIN), k[:, :, :100], k[:, :, :100])
@@ -283,64 +273,3 @@ def test_long_blocks_have_wide_positions() -> None:
     error = (fed.row(0)[0][:, 164:] - k[0]).abs()
     assert error.max() <= (k.amax() - k.amin()) / 15 / 2
     assert sum(t.dtype == torch.int32 for t in fed.store.k.tensors()) == 1
-
-
-def test_bytes_are_the_closed_form() -> None:
-    """840 tokens of a Mistral layer in fp16: what is really held, buffer capacity included, beside the accounting."""
-    h, s, d = 8, 840, 128
-    x = drawn(0, 1, h, s, d, dtype=torch.float16)
-    fed = Fed(GEAR(), x, x)
-    room = 1024  # of tokens: buffers grow in steps of 256, those of parameters, outliers and factors b in steps of 8
-    codes = 2 * h * room * d // 2
-    parameters = 2 * 2 * (h * 8 * d + room)
-    outliers = (2 + 2) * (h * 16 * d + room * 2 * 10)  # floor(0.01 * 840) and floor(0.01 * 1024) from either end
-    factors = 2 * 2 * h * (-(-4 * s // 256) * 256 + 8 * d)
-    assert fed.nbytes == codes + parameters + outliers + factors
-    assert round(accounted_ratio(s, channels=h * d), 2) == 3.05
-    assert round(2 * h * s * d * 2 / fed.nbytes, 2) == 2.49
-    tail = Fed(GEAR(), x, x)
-    tail.steps(x[:, :, :63], x[:, :, :63])
-    assert tail.nbytes == fed.nbytes + 2 * h * 63 * d * 2
-
-
-def test_ratios_of_the_accounting() -> None:
-    lengths = (840, 120, 3072)
-    assert [round(accounted_ratio(s), 2) for s in lengths] == [3.05, 2.75, 3.09]
-    assert [round(accounted_ratio(s, index=32), 2) for s in lengths] == [2.88, 2.61, 2.91]
-
-
-def test_refusals() -> None:
-    for hyper in (
-        {"bits": 0}, {"backbone": "kvct"}, {"outliers": 1.5}, {"rank": -1}, {"new_rank": -1}, {"rounds": 0},
-        {"residual": 0}, {"backbone": "kivi", "residual": 20}, {"group": 0},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="allowed is"):
-            GEAR(**hyper)
-    config = LlamaConfig(hidden_size=160, num_attention_heads=4, num_key_value_heads=2)  # head dimension 40
-    GEAR().check_model(config)
-    with pytest.raises(ValueError, match="group=64: allowed is a divisor of 80"):
-        GEAR(backbone="kivi").check_model(config)
-    GEAR.noop(backbone="kivi").check_model(config)
-
-
-@pytest.mark.parametrize("kind", ["distinct", "few values", "constant", "nan", "short"])
-def test_outliers_are_the_same_with_and_without_ties(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short cut is taken where no choice is between equal entries, and only there."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 4, 60, generator=generator)
-    if kind == "few values":
-        x = x.round()
-    elif kind == "constant":
-        x = torch.ones_like(x)
-    elif kind == "nan":
-        x[0, 0, 7] = torch.nan
-    elif kind == "short":
-        x = x[..., :7]
-    calls: list[int] = []
-    top = blocks.top_tokens
-    monkeypatch.setattr(blocks, "top_tokens", lambda *args: calls.append(1) or top(*args))
-    got = blocks._extremes(x, 4)
-    assert bool(calls) == (kind != "distinct")
-    high = top(x, [4] * 3)
-    low = top((-x).scatter_(-1, high, -torch.inf), [4] * 3)
-    assert torch.equal(got, torch.cat([high, low], -1).sort(-1).values)

@@ -112,28 +112,3 @@ def test_a_new_turn_chooses_and_codes_again(llama: PreTrainedModel) -> None:
     assert layer.store.lengths == [total] and layer.store.packed.lengths == [int((total - 4) * 0.25)]
     for head in held(layer):
         assert len(set(head)) == total and head[:4] == [0, 1, 2, 3] and head[-8:] == list(range(189, 197))
-
-
-def test_bytes_by_closed_form(llama: PreTrainedModel) -> None:
-    """60 representatives in codes, 224 entries in float64 in buffers of 256, an int32 position each; d = 16, two KV heads."""
-    h_kv, d, layers = 2, 16, 3
-    for bits, group in ((4, 16), (2, 8), (3, None)):
-        cache = run(llama, KVCrushMixed(budget=Budget(ratio=0.25), bits=bits, group=group), 1000, 10)
-        assert cache.layers[0].store.packed.lengths == [60] and cache.layers[0].store.exact.lengths == [224]
-        codes = 2 * h_kv * 60 * (d * bits // 8 + 2 * 2 * (d // (group or d)))
-        exact, positions = 2 * h_kv * 256 * d * 8, h_kv * 4 * 512
-        assert cache.resident_bytes() == {"device": layers * (codes + exact + positions)}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"bits": 9}, "bits=9: allowed is 1..8"), ({"group": 0}, "group=0"), ({"base": "h2"}, "did you mean h2o")],
-)
-def test_bad_values_are_refused(llama: PreTrainedModel, wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KVCrushMixed(**wrong)
-
-
-def test_group_must_divide_the_head_dimension(llama: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="group=32: allowed is a divisor of the head dimension 16"):
-        SelectiveCache(llama, KVCrushMixed())

@@ -11,12 +11,9 @@ from baselines.zipcache.widths import Widths
 from pqcache.selective import Budget
 from pqcache.selective.ledger import unique_bytes
 from tests.baselines.drive import run
+from tests.drawn import drawn
 
 FIFTH = {"budget": Budget(ratio=0.2)}
-
-
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -33,7 +30,7 @@ def test_mikv_differs_in_which_tokens_are_salient_only(llama: PreTrainedModel) -
 
 
 def test_balanced_keys_leave_products_unchanged() -> None:
-    q, k = randn(1, 2, 9, 8, seed=1), randn(1, 2, 9, 8, seed=2) * torch.tensor([50.0] + [1] * 7)
+    q, k = drawn(1, 1, 2, 9, 8), drawn(2, 1, 2, 9, 8) * torch.tensor([50.0] + [1] * 7)
     codec = MixedCodec((8, 2), "token", Widths(), owner=True)
     codec.balanced, codec.query_max = True, q.abs().amax(2)
     codec.widths.announce([torch.ones(2, 9, dtype=torch.bool)], [9])

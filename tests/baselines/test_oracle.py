@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -14,17 +13,14 @@ from baselines.oracle import Oracle
 from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
-from tests.baselines.common import OneLayer, random_layer
+from tests.baselines.common import OneLayer
+from tests.drawn import drawn
 from tests.pq.decoded import decode
 
 SINKS = 5
 LENGTHS = st.lists(st.integers(30, 90), min_size=1, max_size=3)
 GROUPS = st.sampled_from([1, 3])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-
-
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Drawn:
@@ -110,37 +106,6 @@ def test_the_output_error_is_bounded_by_the_mass_left_out(
             assert (out[row, head].double() - exact).norm() <= bound + 1e-5
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(110, 160),
-    group=GROUPS,
-    scope=st.sampled_from(["all", "candidates"]),
-    reduce=st.sampled_from(["sum_softmax", "none", "max_logit"]),
-)
-def test_a_larger_budget_keeps_what_a_smaller_one_chose(seed: int, s: int, group: int, scope: str, reduce: str) -> None:
-    drawing, before = Drawn(seed, [s], group), None
-    for tokens in (64, 65, 70, 100):
-        method = Oracle(n_sink=SINKS, recent_ratio=0, scope=scope, reduce=reduce, budget=Budget(tokens=tokens))
-        one, _ = drawing.run(method)
-        now = [set(head.tolist()) for head in one.selected[0]]
-        assert all(len(head) == tokens - SINKS - 1 for head in now)
-        assert before is None or all(a <= b for a, b in zip(before, now, strict=True))
-        before = now
-
-
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), lengths=LENGTHS, make=st.sampled_from([Oracle, PQCache]), group=st.integers(2, 4))
-def test_equal_query_heads_choose_as_one(seed: int, lengths: list[int], make: Any, group: int) -> None:
-    single, together = Drawn(seed, lengths, 1), Drawn(seed, lengths, group)
-    together.q = single.q.repeat_interleave(group, dim=1)
-    together.k, together.v, together.new = single.k, single.v, single.new
-    options = {"n_sink": SINKS, "budget": Budget(ratio=0.2), **({"b": 3} if make is PQCache else {})}
-    a, _ = single.run(make(**options))
-    b, _ = together.run(make(**options))
-    assert torch.equal(a.selected, b.selected)
-
-
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), s=st.integers(80, 140), group=GROUPS, m=st.sampled_from([1, 2, 4]))
 def test_codes_without_error_choose_as_the_oracle(seed: int, s: int, group: int, m: int) -> None:
@@ -156,22 +121,3 @@ def test_codes_without_error_choose_as_the_oracle(seed: int, s: int, group: int,
     assume((decoded - drawing.k[:, :, SINKS:]).abs().max() < 1e-5)
     exact, _ = drawing.run(Oracle(scope="candidates", **options))
     assert torch.equal(one.selected, exact.selected)
-
-
-def test_bytes_of_one_mistral_layer() -> None:
-    """8192 tokens at 0.2: 816 tokens to fetch, 3.19 MiB; over a host store every key crosses first, 16 MiB."""
-    one = random_layer(Oracle(budget=Budget(ratio=0.2)))
-    assert not any(one.ledger.moved.values())
-    assert one.ledger.attended(all_layers=True) == 32 + 2 * 816 + 1
-    host = random_layer(Oracle(store="host", budget=Budget(ratio=0.2)))
-    assert torch.equal(one.selected, host.selected)
-    moved = host.ledger.bytes_per_step()
-    assert moved["demand_fetch"] == 816 * 4096 and round(816 * 4096 / 2**20, 2) == 3.19
-    assert moved["selection"] == (8193 - 32) * 2048
-    assert moved["write_back"] == 4096
-
-
-def test_refusals() -> None:
-    for hyper in ({"scope": "al"}, {"reduce": "sum"}, {"store": "hosts"}):
-        with pytest.raises(ValueError, match="allowed is"):
-            Oracle(**hyper)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.combined import Coded, EvictRetrieve, KVCrushMixed
+from baselines.combined import KVCrushMixed
 from baselines.h2o import H2O
 from baselines.kvcrush import KVCrush
 from baselines.pyramidkv import PyramidKV
@@ -68,23 +68,3 @@ def test_it_is_the_method_on_repeated_keys_and_values(llama: PreTrainedModel, na
     torch.testing.assert_close(
         logits(llama, ours, rows, steps), logits(repeated(), reference, rows, steps), rtol=1e-9, atol=1e-10
     )
-
-
-def test_bytes_count_as_repeated(llama: PreTrainedModel) -> None:
-    """h / h_kv times the K and V of one choice per KV head."""
-    budget = Budget(tokens=64)
-    once, twice = (
-        sum(x.nbytes for x in run(llama, SnapKV(budget=budget, w=8, n_sink=0, repeat_kv=r), 150).layers[0].store.view())
-        for r in (False, True)
-    )
-    assert twice == 2 * once > 0
-
-
-def test_where_another_layer_holds_the_tokens_it_is_refused() -> None:
-    for make in (
-        lambda: Coded(policy="snapkv", policy_options={"repeat_kv": True}),
-        lambda: EvictRetrieve(evict_options={"repeat_kv": True}),
-        lambda: KVCrush(base_options={"repeat_kv": True}),
-    ):
-        with pytest.raises(ValueError, match="repeat_kv"):
-            make()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +14,11 @@ from baselines.oracle import Oracle
 from baselines.sparq import SparQ, largest_components, partial_logits
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.group import group_reduce
-from tests.baselines.common import OneLayer, selections
-from tests.invariants.drive import Session, tokens
+from tests.baselines.common import OneLayer
+from tests.drawn import drawn as drawn_in
+from tests.invariants.drive import Session, logits, tokens
 
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+drawn = partial(drawn_in, dtype=torch.float64)
 
 
 def test_components_are_shared_and_the_temperature_is_each_heads_own() -> None:
@@ -50,18 +51,6 @@ def test_a_zero_query_ranks_evenly() -> None:
     assert not partial_logits(q, chosen, torch.randn(1, 1, 3, 5), 8**-0.5).any()
 
 
-@pytest.mark.parametrize("reduce", ["sum_softmax", "sum_logit", "none"])
-@pytest.mark.parametrize("r", [16, 40])
-def test_all_components_are_the_oracle(llama: PreTrainedModel, r: int, reduce: str) -> None:
-    """Same forced tokens, softmax over all past tokens; r beyond the head dimension counts as all of it."""
-    options = {"n_sink": 8, "reduce": reduce, "budget": Budget(ratio=0.2)}
-    ours = selections(llama, SparQ(r=r, **options), 120, 12)
-    exact = selections(llama, Oracle(scope="all", **options), 120, 12)
-    assert len(ours) == len(exact) == 36
-    for (_, a), (_, b) in zip(ours, exact, strict=True):
-        assert torch.equal(a.indices, b.indices)
-
-
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -70,24 +59,29 @@ def test_all_components_are_the_oracle(llama: PreTrainedModel, r: int, reduce: s
     n=st.integers(1, 3),
     group=st.sampled_from([1, 3]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    reduce=st.sampled_from(["sum_softmax", "sum_logit", "none"]),
-    store=st.sampled_from(["resident", "host"]),
+    options=st.fixed_dictionaries(
+        {
+            "reduce": st.sampled_from(["sum_softmax", "sum_logit", "none"]),
+            "store": st.sampled_from(["resident", "host"]),
+        }
+    ),
+    make=st.sampled_from([partial(SparQ, r=8), partial(SparQ, r=40), partial(Oracle, scope="all")]),
 )
 def test_all_components_choose_the_heaviest_tokens_of_every_row(
-    seed: int, s: int, cut: int, n: int, group: int, dtype: torch.dtype, reduce: str, store: str
+    seed: int, s: int, cut: int, n: int, group: int, dtype: torch.dtype, options: dict[str, str], make: Any
 ) -> None:
-    """Grouped or not, in 16 bits or 32, rows of different length: nothing heavier than what was chosen is left."""
+    """As the oracle; grouped or not, in 16 bits or 32, rows of different length: nothing heavier than the choice is left."""
     lengths = [s - cut * r // 2 for r in range(n)]
     k, v = drawn(seed, n, 2, s, 8).to(dtype), drawn(seed + 1, n, 2, s, 8).to(dtype)
     q, new = drawn(seed + 2, n, 2 * group, 1, 8).to(dtype), drawn(seed + 3, n, 2, 1, 8).to(dtype)
-    method = SparQ(n_sink=4, r=8, reduce=reduce, store=store, budget=Budget(ratio=0.3))
+    method = make(n_sink=4, budget=Budget(ratio=0.3), **options)
     one = OneLayer(method, k, v, 2 * group, lengths)
     one.step(q, new, new)
     cand = one.layer.selected.candidates
     for row, length in enumerate(lengths):
         keys = torch.cat([k[row, :, :length], new[row]], 1).double().repeat_interleave(group, 0)
         exact = (q[row].double() * keys).sum(-1)[None] * 8**-0.5
-        weights = group_reduce(exact, 2, reduce)[0, :, 4 : cand.ends[row]]
+        weights = group_reduce(exact, 2, options["reduce"])[0, :, 4 : cand.ends[row]]
         assert cand.k[row] == method.plan(length, 0, 1).k
         for head, chosen in enumerate(one.selected[row]):
             picked = chosen[chosen >= 0] - 4
@@ -170,19 +164,10 @@ def test_second_copy_and_running_mean_follow_the_store(llama: PreTrainedModel) -
                 torch.testing.assert_close(layer.index.mean[row], values[row, :, :length].mean(1))
 
 
-def test_protocols_and_refusals() -> None:
-    """Aligned: of the 8160 tokens after the sinks. Paper: of the prompt, the window inside, the sinks on top."""
-    fifth, own = Budget(ratio=0.2), Budget(tokens=128)
-    assert (SparQ().r, SparQ().reallocate, SparQ().reduce) == (1, False, "sum_softmax")
-    assert SparQ().dense_layers == SparQ(protocol="paper").dense_layers == 0
-    for method, want in (
-        (SparQ(budget=fifth), (32, 816, 816)),
-        (SparQ(budget=fifth, protocol="paper"), (32, 819, 819)),
-        (SparQ(budget=own, protocol="paper", n_sink=0, recent_ratio=0.25), (0, 32, 96)),
-        (SparQ(budget=own), (32, 48, 48)),
-    ):
-        plan = method.plan(8192, 0, 32)
-        assert (plan.sinks, plan.local, plan.k) == want
-    for hyper in ({"r": 0}, {"n_sink": -1}, {"recent_ratio": 2.0}, {"reduce": "sum"}):
-        with pytest.raises(ValueError, match="allowed is"):
-            SparQ(**hyper)
+def test_the_release_sums_logits(llama: PreTrainedModel) -> None:
+    """The released comparison's ranking is that of reduce=sum_logit, and not that of the softmaxes."""
+    prompt, steps = [tokens(120, 1)], [[t] for t in tokens(4, 3)]
+    hyper: dict[str, Any] = {"budget": Budget(ratio=0.2), "n_sink": 4, "r": 2}
+    release = logits(llama, SparQ(protocol="release", **hyper), prompt, steps)
+    assert torch.equal(release, logits(llama, SparQ(protocol="paper", reduce="sum_logit", **hyper), prompt, steps))
+    assert not torch.equal(release, logits(llama, SparQ(protocol="paper", **hyper), prompt, steps))

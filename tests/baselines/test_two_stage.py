@@ -10,16 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
 from baselines.combined.two_stage import TwoStage, TwoStageIndex
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.sparq import SparQ
-from pqcache.pq import PQCache
 from pqcache.registry import method_class
-from pqcache.selective import Budget, Method, NotApplicable
+from pqcache.selective import Budget, Method
 from pqcache.selective.index import Index
-from tests.baselines.common import OneLayer, random_layer, selections
+from tests.baselines.common import OneLayer, selections
+from tests.drawn import drawn
 
 SECOND = ["oracle", "pqcache", "sparq"]
 FIRST = ["clusterkv", *SECOND, "quest"]
@@ -31,10 +27,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparq": {"r": 3},
     "oracle": {},
 }
-
-
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def two(first: str, second: str, **extra: Any) -> TwoStage:
@@ -214,59 +206,6 @@ def test_scores_of_a_shortlist_are_those_of_the_whole(second: str, store: str, h
     assert torch.isfinite(index.score_at(q, torch.full_like(at, -1), ctx)).all()
 
 
-@pytest.mark.parametrize("second", SECOND)
-def test_only_the_shortlist_is_scored(llama: PreTrainedModel, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: object) -> None:
-        raise AssertionError("the second stage scored everything")
-
-    for cls in (PQCache, Oracle, SparQ):
-        monkeypatch.setattr(type(cls().make_index(0, None)), "score", never)  # type: ignore[arg-type]
-    method = TwoStage(
-        second=second, first_options={"page": 4}, second_options=OPTIONS[second], budget=Budget(ratio=0.2)
-    )
-    assert len(selections(llama, method, 200, 3)) == 9
-
-
-def test_the_union_of_stages_is_better_than_the_first_alone() -> None:
-    """Keys in pages of which one token each matters: pages alone catch a quarter, ranked pages all of them."""
-    s, page = 256, 4
-    k = drawn(0, 1, 2, s, 8) * 0.01
-    strong = torch.arange(16, 192, page)[::2]
-    k[:, :, strong, 0] += 5
-    q = torch.zeros(1, 4, 1, 8)
-    q[..., 0] = 1
-    new = drawn(1, 1, 2, 1, 8) * 0.01
-    options = {"n_sink": 8, "recent_ratio": 0.5, "budget": Budget(tokens=64)}  # 28 to select
-    ranked = OneLayer(TwoStage(second="oracle", first_options={"page": page}, shortlist=4, **options), k, k, 4)
-    ranked.step(q, new, new)
-    assert ranked.layer.selected.indices.shape[2] == 28
-    assert all(set(head.tolist()) >= set(strong.tolist()) for head in ranked.selected[0])
-
-
-def test_bytes_of_one_mistral_layer() -> None:
-    """8192 tokens at 0.2 and a shortlist of 4 k: what is scored crosses for the shortlist only, k tokens are fetched."""
-    k, m = 816, 4 * 816
-    for second, options, selection in (
-        ("pqcache", {"max_iter": 1}, 0),
-        ("oracle", {"scope": "candidates"}, m * 8 * 128 * 2),
-    ):
-        one = random_layer(
-            TwoStage(second=second, second_options=options, store="host", shortlist=4, budget=Budget(ratio=0.2))
-        )
-        moved = one.ledger.bytes_per_step()
-        assert moved["demand_fetch"] == k * 4096
-        assert abs(moved["selection"] - selection) <= 16 * 8 * 128 * 2  # the last page may be cut
-        assert moved["write_back"] == 4096
-        assert one.ledger.attended(all_layers=True) == 32 + 2 * k + 1
-    one = random_layer(
-        TwoStage(first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4,
-                 budget=Budget(ratio=0.2))
-    )  # fmt: skip
-    assert (
-        one.ledger.bytes_per_step()["selection"] == (m + 32 + k + 1) * 8 * 2
-    )  # one component of each, and of the rest of its softmax
-
-
 def test_stages_follow_a_long_generation(llama: PreTrainedModel) -> None:
     """Tokens without a cluster are on the shortlist, until a window of them is clustered."""
     method = TwoStage(
@@ -288,38 +227,10 @@ def test_stages_follow_a_long_generation(llama: PreTrainedModel) -> None:
     assert max(seen) > 150
 
 
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [
-        ({"first": "quests"}, "did you mean quest"),
-        ({"second": "quest"}, "second=quest: allowed is"),
-        ({"shortlist": 0.5}, "shortlist=0.5: allowed is a number >= 1"),
-        ({"first_options": {"pages": 4}}, "first_options=.*pages"),
-        ({"second_options": {"m": 3}}, "second_options=.*m=3: allowed is"),
-        ({"second_options": {"n_sink": 3}}, "method.n_sink hold for both"),
-        ({"second_options": {"cache_block": 3}}, "method.cache_block hold for both"),
-        ({"second": "sparq", "second_options": {"reallocate": True}}, "reallocate=false"),
-    ],
-)
-def test_bad_hyper_parameters(hyper: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TwoStage(**hyper)
-
-
-def test_defaults_and_protocols() -> None:
-    method = TwoStage(budget=Budget(ratio=0.2), first="clusterkv")
-    assert method.plan(8192, 0, 32).total == 32 + 2 * 816
-    assert isinstance(method.shortener, ClusterKV) and method.shortener.reduce == "sum_softmax"
-    assert TwoStage().shortener.reduce == "sum_logit" and TwoStage(reduce="none").shortener.reduce == "none"
-    assert TwoStage(protocol="paper").dense_layers == 0
-
-
-def test_each_stage_runs_as_its_released_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Oracle, "released", "some code")
-    pages = TwoStage(protocol="release", first="quest", second="oracle", budget=Budget(tokens=512)).shortener
-    assert isinstance(pages, Quest) and (pages.least_pages, pages.newest) == (3, False)
-    clusters = TwoStage(protocol="release", first="clusterkv", second="oracle", budget=Budget(tokens=512)).shortener
-    assert isinstance(clusters, ClusterKV) and (clusters.clusters, clusters.window) == (400, 0)
-    monkeypatch.setattr(Oracle, "released", "")
-    with pytest.raises(NotApplicable, match="no code of oracle is published"):
-        TwoStage(protocol="release", second="oracle")
+def test_each_stage_runs_as_its_released_code() -> None:
+    for first, wanted in (
+        ("quest", {"least_pages": 3, "newest": False}),
+        ("clusterkv", {"clusters": 400, "window": 0}),
+    ):
+        shortener = TwoStage(protocol="release", first=first, budget=Budget(tokens=512)).shortener
+        assert {key: getattr(shortener, key) for key in wanted} == wanted

@@ -12,62 +12,18 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel
 
 from baselines.combined.coded import Coded
-from baselines.zipcache import MiKV, ZipCache
-from baselines.zipcache.mixed_codec import MixedCodec
+from baselines.zipcache import ZipCache
 from baselines.zipcache.probes import ProbeRule, add_probe_sums
 from baselines.zipcache.salient_store import SalientStore
 from pqcache import kernels
 from pqcache.embedded import model_dir
-from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
-from tests.baselines.drive import run
+from pqcache.selective import Budget, SelectiveCache, attach
+from tests.drawn import drawn
 from tests.invariants.cases import ARCHITECTURES
 from tests.invariants.drive import Session, tokens
 
 LLAMA = ARCHITECTURES["llama"]()
 FIFTH = {"budget": Budget(ratio=0.2)}
-
-
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(
-    ("budget", "share"), [(0.2, 0.6), (0.2125, 0.7), (0.225, 0.8), (0.125, 0), (0.25, 1), (0.175, 0.4)]
-)
-def test_budget_gives_the_share_of_salient_tokens(budget: float, share: float) -> None:
-    assert ZipCache(budget=Budget(ratio=budget)).salient_share == pytest.approx(share, abs=1e-9)
-    assert ZipCache(budget=Budget(ratio=budget), saliency_ratio=share).saliency_ratio == share
-
-
-@pytest.mark.parametrize("budget", [Budget(ratio=0.1), Budget(ratio=0.5), Budget(ratio=0.26), Budget(tokens=512)])
-@pytest.mark.parametrize("cls", [ZipCache, MiKV])
-def test_other_budgets_are_not_applicable(cls: Any, budget: Budget) -> None:
-    with pytest.raises(NotApplicable, match=r"0\.125\.\.0\.25, or 1\.0"):
-        cls(budget=budget)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (
-            {"saliency_ratio": 0.7},
-            "saliency_ratio=0.7: allowed is 0.6 at budget=0.2, or null; this ratio is budget=0.2125",
-        ),
-        ({"probes": "recnt"}, "did you mean recent"),
-        ({"special_ids": [3]}, "special_ids"),
-        ({"granularity": "channel"}, "granularity=channel"),
-        ({"gap": 0}, "gap=0"),
-        ({"recompress": "none"}, "recompress=none"),
-        ({"bits_low": 4}, "bits_low=4"),
-        ({"random_share": 0.96}, "random_share=0.96"),
-        ({"norm": "none"}, "norm=none"),
-    ],
-)
-def test_bad_values_are_refused_in_one_line(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ZipCache(**FIFTH, **wrong)
-    with pytest.raises(ValueError, match="group=7: allowed is a divisor of the head dimension"):
-        SelectiveCache(LLAMA, ZipCache(**FIFTH, granularity="group", group=7))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +93,7 @@ def shares(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
 @settings(max_examples=6, deadline=None)
 @given(s=st.integers(1, 300), g=st.sampled_from([1, 2]), seed=st.integers(0, 10**6), some=st.booleans())
 def test_probe_sums_equal_the_definition(switch: Any, s: int, g: int, seed: int, some: bool) -> None:
-    q, k = randn(2 * g, s, 8, seed=seed), randn(2, s, 8, seed=seed + 1)
+    q, k = drawn(seed, 2 * g, s, 8), drawn(seed + 1, 2, s, 8)
     probes = [p for p in range(s) if not some or p % 3 == 2 or p == s - 1]
     sums = torch.zeros(2, s)
     with switch():
@@ -224,17 +180,6 @@ def test_generated_tokens_are_judged_by_their_probes(llama: PreTrainedModel) -> 
         assert store.seen_by[0, 0].tolist()[:19] == [1] * (probes[0] + 1) + [0] * (18 - probes[0])
         session.step([5])
         assert store.k.tails == [0] and store.sums.shape[2] == 0
-
-
-@torch.no_grad()
-def test_all_salient_is_uniform(llama: PreTrainedModel) -> None:
-    """0.25: every token in 4 bits, and no trace of the other width."""
-    cache = run(llama, ZipCache(budget=Budget(ratio=0.25)), 70)
-    for stream in (cache.layers[0].store.k, cache.layers[0].store.v):
-        assert isinstance(stream.codec, MixedCodec)
-        regular, high = stream.codec.subsets
-        assert regular.codes is None and regular.step is None
-        assert high.codes.shape == (1, 2, 70, 8) and high.codes.dtype == torch.uint8
 
 
 @torch.no_grad()

@@ -22,14 +22,11 @@ from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import dequantize, quantize
 from tests.baselines.common import context
+from tests.drawn import drawn
 from tests.invariants.drive import Session, pad_left, tokens
 from tests.store.test_packed import Largest
 
 FIFTH = {"budget": Budget(ratio=0.2)}
-
-
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=3)
@@ -47,7 +44,7 @@ def pack(
     """Append with random widths, half of the tokens salient; the masks."""
     coming = []
     for row, count in enumerate(counts):
-        noise = randn(x.shape[1], count, seed=seed + row)
+        noise = drawn(seed + row, x.shape[1], count)
         mask = torch.zeros(x.shape[1], count, dtype=torch.bool)
         coming.append(mask.scatter_(1, noise.sort(-1).indices[:, : count - count // 2], True))
     pair[2].announce(coming, [count - count // 2 for count in counts])
@@ -85,9 +82,7 @@ def reference(x: torch.Tensor, mask: torch.Tensor, by: str) -> torch.Tensor:
 def test_decoded_tokens_equal_the_reference(lengths: list[int], h_kv: int, by: str, seed: int) -> None:
     pair = codec_pair(by, False)
     t = max(lengths)
-    x = randn(len(lengths), h_kv, t, 8, seed=seed) * (
-        1 + 9 * torch.rand(8, generator=torch.Generator().manual_seed(seed))
-    )
+    x = drawn(seed, len(lengths), h_kv, t, 8) * (1 + 9 * torch.rand(8, generator=torch.Generator().manual_seed(seed)))
     coming = pack(pair, x, [0] * len(lengths), lengths, seed)
     for codec, sign in ((pair[0], 1), (pair[1], -1)):
         got = codec.tile(0, t)
@@ -113,11 +108,11 @@ def test_decoded_tokens_equal_the_reference(lengths: list[int], h_kv: int, by: s
 def test_later_tokens(lengths: list[int], by: str, segment: bool, seed: int) -> None:
     """Widths are final; codes change only where a range grew, by at most half a new step more, and never with segments."""
     pair, n = codec_pair(by, segment), len(lengths)
-    x = randn(n, 2, max(lengths), 8, seed=seed)
+    x = drawn(seed, n, 2, max(lengths), 8)
     pack(pair, x, [0] * n, lengths, seed)
     before, widths = [codec.tile(0, max(lengths)) for codec in pair[:2]], pair[2].bits()
-    inside = 0.1 * randn(n, 2, 6, 8, seed=seed + 9).clamp(-1, 1)
-    wild = 3 * randn(n, 2, 6, 8, seed=seed + 10)
+    inside = 0.1 * drawn(seed + 9, n, 2, 6, 8).clamp(-1, 1)
+    wild = 3 * drawn(seed + 10, n, 2, 6, 8)
     held = list(lengths)
     for new, quiet in ((inside, min(lengths) > 30), (wild, False)):
         pack(pair, new, held, [6] * n, seed + 11)
@@ -143,8 +138,8 @@ def test_later_tokens(lengths: list[int], by: str, segment: bool, seed: int) -> 
 )
 def test_dropped_tokens_leave_the_others_as_they_were(lengths: list[int], by: str, segment: bool, seed: int) -> None:
     pair, n = codec_pair(by, segment), len(lengths)
-    pack(pair, randn(n, 2, max(lengths), 8, seed=seed), [0] * n, lengths, seed)
-    pack(pair, randn(n, 2, 5, 8, seed=seed + 1), lengths, [5] * n, seed + 1)
+    pack(pair, drawn(seed, n, 2, max(lengths), 8), [0] * n, lengths, seed)
+    pack(pair, drawn(seed + 1, n, 2, 5, 8), lengths, [5] * n, seed + 1)
     held = [length + 5 for length in lengths]
     generator = torch.Generator().manual_seed(seed)
     counts = [int(torch.randint(1, length + 1, (1,), generator=generator)) for length in held]
@@ -159,7 +154,7 @@ def test_dropped_tokens_leave_the_others_as_they_were(lengths: list[int], by: st
     for r, count in enumerate(counts):
         for a, b in zip(before, after, strict=True):
             assert torch.equal(a[r, :, :count], b[r, :, :count])
-    pack(pair, 0.01 * randn(n, 2, 3, 8, seed=seed + 2), counts, [3] * n, seed + 2)  # and the next ones find their place
+    pack(pair, 0.01 * drawn(seed + 2, n, 2, 3, 8), counts, [3] * n, seed + 2)  # and the next ones find their place
     for a, codec in zip(after, pair[:2], strict=True):
         now = codec.tile(0, max(counts) + 3)
         for r, count in enumerate(counts):
@@ -183,16 +178,14 @@ def test_decode_attention_equals_a_reference_that_decodes_everything(
     """A padded prompt and steps over two packings, against softmax in fp32 over all of K and V, row by row."""
     n, h, t, d = len(lengths), h_kv * g, max(lengths), 8
     layer = cls(**FIFTH, gap=4, **options).make_layer(0, ModelShape(1, h, h_kv, d))
-    q, k, v = (randn(n, heads, t, d, seed=seed + i).to(dtype) for i, heads in enumerate((h, h_kv, h_kv)))
+    q, k, v = (drawn(seed + i, n, heads, t, d).to(dtype) for i, heads in enumerate((h, h_kv, h_kv)))
     aligned = [torch.stack([x[r].roll(length - t, 1) for r, length in enumerate(lengths)]) for x in (k, v)]
     step = Step(False, t, [0] * n, lengths, lengths, ends_prompt=True, first=True)
     ctx = context(step, layer.shape, Ledger())
     layer.observe(q, aligned[0], lengths, ctx)  # queries are right-aligned, staged keys left-aligned
     layer.settle(*aligned, lengths, ctx)
     for i in range(9):
-        q, k, v = (
-            randn(n, heads, 1, d, seed=seed + 10 * i + j).to(dtype) for j, heads in enumerate((h, h_kv, h_kv), 7)
-        )
+        q, k, v = (drawn(seed + 10 * i + j, n, heads, 1, d).to(dtype) for j, heads in enumerate((h, h_kv, h_kv), 7))
         before = [x.clone() for x in layer.store.view()]
         out = layer.decode(q, k, v, context(step, layer.shape, Ledger()))
         for r, length in enumerate(lengths):
@@ -234,14 +227,14 @@ def test_scratch_of_a_step_does_not_grow_with_the_length(recompress: str, how: C
     sizes = []
     for length in (3000, 6000):
         layer = ZipCache(**FIFTH, gap=2, recompress=recompress).make_layer(0, ModelShape(1, 4, 2, 16))
-        x = randn(1, 2, length, 16, seed=0)
+        x = drawn(0, 1, 2, length, 16)
         layer.store.load(x, x, [length])
         layer.store.pack(everything=True)
         ctx = context(Step(True, 1, [0], [1], [0], ends_prompt=False, first=False), layer.shape, Ledger())
         with how(), Largest(layer.store.tensors()["device"]) as seen:
             for i in range(2):
-                new = 9 * randn(1, 2, 1, 16, seed=i)
-                layer.decode(randn(1, 4, 1, 16, seed=i), new, new, ctx)
+                new = 9 * drawn(i, 1, 2, 1, 16)
+                layer.decode(drawn(i, 1, 4, 1, 16), new, new, ctx)
         assert layer.store.k.body == [length + 2]
         sizes.append(seen.numel)
     tile = 2 * 1024 * 16

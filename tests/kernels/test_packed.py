@@ -15,9 +15,8 @@ from pqcache import kernels
 from pqcache.selective.attention import partial
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.layout import Codes, Run
-from tests.baselines.coded_stores import METHODS, mean_bits, store_of
-from tests.baselines.fed import drawn
-from tests.baselines.test_layout import decoded
+from tests.baselines.coded_stores import METHODS, decoded, mean_bits, store_of
+from tests.drawn import drawn
 
 pytest.importorskip("numba")
 from pqcache.kernels import packed

@@ -143,8 +143,3 @@ def test_the_general_way_serves_codes_on_the_host(llama: PreTrainedModel) -> Non
     index = pqcache("host").make_layer(0, SelectiveCache(llama, pqcache("host")).shape).index
     index.far = FarCodes(torch.device("cpu"), Lanes(), lambda kind, nbytes: None)
     assert index.pq_codes() is None
-
-
-def test_bad_hyper_parameter() -> None:
-    with pytest.raises(ValueError, match="codes_store"):
-        pqcache("disk")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pqcache.pq import PQCache, codebook
+from pqcache.pq import codebook
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 from pqcache.pq.schedule import CostModel
 from pqcache.selective.group import group_reduce, top_tokens
@@ -181,20 +181,6 @@ def test_init_is_seeded_distinct_and_shared() -> None:
     assert torch.equal(initial_positions(1000, 64, 7), initial_positions(1000, 64, 7))
     assert len(set(initial_positions(1000, 64, 7).tolist())) == 64
     assert not torch.equal(initial_positions(1000, 64, 7), initial_positions(1000, 64, 8))
-
-
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [
-        ({"m": 3}, "m=3: allowed is"),
-        ({"b": 0}, "b=0: allowed is"),
-        ({"max_iter": 0}, "max_iter=0"),
-        ({"store": "hots"}, "did you mean host"),
-    ],
-)
-def test_bad_hyper_parameters_name_field_value_and_allowed(hyper: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PQCache(**hyper)
 
 
 def test_kmeans_of_many_points_samples_all_rounds_but_the_last() -> None:

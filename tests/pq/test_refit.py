@@ -102,8 +102,3 @@ def test_kernels_leave_the_step_alone(llama: PreTrainedModel) -> None:
     """They would go on with the centroids that they were lent."""
     assert parts(after(llama, pqcache(refit_every=0), 1))[1].pq_codes() is not None
     assert parts(after(llama, pqcache(), 1))[1].pq_codes() is None
-
-
-def test_a_negative_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match="refit_every=-1: .*an int >= 0"):
-        pqcache(refit_every=-1)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pqcache.selective.attention import attend_one, merge, partial
 from pqcache.selective.group import group_reduce, top_tokens
@@ -63,3 +65,24 @@ def test_top_tokens_breaks_ties_by_position_and_pads() -> None:
     )
     assert top_tokens(weights, [3, 2, 0]).tolist() == [[[0, 1, 4]], [[0, 1, -1]], [[-1, -1, -1]]]
     assert top_tokens(weights[:1], [4]).tolist() == [[[0, 1, 2, 4]]]
+
+
+def slow(row: list[float], k: int) -> list[int]:
+    """Sorted by value, then place; NaN as the smallest."""
+    rank = [(-value if value == value else float("inf"), i) for i, value in enumerate(row)]
+    return sorted(i for _, i in sorted(rank)[:k])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    m=st.integers(1, 9),
+    data=st.data(),
+)
+def test_equals_sorting_with_ties_and_nan(n: int, heads: int, m: int, data: st.DataObject) -> None:
+    value = st.sampled_from([0.0, 1.0, 1.0, 2.0, float("inf"), float("nan")])
+    rows = data.draw(st.lists(st.lists(value, min_size=m, max_size=m), min_size=n * heads, max_size=n * heads))
+    k = data.draw(st.integers(1, m))
+    got = top_tokens(torch.tensor(rows).view(n, heads, m), [k] * n)
+    assert got.flatten(0, 1).tolist() == [slow(row, k) for row in rows]

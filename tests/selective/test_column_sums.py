@@ -58,6 +58,7 @@ def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(native: bool, 
     q, k = inputs(n, h_kv * g, h_kv, t, max(stored) + data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(column_sums, "TILE", data.draw(st.integers(1, 40)))
+        patch.setattr(column_sums, "TOGETHER", data.draw(st.sampled_from([0, 200, 1 << 20])))  # one KV head, some, all
         got = sums(q, k, stored, counts, data.draw(st.integers(1, 25)), native)
     torch.testing.assert_close(got, naive(q, k, stored, counts, 0.3), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.sum(-1), torch.tensor(counts, dtype=torch.float32)[:, None].expand(n, h_kv * g))
@@ -80,12 +81,6 @@ def test_queries_that_see_a_window_only(seed: int, s: int, t: int, w: int, block
     at, j = torch.arange(s - t, s)[:, None], torch.arange(s)[None]
     probs = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(j > at, -torch.inf).softmax(-1)
     torch.testing.assert_close(sums, (probs * (at - j < w)).sum(2))
-
-
-def test_first_key_gets_at_least_its_own_query_and_the_last_at_most_one() -> None:
-    got = sums(*inputs(1, 4, 2, 50, 50, 1), [50], [50], 16)
-    assert got[..., 0].min() >= 1
-    assert got[..., -1].max() <= 1
 
 
 @settings(max_examples=20, deadline=None)
@@ -188,16 +183,3 @@ def test_a_whole_layer_at_32k_on_the_gpu() -> None:
     add_column_sums(sums, q, k, [s], [s], 128**-0.5)
     assert torch.cuda.max_memory_allocated() - before < 1.5 * g * column_sums.BLOCK * s * 4
     torch.testing.assert_close(sums.sum(-1), torch.full_like(sums[..., 0], s), rtol=1e-4, atol=0)
-
-
-def test_heads_taken_together_sum_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    gen = torch.Generator().manual_seed(5)
-    q, k = torch.randn(2, 6, 40, 8, generator=gen), torch.randn(2, 3, 90, 8, generator=gen)
-    result = []
-    for together in (0, 4000, 1 << 20):  # one KV head, some, all
-        monkeypatch.setattr(column_sums, "TOGETHER", together)
-        out = torch.zeros(2, 6, 90)
-        add_column_sums(out, q, k, [90, 70], [40, 25], 0.3, block=16)
-        result.append(out)
-    torch.testing.assert_close(result[1], result[0])
-    torch.testing.assert_close(result[2], result[0])

@@ -16,7 +16,7 @@ from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.sparq import SparQ
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
+from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from tests.baselines.common import random_layer
@@ -280,26 +280,3 @@ def test_hits_bytes_and_chance_of_one_mistral_layer() -> None:
     assert ledger.facts["cache_chance_hits"] == pytest.approx(8 * 816 * 4096 / 7345)
     assert round(4096 / 7344, 2) == 0.56
     assert hits / (8 * 816) == pytest.approx(0.56, abs=0.1)  # a query of its own: what chance gives
-
-
-def test_the_row_gets_hit_rate_and_chance(llama: PreTrainedModel) -> None:
-    method = PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **SMALL)
-    result = generate(llama, method, torch.tensor([tokens(200, 1)]), max_new_tokens=12)
-    assert 0 < result.extra["cache_hit_rate"] <= 1
-    assert 0 < result.extra["cache_chance_rate"] < 1
-    assert result.bytes_per_step["refill"] > 0
-
-
-@pytest.mark.parametrize(
-    ("hyper", "message"),
-    [
-        ({"cache_block": 0}, "cache_block=0: allowed is"),
-        ({"cache_block": 64, "cache_tokens": 63}, "cache_tokens=63: allowed is an int >= cache_block=64"),
-        ({"cache_topk": 0}, "cache_topk=0: allowed is"),
-        ({"cache_policy": "lfru"}, "did you mean"),
-        ({"store": "block_cash"}, "did you mean block_cache"),
-    ],
-)
-def test_bad_hyper_parameters(hyper: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PQCache(**hyper)

@@ -8,7 +8,7 @@ import torch
 from pqcache.selective.attention import partial
 from pqcache.store.chosen import compacted
 from tests.baselines.coded_stores import METHODS, store_of
-from tests.baselines.fed import drawn
+from tests.drawn import drawn
 
 pytest.importorskip("numba")
 

@@ -321,15 +321,3 @@ def test_under_inference_mode(llama: PreTrainedModel) -> None:
         out = logits(llama, METHODS["pqcache lru"](), [tokens(90, 1)], [[5], [6], [7]], cache=cache)
     assert torch.equal(out, expected)
     cache.lanes.close()
-
-
-def test_host_buffers_grow_by_a_part_of_themselves() -> None:
-    """Not by a fixed number of tokens: at 128K each growth copies everything."""
-    store = HostStore(0, 2, lambda kind, nbytes: None)
-    k = torch.randn(1, 1, 16_384, 2)
-    store.load(k, k, [16_384])
-    before = store.host[0].capacity
-    for _ in range(300):
-        store.append(k[:, :, :1], k[:, :, :1])
-    assert store.host[0].capacity == before + 1280 and before == 16_384 + 256
-    assert torch.equal(store.host[0].rows[0, :16_384, 0], k[0, 0])  # the old rows moved along

@@ -13,6 +13,7 @@ from pqcache.selective.quantization import attend_coded
 from pqcache.store.buffer import take_tokens
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
+from tests.drawn import drawn
 
 H_KV, D = 2, 8
 
@@ -33,21 +34,17 @@ CODECS = {
 }
 
 
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def filled(codec: str, rows: list[int], residual: int, steps: int, seed: int) -> tuple[PackedStore, list[torch.Tensor]]:
     """A store after a prompt of rows[r] tokens and `steps` single ones, K's tail one longer than V's; and row r's exact K."""
     store = PackedStore(
         PackedStream(CODECS[codec](), KeepNewest(residual + 1)), PackedStream(CODECS[codec](), KeepNewest(residual))
     )
-    prompt = randn(len(rows), H_KV, max(rows), D, seed=seed)
+    prompt = drawn(seed, len(rows), H_KV, max(rows), D)
     store.load(prompt, -prompt, rows)
     store.pack()
     kept = [prompt[r, :, :length] for r, length in enumerate(rows)]
     for step in range(steps):
-        new = randn(len(rows), H_KV, 1, D, seed=seed + 1 + step)
+        new = drawn(seed + 1 + step, len(rows), H_KV, 1, D)
         store.append(new, -new)
         store.pack()
         kept = [torch.cat([old, new[r]], 1) for r, old in enumerate(kept)]
@@ -133,7 +130,7 @@ def test_dropping_tokens_leaves_the_others_as_they_were(
         for r, count in enumerate(counts):
             want = take_tokens(whole.contiguous(), indices)[r, :, :count]
             torch.testing.assert_close(now[r, :, :count], want, rtol=0, atol=0.05 if codec == "recoded" else 0)
-    new = randn(len(rows), H_KV, 1, D, seed=7)
+    new = drawn(7, len(rows), H_KV, 1, D)
     store.append(new, new)
     store.pack()
     assert store.lengths == [count + 1 for count in counts]
@@ -145,7 +142,7 @@ def test_attention_by_tiles_equals_attention_over_everything_decoded(
     codec: str, rows: list[int], residual: int, steps: int, seed: int, size: int
 ) -> None:
     store, _ = filled(codec, rows, residual, steps, seed)
-    q = randn(len(rows), 2 * H_KV, 1, D, seed=seed)
+    q = drawn(seed, len(rows), 2 * H_KV, 1, D)
     mask = row_mask(store.lengths, store.length, q.device)
     want = partial(q, *store.view(), 0.5, None if mask is None else mask[:, :, None])
     got = attend_coded(q, store, 0.5, size)
@@ -156,7 +153,7 @@ def test_attention_by_tiles_equals_attention_over_everything_decoded(
 @pytest.mark.parametrize("everything", [False, True])
 def test_packing_everything_ignores_the_schedule(everything: bool) -> None:
     store = PackedStore(*(PackedStream(TokenCodec(4), KeepNewest(50)) for _ in "kv"))
-    x = randn(2, H_KV, 30, D, seed=0)
+    x = drawn(0, 2, H_KV, 30, D)
     store.load(x, x, [30, 20])
     store.pack(everything)
     assert store.k.body == ([30, 20] if everything else [0, 0])
@@ -195,8 +192,8 @@ def test_decoding_scratch_does_not_grow_with_the_length(rows: int) -> None:
     sizes = []
     for length in (500, 4000):
         store = PackedStore(*(PackedStream(TokenCodec(4), KeepNewest(3)) for _ in "kv"))
-        x = randn(rows, H_KV, length, D, seed=0)
+        x = drawn(0, rows, H_KV, length, D)
         store.load(x, x, [length - 40 * r for r in range(rows)])
         store.pack()
-        sizes.append(largest(store, randn(rows, 2 * H_KV, 1, D, seed=1), 64))
+        sizes.append(largest(store, drawn(1, rows, 2 * H_KV, 1, D), 64))
     assert sizes[0] == sizes[1] == rows * H_KV * 64 * D
