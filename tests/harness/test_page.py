@@ -83,7 +83,7 @@ def test_the_page(
     assert full["x"] == pq["x"] == [0.1, 0.4] and full["line"]["dash"] == "dot" and full["y"] == [75.0, 75.0]
     assert pq["error_y"]["visible"] and budgets["layout"]["xaxis"]["type"] == "log"
     (layers,) = [chart for chart in data["charts"] if chart["title"].endswith("tokens, by layer")]
-    assert layers["data"][0]["y"] == [None, 0.5, 0.75]
+    assert (layers["data"][0]["x"], layers["data"][0]["y"]) == ([1, 2], [0.5, 0.75])
 
 
 def test_a_wrong_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

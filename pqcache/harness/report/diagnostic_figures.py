@@ -13,7 +13,7 @@ python -m pqcache.harness.report.diagnostic_figures <out> --only drift --layers 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,14 @@ from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.diagnostic_arrays import read_arrays
 from pqcache.harness.report.frame import budget_text
-from pqcache.harness.report.observed_figures import rank_panels
+from pqcache.harness.report.groups import labels
+from pqcache.harness.report.observed_figures import Arrays, rank_panels
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_by_folder
+from pqcache.harness.report.table import several
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
 
 TOP = 1.02  # of an axis of shares
@@ -43,7 +46,7 @@ BY_STEP = {
 # a number of the row, what its bars are called, and the number that a mark shows
 MEANS = (
     ("mass", "attention mass (bar) and its 5th percentile (mark)", "mass_p5"),
-    ("hit_top10", "10 heaviest past tokens: share attended", None),
+    ("hit_top10", "10 heaviest past tokens: share attended", ""),
     ("set_error", "output error |o - o_S| (bar) and its bound (mark)", "bound"),
 )
 SWEPT = {
@@ -55,87 +58,69 @@ TOKENS_PER_CLUSTER = 80  # ClusterKV's default
 Folders = dict[Path, Row]  # a cell's folder -> its row
 
 
-def names_of(rows: Sequence[Row]) -> list[str]:
-    """Each row's method, with the options that differ among the method's rows at that budget."""
-    names = []
-    for row in rows:
-        same = [r for r in rows if r["method"] == row["method"] and budget_text(r) == budget_text(row)]
-        options = [
-            f"{key}={value}"
-            for key, value in row["hyper_parameters"].items()
-            if any(r["hyper_parameters"].get(key) != value for r in same)
-        ]
-        options += [f"seed={row['seed']}"] if any(r["seed"] != row["seed"] for r in same) else []
-        names.append(" ".join([row["method"], *options]))
-    return names
-
-
 def _caption(rows: Sequence[Row], over: str) -> str:
     samples = sorted({(row["diagnostics"] or {}).get("samples", 0) for row in rows})
-    count = "-".join(str(n) for n in dict.fromkeys([samples[0], samples[-1]]))
-    models, tasks = (", ".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("model", "task"))
+    models, tasks = (several(row[key] for row in rows) for key in ("model", "task"))
     return (
-        f"{models}, {tasks}: {count} samples a method, {rows[0]['prompt_tokens']:.0f} prompt tokens on average; means over"
-        f" samples, {over} and query heads, on each run's own queries."
+        f"{models}, {tasks}: {several(samples)} samples a method, {rows[0]['prompt_tokens']:.0f} prompt tokens on average;"
+        f" means over samples, {over} and query heads, on each run's own queries."
     )
 
 
 def _ordered(folders: Folders) -> list[tuple[Path, Row, str]]:
     """(folder, row, name), the largest budget first."""
-    every = zip(folders, folders.values(), names_of(list(folders.values())), strict=True)
+    every = zip(folders, folders.values(), labels(list(folders.values())), strict=True)
     return sorted(every, key=lambda one: (-(one[1]["budget_ratio"] or 0), -(one[1]["budget_tokens"] or 0)))
 
 
-def _grid(lines: Sequence[tuple[str, str, str, Any, Sequence[float]]], x: str, out: Path, caption: str) -> Path | None:
-    """Panels of shares: a line of panels per budget. lines: (budget, title, name, x, y)."""
-    parts = [
-        plots.series(name, xs, ys, panel=f"{title}, budget {of}")
-        for budget in dict.fromkeys(line[0] for line in lines)
-        for of, title, name, xs, ys in lines
-        if of == budget
-    ]
+def _shares(parts: Sequence[pd.DataFrame], x: str, out: Path, caption: str) -> Path | None:
+    """Panels of shares, as the parts name them."""
     panels = plots.panels_of(plots.joined(parts), x=x, limits=(0, TOP))
     return plots.draw(panels, out, caption, size=(4.0, 3.0), across=3)
 
 
 def draw_by_layer(folders: Folders, out: Path) -> Path | None:
-    lines = []
-    for key, title in BY_LAYER.items():
-        for _, row, name in _ordered(folders):
-            values = [float("nan") if v is None else v for v in (row["diagnostics"] or {})["by_layer"][key]]
-            lines.append((budget_text(row), title, name, range(len(values)), values))
+    parts = [
+        plots.series(name, range(len(values)), values, panel=f"{title}, budget {budget_text(row)}")
+        for _, row, name in _ordered(folders)
+        for key, title in BY_LAYER.items()
+        for values in [(row["diagnostics"] or {})["by_layer"][key]]
+    ]
     text = " Recall: as many of the heaviest candidates as the method selected; 1 = a perfect index. Mass: softmax weight of all"
     text += " attended tokens under full attention."
-    return _grid(lines, "layer", out, _caption(list(folders.values()), "decode steps") + text)
+    return _shares(parts, "layer", out, _caption(list(folders.values()), "decode steps") + text)
 
 
 def draw_mass(folders: Folders, out: Path) -> Path | None:
     panels = []
     for key, title, mark in MEANS:
-        points = []
-        for _, row, name in _ordered(folders):
-            found = row["diagnostics"] or {}
-            point = {"x": name, "line": f"budget {budget_text(row)}", "y": found[key]}
-            points.append({**point, **({"printed": found[mark]} if mark else {})})
+        points = [
+            {"x": name, "line": f"budget {budget_text(row)}", "y": found[key], "printed": found.get(mark)}
+            for _, row, name in _ordered(folders)
+            for found in [dict(row["diagnostics"] or {})]
+        ]
         panels.append(Panel(title, plots.frame(points), kind="bars", limits=(0, TOP)))
     panels[-1].log, panels[-1].limits = "y", (None, None)
     text = " The 5th percentile is over all samples, layers, heads and steps. Bound: 2 (1 - mass) max|v|."
     return plots.draw(panels, out, _caption(list(folders.values()), "decode steps") + text, size=(4.2, 3.6))
 
 
+def _arrays(folder: Path, row: Row) -> Iterator[tuple[str, Arrays]]:
+    """(file's stem, arrays) of every sample of a cell that has a decode step."""
+    files = sorted((folder / (row["diagnostics"] or {})["folder"]).glob("*.npz"))
+    return ((file.stem, arrays) for file in files if (arrays := read_arrays(file)))
+
+
 def draw_ranks(folders: Folders, out: Path, method: str | None) -> Path | None:
     """Of one sample of `method` (default: full, else oracle, else the first); None if it has fewer than two decode steps."""
-    methods = {row["method"] for row in folders.values()}
-    method = method or next(
-        (name for name in ("full", "oracle") if name in methods), next(iter(folders.values()))["method"]
-    )
-    folder, row = next((folder, row) for folder, row in folders.items() if row["method"] == method)
-    npz = next(iter(sorted((folder / (row["diagnostics"] or {})["folder"]).glob("*.npz"))), None)
-    arrays = read_arrays(npz) if npz else {}
-    if npz is None or not arrays or arrays["ranks"].shape[2] < 2:
+    methods = {row["method"]: (folder, row) for folder, row in reversed(folders.items())}
+    method = method or next((name for name in ("full", "oracle") if name in methods), list(methods)[-1])
+    folder, row = methods[method]
+    stem, arrays = next(_arrays(folder, row), ("", {}))
+    if not arrays or arrays["ranks"].shape[2] < 2:
         return None
     budget = f", budget {budget_text(row)}" if method != "full" else ""
-    text = f"{row['model']}, {row['task']}, {row['prompt_tokens']:.0f} prompt tokens, sample {npz.stem}, under {method}{budget}."
+    text = f"{row['model']}, {row['task']}, {row['prompt_tokens']:.0f} prompt tokens, sample {stem}, under {method}{budget}."
     text += (
         " Left: evenly spaced prompt tokens in the head of median change. Right: mean over query heads of each layer."
     )
@@ -173,23 +158,21 @@ def smoothed(values: torch.Tensor, window: int) -> torch.Tensor:
 
 def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window: int) -> Path | None:
     """layers: None for all that the method does not leave dense."""
-    lines = []
-    for folder, row, name in reversed(_ordered(folders)):
-        files = sorted((folder / (row["diagnostics"] or {})["folder"]).glob("*.npz"))
-        if not (samples := [arrays for arrays in map(read_arrays, files) if arrays]):
+    parts = []
+    for folder, row, name in _ordered(folders):
+        if not (samples := [arrays for _, arrays in _arrays(folder, row)]):
             continue
-        chosen = (
-            list(layers) if layers is not None else list(range(row["dense_layers"] or 0, samples[0]["mass"].shape[0]))
-        )
+        chosen = list(range(row["dense_layers"] or 0, len(samples[0]["mass"]))) if layers is None else list(layers)
         for key, title in BY_STEP.items():
             values = smoothed(by_step([arrays[key][chosen] for arrays in samples]), window).tolist()
-            lines.append((budget_text(row), title, name, range(1, len(values) + 1), values))
+            place = f"{title}, budget {budget_text(row)}"
+            parts.append(plots.series(name, range(1, len(values) + 1), values, panel=place))
     where = "all layers that are not dense" if layers is None else f"layers {', '.join(map(str, layers))}"
     text = (
         f" Smoothed by a centred moving average of {window} steps. Recall: as many of the heaviest candidates as the method"
         " selected; methods without a selection have none. Mass: softmax weight of all attended tokens under full attention."
     )
-    return _grid(lines, "decode step", out, _caption(list(folders.values()), where) + text)
+    return _shares(parts, "decode step", out, _caption(list(folders.values()), where) + text)
 
 
 # -- a recall sweep ----------------------------------------------------------------------------------------------------
@@ -203,34 +186,29 @@ def draw_sweep(sweep: dict[str, Any], out: Path) -> list[Path]:
         f"{header['model']}, {header['prompt']}: {tokens} prompt tokens, {header['steps']} decode steps of one run under full"
         " attention; every index is built on its keys and asked with its queries. Means over layers, query heads and steps."
     )
-    plain = [
-        {"panel": title, "line": point["method"], "x": point["budget"], "y": point[key]}
-        for key, title in SWEPT.items()
-        for point in points
-        if not point["hyper"]
-    ]
+    table = plots.frame(points)
+    plain = table[[not hyper for hyper in table.hyper]].rename(columns={"method": "line", "budget": "x"})
     text = (
         " Recall: |S & T| / |T|, S the attended prompt tokens (sinks and window included), T the |S| heaviest."
         " The oracle shares one choice per KV head, so it is no upper bound of a recall per query head."
     )
-    panels = plots.panels_of(plots.frame(plain), x="budget B (tokens)", limits=(0, TOP))
+    axes: dict[str, Any] = {"x": "budget B (tokens)", "limits": (0, TOP)}
+    panels = [Panel(title, plain.assign(y=plain[key]), **axes) for key, title in SWEPT.items()]
     drawn = [plots.draw(panels, out / "recall_budgets.png", caption + text, size=(4.0, 3.6))]
-    own = [point for point in points if point["method"] == "clusterkv"]
-    budgets = {point["budget"] for point in own if point["hyper"]}
-    clusters, distances = [], []
-    for point in own:
-        hyper, line, recall = point["hyper"], f"B = {point['budget']}", point["recall_budget"]
-        if point["budget"] in budgets and "distance" not in hyper:
-            count = max(1, tokens // hyper.get("tokens_per_cluster", TOKENS_PER_CLUSTER))
-            clusters.append({"line": line, "x": count, "y": recall})
-        if point["budget"] in budgets and "tokens_per_cluster" not in hyper:
-            distances.append({"line": hyper.get("distance", "cosine"), "x": line, "y": recall, "text": f"{recall:.3f}"})
+    own = table[table.method == "clusterkv"]
+    own = own[own.budget.isin(own.budget[[bool(hyper) for hyper in own.hyper]])]  # budgets with other settings
+    own = own.assign(y=own.recall_budget, line=[f"B = {budget}" for budget in own.budget])
+    clusters = own[["distance" not in hyper for hyper in own.hyper]]
+    sizes = [hyper.get("tokens_per_cluster", TOKENS_PER_CLUSTER) for hyper in clusters.hyper]
+    clusters = clusters.assign(x=[max(1, tokens // size) for size in sizes])
+    distances = own[["tokens_per_cluster" not in hyper for hyper in own.hyper]]
+    names = [hyper.get("distance", "cosine") for hyper in distances.hyper]
+    distances = distances.assign(x=distances.line, line=names, text=[f"{recall:.3f}" for recall in distances.y])
     title, label = "ClusterKV: recall over the number of clusters", f"clusters C0 (default: L / {TOKENS_PER_CLUSTER})"
-    number = Panel(title, plots.frame(clusters), label, "recall", log="x", limits=(0, TOP))
+    number = Panel(title, clusters, label, "recall", log="x", limits=(0, TOP))
     title = "ClusterKV: recall by clustering distance"
-    distance = Panel(title, plots.frame(distances), "budget B (tokens)", "recall", kind="bars", limits=(0, 1.1))
-    panels = [number, distance]
-    drawn.append(plots.draw(panels, out / "recall_clusters.png", caption, size=(5.0, 3.8)))
+    distance = Panel(title, distances, "budget B (tokens)", "recall", kind="bars", limits=(0, 1.1))
+    drawn.append(plots.draw([number, distance], out / "recall_clusters.png", caption, size=(5.0, 3.8)))
     return [path for path in drawn if path is not None]
 
 

@@ -115,7 +115,7 @@ def draw(
         caption += f" The first {MAX_PANELS} of {len(shown)} pictures."
         shown = shown[:MAX_PANELS]
     names = dict.fromkeys(str(name) for panel in shown if panel.kind != "map" for name in panel.points.line)
-    styles = _styles(list(names))
+    styles = styles_of(list(names))
     figure, axes = drawing.panels(len(shown), *size, across=across)
     for axis, panel in zip(axes, shown, strict=True):
         PAINTERS[panel.kind](axis, panel, styles)
@@ -124,7 +124,7 @@ def draw(
     return drawing.save(figure, path, caption, **saved)
 
 
-def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def styles_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Line -> its colour, marker and dashes. Full is black and dotted."""
     black = {"color": drawing.BLACK, "marker": "o", "linestyle": ":"}
     styles: dict[str, dict[str, Any]] = {"full": black, NO_BUDGET: black}
@@ -142,7 +142,7 @@ def _value(block: pd.DataFrame, column: str, default: Any) -> Any:
     return block[column].iloc[0]
 
 
-def _interval(block: pd.DataFrame) -> list[list[float]] | None:
+def interval(block: pd.DataFrame) -> list[list[float]] | None:
     """Lengths below and above each y, as matplotlib wants them; None without any interval."""
     if "low" not in block or block.low.isna().all():
         return None
@@ -200,7 +200,7 @@ def _line(axis: Axes, block: pd.DataFrame, label: str, style: dict[str, Any]) ->
     style |= {"markersize": 4.5 * math.sqrt(_value(known, "size", 1.0))}
     long = len(known) > MANY
     axis.errorbar(
-        known.x, known.y.astype(float), yerr=_interval(known), label=label, linewidth=0.9 if long else 1.3, capsize=2,
+        known.x, known.y.astype(float), yerr=interval(known), label=label, linewidth=0.9 if long else 1.3, capsize=2,
         elinewidth=0.8, markevery=max(1, len(known) // 10) if long else 1, **style,
     )  # fmt: skip
     if "hollow" in known and (hollow := known[known.hollow.astype(bool)]).size:
@@ -243,7 +243,7 @@ def _bars(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
         axis.bar(
             places, block.y.astype(float), width * 0.92, block.base, color=RED if fill == "red" else colours[index],
             hatch="//" if colours[index] in colours[:index] else None,  # the colours repeat
-            alpha=0.35 if fill == "pale" else 1.0, edgecolor="white", linewidth=0, yerr=_interval(block),
+            alpha=0.35 if fill == "pale" else 1.0, edgecolor="white", linewidth=0, yerr=interval(block),
             label=None if alone or fill else str(_value(block, "label", name)),
             error_kw={"linewidth": 0.7, "capsize": 1.5, "ecolor": "#555555"},
         )  # fmt: skip
@@ -266,7 +266,7 @@ def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
     for place in range(len(points)):
         one = points.iloc[[place]]
         style = {**styles[str(one.line.iloc[0])], "linestyle": "none", "markersize": 5}
-        axis.errorbar(one.y, [place], xerr=_interval(one), capsize=2, elinewidth=0.8, **style)
+        axis.errorbar(one.y, [place], xerr=interval(one), capsize=2, elinewidth=0.8, **style)
         if text := _value(one, "text", ""):
             place_of = (float(one.y.iloc[0]), place)
             axis.annotate(text, place_of, (0, 4), textcoords="offset points", ha="center", fontsize=7)
