@@ -176,6 +176,18 @@ def as_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else show(value)
 
 
+def labels(records: Sequence[Record], keys: Iterable[str]) -> list[str]:
+    """Each configuration's method, with those of these keys that differ among the method's configurations."""
+    alike: dict[str, list[Record]] = {}
+    for record in records:
+        alike.setdefault(record["method"], []).append(record)
+    own = {m: [k for k in keys if len({repr(one.get(k)) for one in of}) > 1] for m, of in alike.items()}
+    return [
+        " ".join([r["method"], *(f"{key.rpartition('.')[2]}={as_text(r.get(key))}" for key in own[r["method"]])])
+        for r in records
+    ]
+
+
 def _rank(record: Record) -> int:
     """Full first, then Oracle."""
     method = record["method"]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
+from pqcache.harness.report.any_table import labels
 from pqcache.harness.report.diagnostic_arrays import read_arrays
-from pqcache.harness.report.frame import budget_text
-from pqcache.harness.report.groups import labels
+from pqcache.harness.report.frame import budget_text, frame
 from pqcache.harness.report.observed_figures import Arrays, rank_panels
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_by_folder
@@ -69,7 +69,9 @@ def _caption(rows: Sequence[Row], over: str) -> str:
 
 def _ordered(folders: Folders) -> list[tuple[Path, Row, str]]:
     """(folder, row, name), the largest budget first."""
-    every = zip(folders, folders.values(), labels(list(folders.values())), strict=True)
+    table = frame(folders.values())
+    names = labels(table.to_dict("records"), [key for key in table.attrs["keys"] if key not in ("budget", "device")])
+    every = zip(folders, folders.values(), names, strict=True)
     return sorted(every, key=lambda one: (-(one[1]["budget_ratio"] or 0), -(one[1]["budget_tokens"] or 0)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.any_table import BUDGET, MEASURES, as_text
+from pqcache.harness.report.any_table import BUDGET, MEASURES, labels
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row
@@ -70,8 +70,8 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
 
     title = f"{records[0]['model']}, {records[0]['task']}"
     whole = [record for record in records if record["dataset"] == AVERAGE]
-    labels = [_label(record, whole, keys) for record in whole]
-    marks = pd.DataFrame([_mark(record, label) for record, label in zip(whole, labels, strict=True)])
+    names = labels(whole, [key for key in keys if key not in ("budget", "seed", "device", "dataset")])
+    marks = pd.DataFrame([_mark(record, name) for record, name in zip(whole, names, strict=True)])
     scores = marks.assign(y=marks.score)
     level = scores.assign(x=marks.budget.mask(marks.level))
     yield _over(f"{title}: score against budget", level, BUDGET, ticks=sorted(set(level.x.dropna())))
@@ -80,8 +80,8 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
     for key, what, end in (("tpot", TIMES, "tpot_p95"), ("tt2t", "time to the second token, s", "tt2t")):
         bars = marks.assign(x=marks.shown, y=marks[key], low=marks[key], high=marks[end])
         yield Panel(f"{title}: {what}", bars[bars.y.notna()], y=MEASURES[key].title, kind="bars")
-    names = dict(zip((record["row"]["folder"] for record in whole), marks.shown, strict=True))
-    parts = [(names[r["row"]["folder"]], r["dataset"], MEASURES["score"].of(r)) for r in records]
+    called = dict(zip((record["row"]["folder"] for record in whole), marks.shown, strict=True))
+    parts = [(called[r["row"]["folder"]], r["dataset"], MEASURES["score"].of(r)) for r in records]
     if len(records) > len(whole):
         grid = pd.DataFrame(parts, columns=["down", "across", "score"]).drop_duplicates(["down", "across"])
         grid = grid.astype({"score": float}).pivot(index="down", columns="across", values="score")
@@ -92,14 +92,6 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
         found = [((record["row"]["diagnostics"] or {}).get("by_layer") or {}).get(key) or () for record in whole]
         lines = [plots.series(name, range(len(of)), of) for name, of in zip(marks.shown, found, strict=True) if of]
         yield Panel(f"{title}: {label}, by layer", plots.joined(lines), "layer", label)
-
-
-def _label(record: Record, records: Sequence[Record], keys: Sequence[str]) -> str:
-    """The method, with the options that differ among its configurations."""
-    alike = [other for other in records if other["method"] == record["method"]]
-    names = [key for key in keys if key not in ("budget", "seed", "device", "dataset")]
-    own = [key for key in names if len({repr(other.get(key)) for other in alike}) > 1]
-    return " ".join([record["method"], *(f"{key.rpartition('.')[2]}={as_text(record.get(key))}" for key in own)])
 
 
 def _mark(record: Record, label: str) -> dict[str, Any]:
