@@ -27,7 +27,6 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer
-from pqcache.store.host import HOST
 
 TURNED = 64  # tokens whose keys are turned at a time: all of them would miss the processor's cache at every number
 
@@ -74,7 +73,7 @@ class ComponentIndex(Index):
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         n, h_kv, _, d = k.shape
-        where = HOST if self.method.store != "resident" else k.device
+        where = torch.device("cpu") if self.method.store != "resident" else k.device
         if self.components is None:
             self.components = Buffer(n, h_kv * d, (), k.dtype, where, pinned=True)
             self.written = [0] * n

@@ -15,6 +15,8 @@ from pqcache.places import CONFIGS
 
 HELP = {"--help", "-h"}
 HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
+OF_FOLDERS = ("report=", "tables=")  # commands that read rows: report/folder_command.py
+QUESTIONS = {"list", "explain"}  # commands of lookup
 # What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
 NEEDS = {
     "datasets": "datasets",
@@ -72,15 +74,18 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     """Answer, plan or run what was typed. Raises Refused."""
-    from pqcache.harness import lookup
+    keys = {word.partition("=")[0] for word in argv}
+    if any(word.startswith(OF_FOLDERS) for word in argv):
+        from pqcache.harness.report import folder_command
+
+        return _guarded(lambda: folder_command.answer(argv))
+    if QUESTIONS & keys:
+        from pqcache.harness import lookup
+
+        return _guarded(lambda: lookup.answer(argv))
     from pqcache.harness.config.cells import make_plan
     from pqcache.harness.config.compose import compose_all
-    from pqcache.harness.report import folder_command
 
-    if folder_command.asked(argv):
-        return _guarded(lambda: folder_command.answer(argv))
-    if lookup.asked(argv):
-        return _guarded(lambda: lookup.answer(argv))
     request = compose_all(argv, CONFIGS)
     plan = make_plan(request)
     if request.show_config:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pqcache import kernels
 from pqcache.pq import codebook
-from pqcache.pq.far import FarCodes
 from pqcache.pq.fit import Clustering, Fitted, fit
 from pqcache.selective.budget import Plan
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
 from pqcache.store.buffer import Buffer
-from pqcache.store.host import HOST
 from pqcache.store.lanes import NOTHING, Work
 from pqcache.store.step import PQCodes
 
@@ -59,12 +58,12 @@ class PQIndex(Index):
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
         self.refits = 0  # how often rows were clustered again during the answer
         self.building: _Building | None = None
-        self.far: FarCodes | None = None
+        self.far: Any = None  # pq.far.FarCodes, with codes_store=host
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         self.wait()
         cache, m, far = ctx.cache, self.how.m, self.on_host
-        home = HOST if far else k.device
+        home = torch.device("cpu") if far else k.device
         counts = self._coded(lengths)
         n, h_kv, _, d = k.shape
         c = 2**self.how.b
@@ -73,7 +72,10 @@ class PQIndex(Index):
             self.centroids = torch.zeros((n, h_kv, m, c, d // m), dtype=dtype, device=home)
             self.codes = Buffer(n, h_kv * m, (), self.how.code_dtype, home, pinned=far, token_major=far)
             self.codes.expected = max(0, cache.expected - self.n_sink)
-            self.far = FarCodes(k.device, cache.lanes.on(k.device), cache.ledger.move) if far else None
+            if far:
+                from pqcache.pq.far import FarCodes
+
+                self.far = FarCodes(k.device, cache.lanes.on(k.device), cache.ledger.move)
             self.fitted = [0] * n
         # nothing to cluster: nothing is left out yet, too few keys for an index, or few new ones since the last fit
         rows = zip(counts, self.fitted, self.layer.dense, strict=True)

@@ -39,15 +39,15 @@ from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import StagedLayer, exact_copy
 from pqcache.store.base import RetrievalStore, Served, joined
-from pqcache.store.block_cache import POLICIES, BlockCacheStore
-from pqcache.store.host import HostStore
 from pqcache.store.resident import ResidentStore
-from pqcache.store.row_cache import RowCacheStore
 from pqcache.store.step import StepParts
 from pqcache.store.transfer import table
 
 STORES = ("resident", "host", "block_cache")
 Tokens = float | torch.Tensor  # a mean over rows and heads; a tensor where only the device knows it
+
+
+POLICIES = ("lru", "lfu", "none", "paying")  # of a block cache; paying: store/row_cache.py
 
 
 @dataclass(kw_only=True)
@@ -131,8 +131,14 @@ class RetrievalMethod(Method):
         """Where one layer's K and V live; sinks and the `n_local` newest tokens are attended at every step."""
         if self.store == "resident":
             return ResidentStore()
+        # a module is loaded by who uses it
+        from pqcache.store.host import HostStore
+
         if self.store == "host" or self.cache_policy == "none":
             return HostStore(self.n_sink, n_local, moved)
+        from pqcache.store.block_cache import BlockCacheStore
+        from pqcache.store.row_cache import RowCacheStore
+
         if self.cache_policy == "paying":
             return RowCacheStore(self.n_sink, n_local, moved, self.cache_tokens)
         slots = self.cache_tokens // self.cache_block

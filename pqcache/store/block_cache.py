@@ -11,8 +11,6 @@ from pqcache.store.buffer import Buffer
 from pqcache.store.cached import CachedStore
 from pqcache.store.lanes import TO_DEVICE
 
-POLICIES = ("lru", "lfu", "none", "paying")  # paying: store/row_cache.py
-
 
 class BlockCacheStore(CachedStore):
     """HostStore with `slots` blocks of `block` consecutive tokens on the device, each with K and V of all KV heads.

@@ -24,8 +24,6 @@ from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.memory import fitting_chunk, free_bytes, kept_bytes, prefill_bytes, swap
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.selective import ModelShape
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.quantization import QuantizationMethod
 from pqcache.store.buffer import round_up
 
 if TYPE_CHECKING:
@@ -101,7 +99,7 @@ _counts: dict[str, int] = {}
 
 
 def cache_bytes(
-    config: PreTrainedConfig, method: Method | None, prompt_tokens: int, new_tokens: int, dtype: str
+    config: PreTrainedConfig, method: Any, prompt_tokens: int, new_tokens: int, dtype: str
 ) -> tuple[int, int, bool]:
     """(bytes on the device, bytes in host memory, whether they are exact) of the method's cache after prompt and answer."""
     shape = ModelShape.of(config.get_text_config(decoder=True))
@@ -112,7 +110,7 @@ def cache_bytes(
     rest = range(dense, shape.n_layers)
     if method is None or not rest or method.name == "full":
         return whole * shape.n_layers, 0, method is not None
-    if isinstance(method, EvictionMethod):
+    if method.kind == "evict":
         plans = [method.plan(prompt_tokens, layer, shape.n_layers).total for layer in rest]
         most = tokens
         if method.replans and method.budget.tokens:  # refreshed ones drop before they take another token
@@ -121,7 +119,7 @@ def cache_bytes(
         copies = shape.group if method.repeats_kv else 1
         return whole * dense + entries * copies * (kept + ENTRY * shape.h_kv), 0, True
     all_layers = whole * len(rest)
-    if isinstance(method, QuantizationMethod):
+    if method.kind == "quantize":
         return whole * dense + all_layers, 0, False
     index = all_layers // 2
     if getattr(method, "store", "resident") == "resident":
