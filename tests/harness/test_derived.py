@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.report import derived
-from pqcache.harness.report.entries import measured
+from pqcache.harness.report.entries import derive
 from pqcache.harness.run import models
 
 
@@ -62,13 +61,8 @@ ROWS: dict[str, Any] = {
     ],
 )
 def test_derived_numbers(where: str, cell: Any, value: float | None) -> None:
-    got = derived.derive(where, cell, ROWS, CELLS, measured)
+    got = derive(where, cell, ROWS, CELLS)
     assert got == (None if value is None else pytest.approx(value))
-
-
-def test_only_columns_of_its_kinds_are_derived() -> None:
-    assert derived.is_derived("gain:full:seconds:answer") and not derived.is_derived("row:prefill_s")
-    assert measured(ROWS["s"], "gain:full:seconds:answer") is None
 
 
 def test_random_weights_have_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

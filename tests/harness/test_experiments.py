@@ -16,8 +16,7 @@ from pqcache.harness.config.compose import Request, compose_all
 from pqcache.harness.config.experiments import experiments
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import papers, published
-from pqcache.harness.report.derived import derive
-from pqcache.harness.report.entries import measured, printed_rows, table_entries
+from pqcache.harness.report.entries import derive, printed_rows, table_entries
 from pqcache.harness.report.items import CONFIGS, words
 from pqcache.harness.report.items import experiments as repeating
 from tests.thin import thin
@@ -122,7 +121,7 @@ def test_table_a_is_timed_in_batches(tmp_path: Path) -> None:
     times: dict[str, Any] = {cells["zipcache_x8"].name: {"prefill_s": 2.0}, cells["full_x8"].name: {"prefill_s": 1.5}}
 
     def prefill(name: str) -> float | None:
-        return derive("timed:ms:prefill_s", cells[name], times, plan.cells, measured)
+        return derive("timed:ms:prefill_s", cells[name], times, plan.cells)
 
     assert (prefill("zipcache"), prefill("full")) == (2000.0, 1500.0)
     assert prefill("zipcache_norm_full") is prefill("mikv") is prefill("zipcache_x8") is None

@@ -31,6 +31,8 @@ from pqcache.harness.report.table import (
     NOT_RANKED,
     Bold,
     Field,
+    Key,
+    Lines,
     Table,
     fragment,
     number,
@@ -139,11 +141,18 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     extra, hidden = _told_apart(records, [*asked, *own], keys)
     own += [key for key in extra if key in OWN_TABLE]
     down = (*lines, *(key for key in extra if key not in OWN_TABLE))
+    rank = (*NOT_RANKED, "")  # Full first, then Oracle
     tables: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda r: (_rank(r), *(natural(r[key]) for key in down))):
+    for record in sorted(
+        records,
+        key=lambda r: (rank.index(r["method"] if r["method"] in rank else ""), *(natural(r[key]) for key in down)),
+    ):
         tables.setdefault(", ".join(record[key] for key in own if record[key]), []).append(record)
     firsts = [group[0] for group in groups]
-    notes = _differing(records, keys, (*own, *down, *columns))
+    shown = (*own, *down, *columns, *UNTOLD, "budget", "dataset")
+    others = [key for key in keys if key not in shown and not key.startswith("method.")]
+    differ = [key for key in others if len({record[key] for record in records}) > 1]
+    notes = [f"Not the same in all lines, and not shown: {', '.join(differ)}"] if differ else []
     if hidden:
         notes.append(f"{hidden} configurations that no option tells apart from others are not shown")
     named = [(f"{r['method']} at {budget_text(r)} ({r['task']})", r) for r in firsts]
@@ -188,12 +197,6 @@ def labels(records: Sequence[Record], keys: Iterable[str]) -> list[str]:
     ]
 
 
-def _rank(record: Record) -> int:
-    """Full first, then Oracle."""
-    method = record["method"]
-    return NOT_RANKED.index(method) if method in NOT_RANKED else len(NOT_RANKED)
-
-
 def _at_every_budget(records: Sequence[Record]) -> list[Record]:
     """A method without a budget is shown at every budget of its model and task."""
     budgets: dict[tuple[str, str], dict[str, None]] = {}
@@ -221,15 +224,6 @@ def _told_apart(records: Sequence[Record], shown: list[str], keys: Sequence[str]
         extra.append(key)
 
 
-def _differing(records: Sequence[Record], keys: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """What differs between lines and is not shown."""
-    hidden = [
-        key for key in keys if key not in (*shown, *UNTOLD, "budget", "dataset") and not key.startswith("method.")
-    ]
-    differ = [key for key in hidden if len({record[key] for record in records}) > 1]
-    return [f"Not the same in all lines, and not shown: {', '.join(differ)}"] if differ else []
-
-
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
@@ -238,13 +232,13 @@ def tables(layout: Layout) -> list[Table]:
     return [_table(title, records, layout) for title, records in layout.tables.items()]
 
 
-def _texts(record: Record, keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(record[key] for key in keys)
-
-
-def _placed(records: Sequence[Record], layout: Layout) -> tuple[dict, list[tuple[str, ...]]]:
+def _placed(records: Sequence[Record], layout: Layout) -> tuple[Lines[Record], list[Key]]:
     """(line -> column -> record, the columns in order, the average last)."""
-    lines, across = pivot(records, layout.rows, layout.columns, _texts)
+
+    def texts(keys: Key) -> Callable[[Record], Key]:
+        return lambda record: tuple(record[key] for key in keys)
+
+    lines, across = pivot(records, texts(layout.rows), texts(layout.columns))
     return lines, sorted(across, key=lambda c: (AVERAGE in c, *map(natural, c)))
 
 
@@ -275,7 +269,7 @@ def _field(record: Record | None, of: Measure, best: float | None, *, marked: bo
     if record is None or (of.name in ("to_full", "p") and record["method"] == "full"):
         return ""
     value = of.of(record)
-    show = _shown(of)
+    show = signed if of.name == "to_full" else (lambda value, _: p_value(value)) if of.name == "p" else number
     if value is not None:
         text = show(value, of.digits)
     else:  # of too few samples, or not measured
@@ -286,10 +280,6 @@ def _field(record: Record | None, of: Measure, best: float | None, *, marked: bo
     interval = f"[{MISSING}]" if interval == MISSING else interval
     mark = budget_marks.mark(record["row"]) if marked and record["dataset"] == AVERAGE else ""
     return (Bold(text) if bold else text, f" {interval}" if interval else "", mark)
-
-
-def _shown(of: Measure) -> Callable[[float, int], str]:
-    return signed if of.name == "to_full" else (lambda value, _: p_value(value)) if of.name == "p" else number
 
 
 def caption(layout: Layout) -> str:

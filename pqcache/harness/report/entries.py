@@ -1,19 +1,37 @@
-"""The numbers of an experiment's table. Each `Entry` is a measured number beside the paper's."""
+"""The numbers of an experiment's table. Each `Entry` is a measured number beside the paper's.
+
+`report.columns` of an experiment file says what a column shows: {score: score, speedup: "gain:full:seconds:answer"}
+
+    score                      the score
+    metric:<m>, rate:<m>       lm-eval's metric, the mean over tasks: times 100, as it is
+    row:<dotted path>          a field of the row; ms:<path>: one in seconds, as milliseconds
+    seconds:<phase>            prefill, the index within it, the decode steps after it, or the whole answer
+    share:<phase>:<phase>      the first as percent of the second
+    percent:<column>           times 100
+    gain:<line>:<column>       how many times as much the other line has (times as fast)
+    minus:<line>:<column>      the difference to the other line
+    timed:<column>             of the cell of task=latency with the same model and method
+
+The other line is the cell of that name, or the method where cells have no names, with the same model, task and seed, and the
+same budget if it has one.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.report import derived, published
+from pqcache.harness.report import published
 from pqcache.harness.report.rows import ROWS, Row, compared, find_full, read_row, read_rows
 from pqcache.harness.report.tables import apart, cell_label, varying_keys
 
 AVERAGE = published.AVERAGE
+OF_TWO = ("percent", "gain", "minus", "seconds", "share", "timed")  # columns that are computed from others
+SAME = ("model", "method", "budget", "protocol", "dense_layers", "seed")  # of a cell and the one that times it
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,8 @@ class Entry:
 
 def rows_of(plan: RunPlan) -> dict[str, Row]:
     """The rows of a plan's cells that are on disk, by the cell's name."""
-    kept = {folder: read_rows(folder / ROWS) for folder in {cell.folder.parent for cell in plan.cells}}
-    rows = {row["folder"]: row for many in kept.values() for row in many}
+    folders = {cell.folder.parent for cell in plan.cells}
+    rows = {row["folder"]: row for folder in folders for row in read_rows(folder / ROWS)}
     rows |= {cell.name: row for cell in plan.cells if (row := read_row(cell.folder / "row.json")) is not None}
     return {cell.name: rows[cell.name] for cell in plan.cells if cell.name in rows}
 
@@ -71,22 +89,23 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
     rows: cell name -> row; None: those on disk.
     """
     rows = rows_of(plan) if rows is None else rows
-    every = list(rows.values())
     columns = dict(plan.report.get("columns") or {"score": "score"})
     keys = [key for key in varying_keys(plan) if key not in ("cell", "method", "model", "task")]
+    places = [(c.names, c.identity["budget"], cell_label(c, "model"), cell_label(c, "task")) for c in plan.cells]
     table: list[Entry] = []
-    for cell in plan.cells:
+    for cell, place in zip(plan.cells, places, strict=True):
         row = rows.get(cell.name)
-        full = find_full(row, every) if row is not None else None
-        if row is not None and full is not None and full["folder"] != row["folder"]:
-            row = compared(row, every)
-        else:
+        full = find_full(row, rows.values()) if row is not None else None
+        if row is None or full is None or full["folder"] == row["folder"]:
             full = None
-        shown = apart(_alike(plan, cell), keys) if cell.names and "seed" not in keys else keys
+        else:
+            row = compared(row, [full])
+        alike = [c for c, other in zip(plan.cells, places, strict=True) if other == place]  # one that is swept over
+        shown = apart(alike, keys) if cell.names and "seed" not in keys else keys
         entry = Entry(
             experiment=plan.experiment or "",
             model=cell.identity["model"]["name"],
-            line=", ".join(cell.names) or cell.identity["method"]["name"],
+            line=", ".join(cell.labels),
             method=cell.identity["method"]["name"],
             budget=None if cell.ignores_budget else cell.identity["budget"],
             setting=", ".join(f"{k.rpartition('.')[2]}={v}" for k in shown if (v := cell_label(cell, k))),
@@ -96,9 +115,10 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
         )
         for metric, where in columns.items():
             for dataset in _datasets(cell, row, where):
-                numbers = _measured(row, full, dataset, where) if row is not None else {}
-                if derived.is_derived(where):
-                    numbers = {"measured": derived.derive(where, cell, rows, plan.cells, measured)}
+                if where.partition(":")[0] in OF_TWO:
+                    numbers: dict[str, Any] = {"measured": derive(where, cell, rows, plan.cells)}
+                else:
+                    numbers = _measured(row, full, dataset, where) if row is not None else {}
                 numbers |= _printed(plan, cell, dataset, metric)
                 table.append(replace(entry, dataset=dataset, metric=metric, **numbers))
     return [*table, *_best_of(plan, table)]
@@ -115,48 +135,14 @@ def printed_rows(plan: RunPlan) -> list[Entry]:
     ]
 
 
-def _alike(plan: RunPlan, cell: Cell) -> list[Cell]:
-    """The cells of one name, model, task and budget: a cell that is swept over has several lines."""
-    own = [(c.names, c.identity["budget"], cell_label(c, "model"), cell_label(c, "task")) for c in plan.cells]
-    this = own[plan.cells.index(cell)]
-    return [c for c, known in zip(plan.cells, own, strict=True) if known == this]
-
-
 def _datasets(cell: Cell, row: Row | None, where: str) -> list[str]:
     """The data sets of a cell, then their average. For a single data set: the task's name."""
     task = cell.identity["task"]
     names: list[str] = []
     if where == "score":  # other figures are of the cell as a whole
-        several = row is not None and len(row["tasks"]) > 1
-        names = (
-            [n.removeprefix(f"{row['task']}_") for n in row["tasks"]] if several and row else task.get("datasets") or []
-        )
-    return [*map(str, names), AVERAGE] if len(names) > 1 else [str(task["name"])]
-
-
-def measured(row: Row, where: str) -> float | None:
-    """A number of a row, None if the row has none. `where` is one of
-
-    score               the score
-    metric:<metric>     lm-eval's metric, the mean over tasks, times 100
-    rate:<metric>       the same, not multiplied
-    row:<dotted path>   a field of the row
-    ms:<dotted path>    a field in seconds, as milliseconds
-
-    or one of `derived`, which may need another row: None here.
-    """
-    kind, _, name = where.partition(":")
-    if kind == "score":
-        return row["score"]
-    if kind in ("metric", "rate"):
-        values = [task["metrics"][name] for task in row["tasks"].values() if name in task["metrics"]]
-        return (100.0 if kind == "metric" else 1.0) * fmean(values) if values else None
-    value: Any = row if kind in ("row", "ms") else None
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return value * (1000.0 if kind == "ms" else 1.0)
+        known = list(row["tasks"]) if row is not None and len(row["tasks"]) > 1 else task.get("datasets") or []
+        names = [str(name).removeprefix(f"{task['name']}_") for name in known]
+    return [*names, AVERAGE] if len(names) > 1 else [str(task["name"])]
 
 
 def _measured(row: Row, full: Row | None, dataset: str, where: str) -> dict[str, Any]:
@@ -170,10 +156,9 @@ def _measured(row: Row, full: Row | None, dataset: str, where: str) -> dict[str,
     known = {"measured": part["score"], "low": low, "high": high}
     if full is None:
         return known
-    low, high = part["paired_interval"] or (None, None)
+    (low, high), to_full = part["paired_interval"] or (None, None), part["paired_difference"]
     ends = {"to_full_low": low, "to_full_high": high, "p": part["paired_p"]}
-    difference = part["paired_difference"]
-    return {**known, "to_full": difference, **ends, "paired": difference is not None}
+    return {**known, "to_full": to_full, **ends, "paired": to_full is not None}
 
 
 def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> dict[str, float | None]:
@@ -206,3 +191,66 @@ def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
                 chosen = f"best: {entry.line}" if scored else ""
                 lines.append(replace(entry, line=name, setting=chosen, **numbers))  # type: ignore[arg-type]
     return lines
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def measured(row: Row, where: str) -> float | None:
+    """A column of a row that needs no other row; None if the row has no such number."""
+    kind, _, name = where.partition(":")
+    if kind == "score":
+        return row["score"]
+    if kind in ("metric", "rate"):
+        values = [task["metrics"][name] for task in row["tasks"].values() if name in task["metrics"]]
+        return (100.0 if kind == "metric" else 1.0) * fmean(values) if values else None
+    value: Any = row if kind in ("row", "ms") else None
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value * (1000.0 if kind == "ms" else 1.0)
+
+
+def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell]) -> float | None:
+    """Any column of a cell; None if one of its parts was not measured. rows: cell name -> row."""
+    kind, _, rest = where.partition(":")
+    if kind == "timed":
+        return next((measured(rows[one.name], rest) for one in cells if one.name in rows and _times(one, cell)), None)
+    if (row := rows.get(cell.name)) is None:
+        return None
+    if kind == "seconds":
+        return seconds(row, rest)
+    if kind == "share":
+        part, whole = (seconds(row, name) for name in rest.split(":"))
+        return None if part is None or not whole else 100 * part / whole
+    if kind == "percent":
+        value = derive(rest, cell, rows, cells)
+        return None if value is None else 100 * value
+    if kind not in ("gain", "minus"):
+        return measured(row, where)
+    line, _, inner = rest.partition(":")
+    same = ("model", "task", "seed")
+    named = [one for one in cells if line in one.labels and one.name in rows]
+    alike = [one for one in named if all(one.identity[key] == cell.identity[key] for key in same)]
+    alike.sort(key=lambda one: not (one.ignores_budget or one.identity["budget"] == cell.identity["budget"]))
+    if not alike or alike[0] is cell:
+        return None
+    own, base = (derive(inner, one, rows, cells) for one in (cell, alike[0]))
+    if own is None or base is None:
+        return None
+    return own - base if kind == "minus" else base / own if own else None
+
+
+def _times(one: Cell, cell: Cell) -> bool:
+    """Whether a cell measures another one's times."""
+    latency = one.identity["task"]["name"] == "latency"
+    return latency and one is not cell and all(one.identity[key] == cell.identity[key] for key in SAME)
+
+
+def seconds(row: Row, phase: str) -> float | None:
+    """Seconds of `prefill`, of the `index` within it, of the `decode` steps after it, or of the whole `answer`."""
+    prefill, index, step_ms = row["prefill_s"], row["index_build_s"], row["tpot_p50_ms"]
+    decode = None if step_ms is None else (row["generated_tokens"] - 1) * step_ms / 1e3
+    answer = None if prefill is None or decode is None else prefill + decode
+    return {"prefill": prefill, "index": index, "decode": decode, "answer": answer}[phase]

@@ -9,8 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.report.derived import derive
-from pqcache.harness.report.entries import measured
+from pqcache.harness.report.entries import derive
 from pqcache.harness.report.plots import Limits
 from pqcache.harness.report.rows import Row, batch_text
 
@@ -64,7 +63,7 @@ class FigureRequest:
         table = self.entries
         if ":" in what and what not in self.columns:
             table = table[table.metric == next(iter(self.columns))].drop_duplicates(["folder", "line"])
-            numbers = {cell.name: derive(what, cell, self.rows, self.plan.cells, measured) for cell, _ in self.measured}
+            numbers = {cell.name: derive(what, cell, self.rows, self.plan.cells) for cell, _ in self.measured}
             own = table.folder.map(numbers).astype(float)
             table = table.assign(measured=own, low=float("nan"), high=float("nan"), published=float("nan"), metric=what)
         table = table[table.metric == what]

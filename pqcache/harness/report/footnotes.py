@@ -20,17 +20,16 @@ from pqcache.registry import METHODS, method_class
 
 LIST = re.compile(r"^Deviations\b[^:\n]*:(.*)\n?((?:(?:- |  ).*(?:\n|$))*)", re.MULTILINE)
 AS_ANOTHER = re.compile(r"^as (\w+)'s\b")  # "Deviations: as H2O's." continues the list of a base class
-QUESTION = "the question is fed token by token through the decode path"
 
 
 def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> dict[str, Sequence[str]]:
     """Title -> sentences: all that a reader must know of a table. rows: cell name -> row, of the cells that were measured."""
     cells = plan.cells
-    named = [(f"{line_name(c)} at {budget_text(rows[c.name])}", rows[c.name]) for c in cells if c.name in rows]
+    named = [(f"{_line(c)} at {budget_text(rows[c.name])}", rows[c.name]) for c in cells if c.name in rows]
     notes: dict[str, Sequence[str]] = {
-        "Protocol": _grouped((_protocol(c), line_name(c)) for c in cells if c.identity["method"]["name"] != "full"),
+        "Protocol": _grouped((_protocol(c), _line(c)) for c in cells if c.identity["method"]["name"] != "full"),
         "Prompts": list(dict.fromkeys(_prompt(cell, rows.get(cell.name)) for cell in cells)),
-        "Number format": _grouped((_dtype(cell, rows.get(cell.name)), line_name(cell)) for cell in cells),
+        "Number format": _grouped((_dtype(cell, rows.get(cell.name)), _line(cell)) for cell in cells),
         "Chosen here, because the paper does not say": _sentences(plan, "guesses"),
         "Differs from what was printed": _sentences(plan, "notes"),
         **{f"Deviations of {name}": lines for name, lines in deviations_of(cells).items()},
@@ -63,33 +62,26 @@ def deviations(cls: type) -> list[str]:
     return []
 
 
-def methods_of(cell: Cell) -> list[str]:
-    """The method of a cell and those it is built on: an evictor below KVCrush, a policy and a codec."""
-    options = cell.identity["method"]
-    parts = [value for key, value in options.items() if key != "name" and isinstance(value, str) and value in METHODS]
-    return [options["name"], *parts]
-
-
 def deviations_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
-    """Method -> its deviations, for the methods of these cells that have some; without those of a base class shown too."""
-    names = dict.fromkeys(name for cell in cells for name in methods_of(cell))
+    """Method -> its deviations, for the methods of these cells that have some; without those of a base class shown too.
+
+    A cell's methods are its own and those it is built on: an evictor below KVCrush, a policy and a codec.
+    """
+    options = [text for cell in cells for text in cell.identity["method"].values() if isinstance(text, str)]
+    names = dict.fromkeys(name for name in options if name in METHODS)
     lists = {name: found for name in names if (found := deviations(method_class(name)))}
-    bases = {
-        name: next((o for o, known in lists.items() if o != name and own[: len(known)] == known != own), None)
-        for name, own in lists.items()
-    }
-    return {
-        name: own if (base := bases[name]) is None else [f"As {base}'s.", *own[len(lists[base]) :]]
-        for name, own in lists.items()
-    }
+    made = {}
+    for name, own in lists.items():
+        base = next((o for o, known in lists.items() if o != name and own[: len(known)] == known != own), None)
+        made[name] = own if base is None else [f"As {base}'s.", *own[len(lists[base]) :]]
+    return made
 
 
 # -- how the cells were run --------------------------------------------------------------------------------------------
 
 
-def line_name(cell: Cell) -> str:
-    """The experiment's name of a cell, or its method."""
-    return ", ".join(cell.names) or str(cell.identity["method"]["name"])
+def _line(cell: Cell) -> str:
+    return ", ".join(cell.labels)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
@@ -110,21 +102,22 @@ def _protocol(cell: Cell) -> str:
 
 def _prompt(cell: Cell, row: Row | None) -> str:
     """What was done to the prompts: as recorded in the row, else as the configuration asks for."""
+    model, task = cell.identity["model"], cell.identity["task"]
     if row is not None:
         known = row["prompt_protocol"] or {}
         parts = [f"{key}: {known[key]}" for key in ("wrapper", "truncation") if known.get(key)]
         if known.get("truncated_prompts"):
             parts.append(f"{known['truncated_prompts']} of {row['n_samples']} prompts truncated")
-        parts += [QUESTION] if known.get("question_as_decode") else []
-        return f"{row['model']}, {row['task']}: {'; '.join(parts) or 'as the task makes them'}"
-    model, task = cell.identity["model"], cell.identity["task"]
-    parts = [f"wrapper: {task['wrapper']}"] if task.get("wrapper") else []
-    if model.get("chat") is not None:
-        parts.append("chat template" if model["chat"] else "no chat template")
-    if task.get("max_length"):
-        parts.append(f"at most {task['max_length']} tokens, the middle is left out")
-    parts += [QUESTION] if cell.identity["question_as_decode"] else []
-    return f"{model['name']}, {task['name']}: {'; '.join(parts) or 'as the task makes them'} (planned)"
+        question = known.get("question_as_decode")
+    else:
+        chat = {True: "chat template", False: "no chat template"}.get(model.get("chat"))
+        length = f"at most {task['max_length']} tokens, the middle is left out" if task.get("max_length") else None
+        wrapper = f"wrapper: {task['wrapper']}" if task.get("wrapper") else None
+        parts = [part for part in (wrapper, chat, length) if part]
+        question = cell.identity["question_as_decode"]
+    parts += ["the question is fed token by token through the decode path"] if question else []
+    where = f"{model['name']}, {task['name']}: {'; '.join(parts) or 'as the task makes them'}"
+    return where if row is not None else f"{where} (planned)"
 
 
 def _dtype(cell: Cell, row: Row | None) -> str:
@@ -142,17 +135,13 @@ def _sentences(plan: RunPlan, key: str) -> list[str]:
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
     """How many samples each line has, and the cells that are missing, with the reason."""
-    counts: list[tuple[str, str]] = []
+    measured = [(rows[cell.name], _line(cell)) for cell in cells if cell.name in rows]
+    counts = [(f"{row['n_samples']} samples{skipped_text(row)}", line) for row, line in measured]
+    states = [(*status(cell), _line(cell)) for cell in cells if cell.name not in rows]
     left_out: dict[str, dict[str, None]] = {}
-    missing = 0
-    for cell in cells:
-        if (row := rows.get(cell.name)) is not None:
-            counts.append((f"{row['n_samples']} samples{skipped_text(row)}", line_name(cell)))
-            continue
-        state, reason = status(cell)
-        if state == "missing":
-            missing += 1
-        else:
-            left_out.setdefault(f"{state} ({reason})", {})[line_name(cell)] = None
+    for state, reason, line in states:
+        if state != "missing":
+            left_out.setdefault(f"{state} ({reason})", {})[line] = None
     lines = [*_grouped(counts), *(f"{why}: {', '.join(names)}" for why, names in left_out.items())]
+    missing = sum(state == "missing" for state, *_ in states)
     return [*lines, *([f"{missing} cells not measured yet"] if missing else [])]

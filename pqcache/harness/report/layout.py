@@ -19,23 +19,35 @@ from dataclasses import replace
 from typing import Any
 
 from pqcache.harness.report.entries import AVERAGE, Entry
-from pqcache.harness.report.table import EMPTY, MISSING, NOT_RANKED, Bold, Field, Table, number, p_value, signed, spread
+from pqcache.harness.report.table import (
+    EMPTY,
+    MISSING,
+    NOT_RANKED,
+    Bold,
+    Field,
+    Table,
+    number,
+    p_value,
+    pivot,
+    signed,
+    spread,
+)
 
 KEYS = ("model", "line", "budget", "setting", "dataset", "metric")
 ROWS, COLUMNS = ("line", "budget", "setting"), ("dataset", "metric")
-HEADS = {"line": "method"}
 PRINTED = "printed"  # the status of a printed row that is of no method
 LOWER_IS_BETTER = ("_s", "_ms", "perplexity", "error", "bytes")
 DIFFERENCES = ("to Full", "95 %", "p", "printed to Full")
 
 Key = tuple[str, ...]
-Best = Mapping[
-    tuple, tuple[float | None, float | None]
-]  # place of an entry -> the best measured number, the best printed
+Best = Mapping[tuple, tuple[float | None, float | None]]  # place of an entry -> the best number: measured, printed
 
 
 def tables_of(table: Sequence[Entry], report: Mapping[str, Any], best_of: Mapping[str, Sequence[str]]) -> list[Table]:
-    """The tables of an experiment. best_of: line -> its candidates, which are not ranked themselves."""
+    """The tables of an experiment: one for each model, and for each value of a key without which two entries share a place.
+
+    best_of: line -> its candidates, which are not ranked themselves.
+    """
     layout = report.get("layout") or {}
     rows, columns = tuple(layout.get("rows") or ROWS), tuple(layout.get("columns") or COLUMNS)
     if set(rows) & set(columns) or not {*rows, *columns} <= {*KEYS}:
@@ -45,29 +57,71 @@ def tables_of(table: Sequence[Entry], report: Mapping[str, Any], best_of: Mappin
     if first := layout.get("lines"):
         table = sorted(table, key=lambda e: first.index(e.line) if e.line in first else len(first))
     best = _best(table, report, {name for names in best_of.values() for name in names})
+    places: dict[tuple, list[Entry]] = {}
+    for e in table:
+        places.setdefault((*_place(e, (*rows, *columns)), e.model), []).append(e)
     rest = [key for key in KEYS if key not in (*rows, *columns)]
+    apart = [k for k in rest if k == "model" or any(len({getattr(e, k) for e in own}) > 1 for own in places.values())]
+    parts: dict[str, list[Entry]] = {}
+    for e in table:
+        parts.setdefault(", ".join(text for k in apart if (text := _show(e, k))), []).append(e)
     made = []
-    for title, part in _split(table, rest, (*rows, *columns)).items():
-        frame = _Frame(part, rows, columns, report)
+    for title, part in parts.items():
         usual = not {"line", "budget", "model"} & set(columns)
-        made.append(frame.table(title, lambda e: _numbers(e, best), differences=usual))
+        made.append(_table(title, part, rows, columns, report, lambda e: _numbers(e, best), differences=usual))
         if not usual and any(e.to_full is not None for e in part):
-            made.append(frame.table(f"{title}, to Full".lstrip(", "), _difference))
+            made.append(_table(f"{title}, to Full".lstrip(", "), part, rows, columns, report, _difference))
     return made
 
 
-def _split(table: Sequence[Entry], keys: Sequence[str], shown: Sequence[str]) -> dict[str, list[Entry]]:
-    """Title -> entries: a table for each model, and for each value of a key without which two entries share a place."""
-    values: dict[tuple, list[Entry]] = {}
-    for e in table:
-        values.setdefault((*(getattr(e, k) for k in shown), e.model), []).append(e)
-    varying = [
-        k for k in keys if k == "model" or any(len({getattr(e, k) for e in place}) > 1 for place in values.values())
-    ]
-    parts: dict[str, list[Entry]] = {}
-    for e in table:
-        parts.setdefault(", ".join(text for k in varying if (text := _show(e, k))), []).append(e)
-    return parts
+def _table(
+    title: str,
+    part: Sequence[Entry],
+    rows: Key,
+    columns: Key,
+    report: Mapping[str, Any],
+    show: Callable[[Entry], Field],
+    *,
+    differences: bool = False,
+) -> Table:
+    """differences: with the one to Full of the average, of the score, or of the first column, at the right."""
+    labels: Mapping[str, Mapping[str, Any]] = report.get("labels") or {} if "line" in rows else {}
+    names = {str(k): str(v) for k, v in (report.get("names") or {}).items()}
+    rows = tuple(k for k in rows if k != "setting" or any(e.setting for e in part))
+    columns = tuple(k for k in columns if len({getattr(e, k) for e in part}) > 1) or columns[-1:]
+    budgets = dict.fromkeys(e.budget for e in part if e.budget is not None)
+    if "budget" in columns and "line" not in columns:  # a line without a budget is at every one
+        several = [[replace(e, budget=b) for b in budgets] if e.budget is None and budgets else [e] for e in part]
+        part = [e for same in several for e in same]
+    extra = list(dict.fromkeys(label for e in part for label in labels.get(e.line, {})))
+
+    def key(e: Entry, keys: Key) -> Key:
+        texts = [_show(e, k) for k in keys]
+        return tuple(names.get(t, t) if k in ("line", "model") else t for k, t in zip(keys, texts, strict=True))
+
+    def down(e: Entry) -> Key:  # lines of one printed name may differ in their labels
+        return (*key(e, rows), *(str(labels.get(e.line, {}).get(label, "")) for label in extra))
+
+    lines, across = pivot(part, down, lambda e: key(e, columns))
+    for i in reversed(range(len(columns) - 1)):  # grouped by their first key
+        order = list(dict.fromkeys(c[i] for c in across))
+        across.sort(key=lambda c, i=i, order=order: order.index(c[i]))  # type: ignore[misc]
+    if "dataset" in columns:
+        across.sort(key=lambda c: c[columns.index("dataset")] == AVERAGE)
+    shown = list(lines.items())
+    if "model" in rows:  # a model's lines stand together
+        models = list(dict.fromkeys(e.model for e in part))
+        shown.sort(key=lambda line: models.index(next(iter(line[1].values())).model))
+    head = [*("method" if k == "line" else k for k in rows), *extra]
+    head += [", ".join(text for text in c if text) for c in across]
+    body: list[list[Field]] = [[*left, *(show(own[c]) if c in own else "" for c in across)] for left, own in shown]
+    texts = [_differences(_headline(own, across)) if differences else ("",) * 4 for _, own in shown]
+    for i, name in enumerate(DIFFERENCES):
+        if any(line[i] for line in texts):
+            head.append(name)
+            for cells, line in zip(body, texts, strict=True):
+                cells.append(line[i])
+    return Table(title, head, body, len(rows) + len(extra))
 
 
 def _show(entry: Entry, key: str) -> str:
@@ -75,63 +129,8 @@ def _show(entry: Entry, key: str) -> str:
     return "" if value is None else f"{value:g}" if key == "budget" else str(value)
 
 
-class _Frame:
-    """The entries of one table, by line and column."""
-
-    def __init__(self, table: Sequence[Entry], rows: Key, columns: Key, report: Mapping[str, Any]) -> None:
-        self.rows = tuple(k for k in rows if k != "setting" or any(e.setting for e in table))
-        self.columns = tuple(k for k in columns if len({getattr(e, k) for e in table}) > 1) or columns[-1:]
-        self.names = {str(k): str(v) for k, v in (report.get("names") or {}).items()}
-        self.labels: Mapping[str, Mapping[str, Any]] = report.get("labels") or {} if "line" in rows else {}
-        if "budget" in self.columns and "line" not in self.columns:  # a line without a budget is at every one
-            budgets = dict.fromkeys(e.budget for e in table if e.budget is not None)
-            several = [[replace(e, budget=b) for b in budgets] if e.budget is None and budgets else [e] for e in table]
-            table = [e for part in several for e in part]
-        self.entries = list(table)
-
-    def table(self, title: str, show: Callable[[Entry], Field], *, differences: bool = False) -> Table:
-        """differences: with the one to Full of the average, of the score, or of the first column, at the right."""
-        across = self._ordered()
-        cells: dict[Key, dict[Key, Entry]] = {}
-        for e in self.entries:
-            own = map(str, self.labels.get(e.line, {}).values())  # lines of one printed name may differ in their labels
-            cells.setdefault((*self._key(e, self.rows), *own), {})[self._key(e, self.columns)] = e
-        lines = list(cells.values())
-        if "model" in self.rows:  # a model's lines stand together
-            models = list(dict.fromkeys(e.model for e in self.entries))
-            lines.sort(key=lambda members: models.index(next(iter(members.values())).model))
-        extra = list(dict.fromkeys(label for e in self.entries for label in self.labels.get(e.line, {})))
-        head = [*(HEADS.get(k, k) for k in self.rows), *extra, *(", ".join(p for p in c if p) for c in across)]
-        body: list[list[Field]] = []
-        for members in lines:
-            first = next(iter(members.values()))
-            labels = self.labels.get(first.line, {})
-            left = [*self._key(first, self.rows), *(str(labels.get(label, "")) for label in extra)]
-            body.append([*left, *(show(members[c]) if c in members else "" for c in across)])
-        if differences:
-            texts = [_differences(_headline(members, across)) for members in lines]
-            for i, name in enumerate(DIFFERENCES):
-                if any(line[i] for line in texts):
-                    head.append(name)
-                    for shown, line in zip(body, texts, strict=True):
-                        shown.append(line[i])
-        return Table(title, head, body, len(self.rows) + len(extra))
-
-    def _key(self, entry: Entry, keys: Key) -> Key:
-        texts = [_show(entry, key) for key in keys]
-        return tuple(
-            self.names.get(t, t) if key in ("line", "model") else t for key, t in zip(keys, texts, strict=True)
-        )
-
-    def _ordered(self) -> list[Key]:
-        """The columns in the order of the entries, grouped by their first key, the average last."""
-        found = list(dict.fromkeys(self._key(e, self.columns) for e in self.entries))
-        for i in reversed(range(len(self.columns) - 1)):
-            order = list(dict.fromkeys(c[i] for c in found))
-            found.sort(key=lambda c, i=i, order=order: order.index(c[i]))  # type: ignore[misc]
-        if "dataset" in self.columns:
-            found.sort(key=lambda c: c[self.columns.index("dataset")] == AVERAGE)
-        return found
+def _place(entry: Entry, keys: Sequence[str] = KEYS) -> tuple:
+    return tuple(getattr(entry, key) for key in keys)
 
 
 def _headline(members: Mapping[Key, Entry], across: Sequence[Key]) -> Entry:
@@ -181,18 +180,15 @@ def _differences(entry: Entry) -> tuple[str, str, str, str]:
     return show(entry.to_full), interval, p, show(entry.published_to_full)
 
 
-# -- the best ----------------------------------------------------------------------------------------------------------
-
-
-def _place(entry: Entry) -> tuple:
-    """What is unique in a table."""
-    return tuple(getattr(entry, key) for key in KEYS)
-
-
 def _best(table: Sequence[Entry], report: Mapping[str, Any], candidates: set[str]) -> Best:
     """The best numbers among the lines that an entry is compared with."""
     ranked = [e for e in table if e.method not in NOT_RANKED and e.status != PRINTED]
-    rule = report.get("best") or ("none" if report.get("figure") else _rule(ranked))
+    budgets: dict[str, set[float | int | None]] = {}
+    for e in ranked:
+        budgets.setdefault(e.line, set()).add(e.budget)
+    # a budget is a setting where every ranked line has the same budgets
+    usual = "budget" if len({frozenset(own) for own in budgets.values()}) == 1 else "column"
+    rule = report.get("best") or ("none" if report.get("figure") else usual)
     if rule not in ("budget", "column", "none"):
         raise ValueError(f"report.best={rule}: allowed is budget, column, none")
     groups: dict[tuple, list[Entry]] = {}
@@ -207,11 +203,3 @@ def _best(table: Sequence[Entry], report: Mapping[str, Any], candidates: set[str
             pair.append(choose(known) if len(known) > 1 else None)
         best |= {_place(e): (None if e.line in candidates else pair[0], pair[1]) for e in group}
     return best
-
-
-def _rule(ranked: Sequence[Entry]) -> str:
-    """`budget` where every ranked line has the same budgets, so that a budget is a setting; else `column`."""
-    budgets: dict[str, set[float | int | None]] = {}
-    for e in ranked:
-        budgets.setdefault(e.line, set()).add(e.budget)
-    return "budget" if len({frozenset(b) for b in budgets.values()}) == 1 else "column"

@@ -14,7 +14,7 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.derived import seconds
+from pqcache.harness.report.entries import seconds
 from pqcache.harness.report.figure_request import FigureRequest, cell_title
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pqcache.harness.report.escaping import in_latex, in_markdown
 
@@ -66,6 +66,9 @@ class Bold(str):
 
 
 Field = str | tuple[str, ...]
+Key = tuple[str, ...]
+T = TypeVar("T")
+Lines = dict[Key, dict[Key, T]]
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,11 @@ class Table:
         return Table(self.title, [self.head[i] for i in kept], body, self.left)
 
 
-def pivot(
-    records: Sequence[Mapping[str, Any]],
-    down: Sequence[str],
-    across: Sequence[str],
-    key: Callable[[Mapping[str, Any], Sequence[str]], tuple[str, ...]],
-) -> tuple[dict[tuple[str, ...], dict[tuple[str, ...], Mapping[str, Any]]], list[tuple[str, ...]]]:
-    """(line -> column -> record, the columns in the order in which they are met). key: a record's texts of some keys."""
-    lines: dict[tuple[str, ...], dict[tuple[str, ...], Mapping[str, Any]]] = {}
+def pivot(records: Iterable[T], down: Callable[[T], Key], across: Callable[[T], Key]) -> tuple[Lines[T], list[Key]]:
+    """(line -> column -> record, the columns in the order in which they are met); of several in one place the first."""
+    lines: Lines[T] = {}
     for record in records:
-        lines.setdefault(key(record, down), {}).setdefault(key(record, across), record)
+        lines.setdefault(down(record), {}).setdefault(across(record), record)
     return lines, list(dict.fromkeys(column for cells in lines.values() for column in cells))
 
 
