@@ -14,9 +14,9 @@ from typing import Any
 
 from pqcache.harness.report import budget_marks
 from pqcache.harness.report.frame import budget_text
-from pqcache.harness.report.rows import NO_FULL, Row, content, decode_text, find_full, samples_text, skipped_text
+from pqcache.harness.report.rows import NO_FULL, Row, content, find_full, samples_text, skipped_text
 from pqcache.harness.report.table import MISSING, number, signed, size, spread
-from pqcache.harness.report.tables import content_share, of_samples, score_meaning
+from pqcache.harness.report.tables import content_share, decode_text, of_samples, score_meaning
 from pqcache.registry import method_class
 
 

@@ -25,6 +25,7 @@ NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sa
 NO_FULL = "no Full cell of this model, task and seed to compare with"
 ROUNDING = 1e-6  # of scores
 _said: set[str] = set()
+_kinds = cache(get_type_hints)
 
 
 class Diagnostics(TypedDict):
@@ -178,16 +179,6 @@ def decode_of(row: Row) -> dict[str, Any]:
     return {**asdict(DecodeOptions()), **(row.get("decode") or {})}
 
 
-def decode_text(row: Row) -> str:
-    """Temperature, top-p and the number of answers; empty for greedy rows."""
-    decode = decode_of(row)
-    if not decode["temperature"]:
-        return ""
-    top_p = f", top-p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
-    count = f", {decode['samples']:g} answers each" if decode["samples"] > 1 else ""
-    return f"temperature {decode['temperature']:g}{top_p}{count}"
-
-
 # -- the Full cell -----------------------------------------------------------------------------------------------------
 
 
@@ -199,32 +190,30 @@ def pair_with_full(row: Row, full: Row | None, reason: str | None = None) -> Row
     if full is not None and row.get("paired_with") == mark(full) and row["paired_samples"]:
         return row
     differences = score_statistics.paired(row["sample_scores"], full["sample_scores"]) if full is not None else {}
-    count = sum(len(samples) for samples in differences.values())
-    reference = score_statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
+    count = sum(map(len, differences.values()))
     if full is not None and not count:
-        reason = "Full has none of these samples"
-    paired = Row(**row)
-    paired["full_score"] = score_statistics.mean(reference)
-    paired["paired_samples"] = count or None
-    paired["paired_with"] = mark(full) if full is not None and count else None
-    paired["paired_reason"] = None if count else reason
-    paired.update(_difference(differences))  # type: ignore[typeddict-item]
-    one = len(row["tasks"] or {}) == 1
-    paired["tasks"] = {
-        name: {**task, **(_difference(paired) if one else _difference({name: differences.get(name, {})}))}
-        for name, task in (row["tasks"] or {}).items()
+        full, reason = None, "Full has none of these samples"
+    reference = score_statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
+    whole, known = _difference(differences), row["tasks"] or {}
+    tasks = {
+        name: {**task, **(whole if len(known) == 1 else _difference({name: differences.get(name, {})}))}
+        for name, task in known.items()
     }
-    return paired
+    pair = {
+        "full_score": score_statistics.mean(reference),
+        "paired_samples": count or None,
+        "paired_with": mark(full) if full is not None else None,
+        "paired_reason": None if count else reason,
+    }
+    return cast(Row, {**row, **whole, **pair, "tasks": tasks})
 
 
-def _difference(source: Any) -> dict[str, Any]:
-    """The fields of a comparison: of differences by sub-task, or as a row has them."""
-    if "paired_difference" in source:
-        return {key: source[key] for key in ("paired_difference", "paired_interval", "paired_p")}
+def _difference(differences: score_statistics.Scores) -> dict[str, Any]:
+    """The fields of a comparison."""
     return {
-        "paired_difference": score_statistics.mean(source),
-        "paired_interval": score_statistics.interval(source),
-        "paired_p": score_statistics.significance(source),
+        "paired_difference": score_statistics.mean(differences),
+        "paired_interval": score_statistics.interval(differences),
+        "paired_p": score_statistics.significance(differences),
     }
 
 
@@ -256,22 +245,10 @@ def match_full(row: Row, rows: Iterable[Row]) -> tuple[Row | None, str | None]:
     return None, f"the Full cell was run with another {', '.join(words)}"
 
 
-# Keys of a cell that belong to the method and its budget, or that change no answer.
-_OF_THE_METHOD = (
-    "budget_rule",
-    "budget_of",
-    "protocol",
-    "dense_layers",
-    "shared_prefill",
-    "attn",
-    "batch",
-    "question_as_decode",
-)
-
-
 def _run_of(row: Row) -> dict[str, Any]:
     """How a row was run, apart from method and budget. None: not known."""
-    changed = {key: value for key, value in changed_keys(row).items() if key not in _OF_THE_METHOD}
+    # these belong to the method and its budget, change no answer, or are compared by a field of the row
+    apart = "budget_rule budget_of protocol dense_layers shared_prefill attn batch question_as_decode".split()
     return {
         "attn": row["attn"] or None,
         "kv_dtype": row["kv_dtype"] or None,
@@ -280,7 +257,7 @@ def _run_of(row: Row) -> dict[str, Any]:
         "smoke": row["smoke"],
         "version of the packages": row["versions"] or None,
         "version of the library": row["library"],
-        "options": " ".join(f"{key}={value}" for key, value in sorted(changed.items())),
+        "options": " ".join(f"{k}={v}" for k, v in sorted(changed_keys(row).items()) if k not in apart),
     }
 
 
@@ -377,7 +354,7 @@ def damage(value: Any) -> str | None:
     """What is wrong with a row that was read; None if nothing is."""
     if not isinstance(value, dict):
         return "no row"
-    kinds = _kinds()
+    kinds = _kinds(Row)
     if missing := [key for key in kinds if key not in value]:
         return f"lacks {', '.join(missing[:5])}"
     for key, kind in kinds.items():
@@ -400,11 +377,6 @@ def damage(value: Any) -> str | None:
     return None
 
 
-@cache
-def _kinds() -> dict[str, Any]:
-    return get_type_hints(Row)
-
-
 def _skipped(path: Path, why: str) -> None:
     """Say once in a process that a file is left out."""
     line = f"{path}: is no row and is left out ({one_line(why)[:200]})"
@@ -415,20 +387,19 @@ def _skipped(path: Path, why: str) -> None:
 
 def samples_text(rows: Iterable[Row], of: str = "") -> str:
     """How many samples the rows have: "14-16 samples", "16 samples (2 of each of 8 sub-tasks)". of: " a cell", of each."""
+
+    def span(numbers: Iterable[int]) -> str:
+        known = sorted(set(numbers))
+        return f"{known[0]}" if len(known) == 1 else f"{known[0]}-{known[-1]}"
+
     rows = list(rows)
-    count = _range(row["n_samples"] for row in rows)
+    count = span(row["n_samples"] for row in rows)
     text = f"{count} sample{'' if count == '1' else 's'}{of}"
     parts = [[len(samples) for samples in row["sample_scores"].values()] for row in rows]
     tasks = {len(counts) for counts in parts}
     if len(tasks) == 1 and tasks != {1} and all(parts):
-        text += f" ({_range(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
+        text += f" ({span(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
     return text
-
-
-def _range(numbers: Iterable[int]) -> str:
-    """3, or 3-5."""
-    known = sorted(set(numbers))
-    return f"{known[0]}" if len(known) == 1 else f"{known[0]}-{known[-1]}"
 
 
 def skipped_text(row: Row) -> str:
@@ -452,8 +423,7 @@ def rows_by_folder(folder: Path) -> dict[Path, Row]:
 
 def rows_under(folder: Path) -> list[Row]:
     """The rows of `rows_by_folder`."""
-    rows = rows_by_folder(folder)
-    return [rows[path] for path in sorted(rows)]
+    return [row for _, row in sorted(rows_by_folder(folder).items(), key=lambda found: found[0])]
 
 
 def rows_or_refused(folder: Path, typed: str) -> list[Row]:
@@ -465,12 +435,6 @@ def rows_or_refused(folder: Path, typed: str) -> list[Row]:
         return rows
     smoke = f"; {folder / SMOKE_FOLDER} has smoke runs" if rows_under(folder / SMOKE_FOLDER) else ""
     raise Refused([f"{typed}: no row.json in any folder below{smoke}"])
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write a rows.jsonl."""
-    lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows)
-    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def write_row(path: Path, row: Row) -> None:

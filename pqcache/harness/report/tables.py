@@ -10,7 +10,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report import budget_marks
 from pqcache.harness.report.frame import budget_text
-from pqcache.harness.report.rows import Row, batch_text, content, decode_text, find_full, samples_text, skipped_text
+from pqcache.harness.report.rows import Row, batch_text, content, decode_of, find_full, samples_text, skipped_text
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, spread
 
 QUALITY, COST = ("score", "to Full", "95 % interval", "attended"), ("device MiB", "host MiB", "TT2T s", "TPOT ms")
@@ -111,6 +111,16 @@ def _what_bytes(rows: Sequence[Row]) -> str:
         return "unused buffer capacity included"
     shares = any(row["method"] == "full" for row in rows)
     return "without unused buffer capacity" + ("; in brackets as a share of Full's" if shares else "")
+
+
+def decode_text(row: Row) -> str:
+    """Temperature, top-p and the number of answers; empty for greedy rows."""
+    decode = decode_of(row)
+    if not decode["temperature"]:
+        return ""
+    top_p = f", top-p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
+    count = f", {decode['samples']:g} answers each" if decode["samples"] > 1 else ""
+    return f"temperature {decode['temperature']:g}{top_p}{count}"
 
 
 def score_meaning(row: Row) -> str:
