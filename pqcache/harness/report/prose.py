@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from pqcache.harness.report import published
 from pqcache.harness.report.entries import Entry
-from pqcache.harness.report.table import MISSING
+from pqcache.harness.report.table import MISSING, Table
 
 HOW: Mapping[str, Callable[[float, float], float]] = {
     "value": lambda own, _: own,
@@ -28,55 +28,38 @@ HOW: Mapping[str, Callable[[float, float], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class ProseNumber:
-    """One printed number; empty fields after `printed_as`: no experiment measures it."""
-
-    paper: str
-    source: str
-    says: str
-    value: float
-    printed_as: str
-    experiment: str
-    model: str  # empty: any
-    line: str
-    other: str
-    budget: float | None  # None: any
-    dataset: str
-    metric: str
-    setting: str  # what the entry's setting contains
-    how: str
-
-    def is_of(self, entry: Entry) -> bool:
-        return (
-            entry.metric == self.metric
-            and self.line in entry.line.split(", ")
-            and self.model in ("", entry.model)
-            and self.dataset in ("", entry.dataset)
-            and self.budget in (None, entry.budget)
-            and {part for part in self.setting.split(", ") if part} <= set(entry.setting.split(", "))
-        )
-
-
 @functools.cache
-def numbers() -> tuple[ProseNumber, ...]:
-    """All of them; none in an installation without the file."""
-    return tuple(map(_number, published.lines_of("prose")))
+def numbers() -> tuple[SimpleNamespace, ...]:
+    """The lines of the file, each with its columns: none in an installation without it.
+
+    paper, source, says, value, printed_as, then what it is of: experiment (empty: none measures it), model (empty: any), line,
+    other, budget (None: any), dataset, metric, setting (what the entry's setting contains), how.
+    """
+    lines = published.lines_of("prose")
+    numbers = ({"value": float(n["value"]), "budget": float(n["budget"]) if n["budget"] else None} for n in lines)
+    return tuple(SimpleNamespace(**{**line, **own}) for line, own in zip(lines, numbers, strict=True))
 
 
-def _number(line: Mapping[str, str]) -> ProseNumber:
-    budget = float(line["budget"]) if line["budget"] else None
-    return ProseNumber(**{**line, "value": float(line["value"]), "budget": budget})  # type: ignore[arg-type]
+def is_of(number: SimpleNamespace, entry: Entry) -> bool:
+    """Whether a number is of an entry's line, model, data set, budget and setting."""
+    return (
+        entry.metric == number.metric
+        and number.line in entry.line.split(", ")
+        and number.model in ("", entry.model)
+        and number.dataset in ("", entry.dataset)
+        and number.budget in (None, entry.budget)
+        and {part for part in number.setting.split(", ") if part} <= set(entry.setting.split(", "))
+    )
 
 
-def measured(number: ProseNumber, table: Sequence[Entry], field: str = "measured") -> list[float]:
+def measured(number: SimpleNamespace, table: Sequence[Entry], field: str = "measured") -> list[float]:
     """What an experiment's entries give for a number, one per setting and budget that it is of; empty: not measured.
 
     field: `published` takes the paper's own table instead.
     """
     others = set(number.other.split("|")) if number.other else set()
     values = []
-    for entry in (e for e in table if number.is_of(e) and getattr(e, field) is not None):
+    for entry in (e for e in table if is_of(number, e) and getattr(e, field) is not None):
         rivals = [
             getattr(e, field)
             for e in table
@@ -91,15 +74,12 @@ def measured(number: ProseNumber, table: Sequence[Entry], field: str = "measured
     return values
 
 
-def table(tables: Mapping[str, Sequence[Entry]], paper: str | None = None) -> str:
+def table(tables: Mapping[str, Sequence[Entry]]) -> str:
     """Markdown: each number beside what was measured. tables: experiment -> its entries."""
-    head = ["paper", "where", "what", "printed", "measured", "experiment"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for one in (one for one in numbers() if paper in (None, one.paper)):
+    body = []
+    for one in numbers():
         values = measured(one, tables.get(one.experiment, ())) if one.experiment else []
         ends = sorted({f"{v:.3g}" for v in (min(values), max(values))}, key=float) if values else []
         shown = " to ".join(ends) or ("not measured yet" if one.experiment else MISSING)
-        lines.append(
-            f"| {one.paper} | {one.source} | {one.says} | {one.printed_as} | {shown} | {one.experiment or 'none'} |"
-        )
-    return "\n".join(lines) + "\n"
+        body.append([one.paper, one.source, one.says, one.printed_as, shown, one.experiment or "none"])
+    return Table("", ["paper", "where", "what", "printed", "measured", "experiment"], body).markdown() + "\n"

@@ -1,6 +1,6 @@
 """The papers' printed numbers: results/published/<experiment>.csv, see the README there.
 
-value("pqcache_table2", model="mistral-7b-instruct-v0.2", method="pqcache", budget=0.2, dataset="average")     39.32
+index("pqcache_table2")["mistral-7b-instruct-v0.2", "pqcache", 0.2, "average", "score"]     39.32
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ class Number:
 @functools.cache
 def numbers(experiment: str) -> tuple[Number, ...]:
     """Every number of an experiment's table; none where the paper prints none, or in an installation without these files."""
-    return tuple(
-        Number(**{**line, "budget": _budget(line["budget"]), "value": float(line["value"])})  # type: ignore[arg-type]
-        for line in lines_of(experiment)
-    )
+
+    def budget(text: str) -> Budget:
+        return None if not text else float(text) if "." in text else int(text)
+
+    lines = ({**line, "budget": budget(line["budget"]), "value": float(line["value"])} for line in lines_of(experiment))
+    return tuple(Number(**line) for line in lines)  # type: ignore[arg-type]
 
 
 def lines_of(name: str) -> list[dict[str, str]]:
@@ -55,20 +57,10 @@ def lines_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _budget(text: str) -> Budget:
-    return None if not text else float(text) if "." in text else int(text)
-
-
 @functools.cache
-def _index(experiment: str) -> dict[tuple, float]:
+def index(experiment: str) -> dict[tuple, float]:
+    """(model, method, budget, data set, metric) -> the printed number."""
     return {(n.model, n.method, n.budget, n.dataset, n.metric): n.value for n in numbers(experiment)}
-
-
-def value(
-    experiment: str, *, model: str, method: str, budget: Budget, dataset: str = AVERAGE, metric: str = "score"
-) -> float | None:
-    """One printed number; None if it is not printed."""
-    return _index(experiment).get((model, method, budget, dataset, metric))
 
 
 def pair(
@@ -82,9 +74,9 @@ def pair(
     is_full: bool = False,
 ) -> dict[str, float | None]:
     """The number of the first label that has one (`published`), and its difference to the paper's Full."""
-    index = _index(experiment)
-    printed = next((v for name in labels if (v := index.get((model, name, budget, dataset, metric))) is not None), None)
-    full = None if is_full else index.get((model, "full", None, dataset, metric))
+    own = index(experiment)
+    printed = next((v for name in labels if (v := own.get((model, name, budget, dataset, metric))) is not None), None)
+    full = None if is_full else own.get((model, "full", None, dataset, metric))
     return {"published": printed, "published_to_full": None if printed is None or full is None else printed - full}
 
 

@@ -23,39 +23,37 @@ from pqcache.registry import method_class
 def row_text(row: Row, path: Path | None) -> str:
     """A row in a few lines; the last one is the path of its row.json."""
     extra, batch = row["extra"], row["extra"].get("batch", 1)
-    lines = {"score": f"{number(row['score'])} {_spread(row['score'], row['score_interval'])}{_to_full(row)}"}
-    if row["task"] == "latency":
-        lines = {"score": "none: task=latency measures times and bytes"}
     spans = row["pass_at_interval"] or {}
     passed = [f"pass@{k} {number(v)} {_spread(v, spans.get(k))}" for k, v in (row["pass_at"] or {}).items()]
-    lines |= {
+    commits = (row["git_commit"] or MISSING).split(" / ")
+    commit = " / ".join(commit[:12] + ("-dirty" if "-dirty" in commit else "") for commit in commits)
+    remark, latency, measured = budget_marks.remark(row), row["task"] == "latency", row["diagnostics"]
+    score = f"{number(row['score'])} {_spread(row['score'], row['score_interval'])}{_to_full(row)}"
+    resident, moved, time = _resident(row), _tiers(row["bytes_per_step"]) or "nothing moved", _times(row)
+    if batch > 1 and latency:
+        time += f"; batch {batch:.0f}, {number(extra['tokens_per_s'])} tokens/s"
+    elif batch > 1:
+        differ = f": {extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
+        resident, moved, time = "", "", f"not measured (batch {batch}{differ if 'batch_checked' in extra else ''})"
+    lines = {
+        "score": "none: task=latency measures times and bytes" if latency else score,
         "score is": score_meaning(row),
         "drawn": "; ".join([how, *passed]) if (how := decode_text(row)) else "",
-        "tokens": tokens_text(row),
-        "resident": _resident(row),
-        "per step": tiers(row["bytes_per_step"]) or "nothing moved",
-        "time": _times(row),
-        "machine": f"{row['device']}, {row['attn']}, commit {_commit(row)}",
+        "tokens": _tokens(row),
+        "resident": resident,
+        "per step": moved,
+        "time": time if measured is None else "not measured: diagnostics slow the steps",
+        "machine": f"{row['device']}, {row['attn']}, commit {commit}",
+        "budget": f"{budget_marks.MARK} {row['method']} {remark}" if remark else "",
+        "metrics": _metrics(row),
+        "selection": "" if measured is None else _diagnostics(measured),
+        "bound": "" if row["roofline"] is None else _bound(row),
+        "row": "" if path is None else str(path),
     }
-    if remark := budget_marks.remark(row):
-        lines["budget"] = f"{budget_marks.MARK} {row['method']} {remark}"
-    if batch > 1 and row["task"] == "latency":
-        lines["time"] += f"; batch {batch:.0f}, {number(extra['tokens_per_s'])} tokens/s"
-    elif batch > 1:
-        lines |= {"resident": "", "per step": "", "time": f"not measured (batch {batch})"}
-        if "batch_checked" in extra:
-            differ = f"{extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
-            lines["time"] = f"not measured (batch {batch}: {differ})"
-    lines["metrics"] = metrics_text(row)
-    if (measured := row["diagnostics"]) is not None:
-        lines |= {"time": "not measured: diagnostics slow the steps", "selection": diagnostics_text(measured)}
-    if row["roofline"] is not None:
-        lines["bound"] = bound_text(row)
     title = (
         f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
         f"  {samples_text([row])}{skipped_text(row)}" + ("  SMOKE RUN: no result" if row["smoke"] else "")
     )
-    lines["row"] = "" if path is None else str(path)
     return "\n".join([title, *(f"  {name:<9} {text}" for name, text in lines.items() if text)])
 
 
@@ -75,12 +73,12 @@ def _to_full(row: Row) -> str:
     return f"   to Full {difference}, Full {number(row['full_score'])}"
 
 
-def tiers(sizes: Mapping[str, float]) -> str:
+def _tiers(sizes: Mapping[str, float]) -> str:
     """Bytes by tier, empty tiers left out."""
     return ", ".join(f"{name} {size(value)}" for name, value in sizes.items() if value)
 
 
-def tokens_text(row: Row) -> str:
+def _tokens(row: Row) -> str:
     """What a decode step attends, as a share of all it could: prompt and generated tokens, their mean over the steps."""
     attended, everywhere = row["attended_tokens"], row["attended_tokens_all_layers"]
     prompt = f"{number(row['prompt_tokens'], 0)} prompt tokens, {number(row['generated_tokens'])} generated"
@@ -97,11 +95,11 @@ def tokens_text(row: Row) -> str:
 
 def _resident(row: Row) -> str:
     """Bytes by tier: the content, and what was allocated for it."""
-    known, allocated = content(row), tiers(row["resident_bytes"])
-    rest = f"peak {tiers(row['peak_bytes'])}, {row['kv_dtype']} KV"
-    if not known or tiers(known) == allocated:
+    known, allocated = _tiers(content(row)), _tiers(row["resident_bytes"])
+    rest = f"peak {_tiers(row['peak_bytes'])}, {row['kv_dtype']} KV"
+    if not content(row) or known == allocated:
         return f"{allocated}   ({rest})"
-    return f"{tiers(known)}   (with unused buffer capacity {allocated}; {rest})"
+    return f"{known}   (with unused buffer capacity {allocated}; {rest})"
 
 
 def _times(row: Row) -> str:
@@ -123,39 +121,29 @@ def _times(row: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _commit(row: Row) -> str:
-    """The first letters of each commit that made the samples, and whether it had changes that are not committed."""
-    commits = (row["git_commit"] or MISSING).split(" / ")
-    return " / ".join(commit[:12] + ("-dirty" if "-dirty" in commit else "") for commit in commits)
-
-
-def metrics_text(row: Row) -> str:
+def _metrics(row: Row) -> str:
     """The metrics of a row with one sub-task, as lm-eval names and scales them; empty if there is only one metric."""
     tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
     shown = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
     return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if shown else ""
 
 
-def diagnostics_text(measured: Mapping[str, Any]) -> str:
+def _diagnostics(measured: Mapping[str, Any]) -> str:
     """Recall, mass and error of a diagnostics run in one line."""
     if not measured.get("samples"):
         return "nothing measured: no decode step"
-    known = {
-        key: number(measured[key], 3) for key in ("recall_kv", "recall_q", "chance", "mass", "mass_p5", "output_error")
-    }
-    return (
-        "recall {recall_kv} of the oracle's, {recall_q} of each query head's own (chance {chance}); mass {mass} (p5 {mass_p5}),"
-        " output error {output_error}"
-    ).format(**known)
+    keys = ("recall_kv", "recall_q", "chance", "mass", "mass_p5", "output_error")
+    text = "recall {} of the oracle's, {} of each query head's own (chance {}); mass {} (p5 {}), output error {}"
+    return text.format(*(number(measured[key], 3) for key in keys))
 
 
-def bound_text(row: Row) -> str:
+def _bound(row: Row) -> str:
     """The lower bound of a decode step, and how many times slower the step is."""
-    extra = row["extra"]
+    weights, fetched, cache = (number(row["extra"].get(f"{part}_ms"), 3) for part in ("weights", "link", "cache"))
+    memory, link = (number(row["extra"].get(f"{part}_gb_per_s")) for part in ("memory", "link"))
     return (
-        f"TPOT is {number(row['roofline'], 2)} times weights {number(extra.get('weights_ms'), 3)} ms"
-        f" + fetched {number(extra.get('link_ms'), 3)} ms (attended K and V {number(extra.get('cache_ms'), 3)} ms; memory"
-        f" {number(extra.get('memory_gb_per_s'))} GB/s, link {number(extra.get('link_gb_per_s'))} GB/s)"
+        f"TPOT is {number(row['roofline'], 2)} times weights {weights} ms + fetched {fetched} ms"
+        f" (attended K and V {cache} ms; memory {memory} GB/s, link {link} GB/s)"
     )
 
 
