@@ -14,10 +14,10 @@ def test_seeds_pool_and_pair(tmp_path: Path) -> None:
         make_row(tmp_path, "full", {"t": full}, seed=seed)
         make_row(tmp_path, "pqcache", {"t": own}, seed=seed)
     make_row(tmp_path, "pqcache", {"t": [10, 10]}, budget=0.1)
-    head, full, pq = pooled_table(rows_under(tmp_path)).splitlines()  # one seed of budget 0.1 is nothing to pool
+    head, _, full, pq = pooled_table(rows_under(tmp_path)).splitlines()  # one seed of budget 0.1 is nothing to pool
     assert head.startswith("pooled over seeds") and full.split()[:4] == ["full", "1", "4", "95.0"]
     assert pq.split()[:4] == ["pqcache", "1", "4", "87.5"] and " -7.5 " in pq
     next(tmp_path.glob("*full*seed1*/row.json")).unlink()
-    _, line = pooled_table(rows_under(tmp_path)).splitlines()
+    *_, line = pooled_table(rows_under(tmp_path)).splitlines()
     assert line.split()[:4] == ["pqcache", "1", "4", "87.5"] and line.endswith("n/a")  # a seed without Full
     assert pooled_table(rows_under(tmp_path)[:1]) == ""

@@ -12,6 +12,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import derive
 from pqcache.harness.report.plots import Limits
 from pqcache.harness.report.rows import Row, batch_text
+from pqcache.harness.report.table import several
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,25 +79,20 @@ class FigureRequest:
     def caption(self) -> str:
         """Title, samples, prompt length and machine."""
         rows = self.rows.values()
-        counts = sorted({row["n_samples"] for row in rows})
-        each = "-".join(str(n) for n in dict.fromkeys([counts[0], counts[-1]]))
-        prompt = fmean(row["prompt_tokens"] for row in rows)
-        devices = " / ".join(dict.fromkeys(row["device"] for row in rows))
+        each = several(row["n_samples"] for row in rows)
         title = self.plan.report.get("title") or self.plan.experiment
         smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
-        dtypes = dict.fromkeys(str(row.get("kv_dtype")) for row in rows if row.get("kv_dtype"))
-        own = dict.fromkeys(str(r.get("protocol")) for r in rows if r.get("protocol") and r.get("method") != "full")
-        run = [batch_text(rows), "/".join(dtypes), f"protocol {'/'.join(own)}" if own else ""]
-        noun = "sample" if each == "1" else "samples"
-        random = dict.fromkeys(_random_model(row) for row in rows if row["model"] == "random")
+        protocols = several(row.get("protocol") for row in rows if row.get("method") != "full")
         parts = [
-            f"{each} {noun} a cell",
-            *random,
-            f"{prompt:.0f} prompt tokens on average",
-            *filter(None, run),
-            devices,
+            f"{each} sample{'' if each == '1' else 's'} a cell",
+            *dict.fromkeys(_random_model(row) for row in rows if row["model"] == "random"),
+            f"{fmean(row['prompt_tokens'] for row in rows):.0f} prompt tokens on average",
+            batch_text(rows),
+            several(row.get("kv_dtype") for row in rows),
+            f"protocol {protocols}" if protocols else "",
+            several(row["device"] for row in rows),
         ]
-        return f"{smoke}{title}. {', '.join(parts)}."
+        return f"{smoke}{title}. {', '.join(filter(None, parts))}."
 
     def limits(self, metric: str, values: Iterable[float | None], *, difference: bool = False) -> Limits:
         """(bottom, top) of the y axis for a column's numbers; None: matplotlib's choice.

@@ -108,19 +108,19 @@ def _page_panel(arrays: Arrays, name: str, share: float) -> Panel:
 # -- attention scores --------------------------------------------------------------------------------------------------
 
 
-def _heads(request: FigureRequest, x: torch.Tensor) -> list[tuple[int, int]]:
+def _heads(request: FigureRequest, x: torch.Tensor | None) -> list[tuple[int, int]]:
     """The requested (layer, head) pairs, each once, of x (layers, heads, ...)."""
+    if x is None:
+        return []
     wanted = request.options.get("heads") or [[0, 0]]
-    return list(dict.fromkeys((int(layer) % x.shape[0], int(head) % x.shape[1]) for layer, head in wanted))
+    return list(dict.fromkeys((int(layer) % len(x), int(head) % len(x[0])) for layer, head in wanted))
 
 
 def _score_curves(request: FigureRequest) -> Path | None:
     """The scores of some positions in descending order."""
-    arrays = _first(request, ".npz", read_arrays, "scores")
-    if arrays is None:
-        return None
+    arrays = _first(request, ".npz", read_arrays, "scores") or {}
     panels = []
-    for layer, head in _heads(request, arrays["scores"]):
+    for layer, head in _heads(request, arrays.get("scores")):
         lines = []
         for position, weights in zip(arrays["score_positions"].tolist(), arrays["scores"][layer, head], strict=True):
             seen = weights[: position + 1].sort(descending=True).values.tolist()
@@ -132,17 +132,14 @@ def _score_curves(request: FigureRequest) -> Path | None:
 
 def _score_map(request: FigureRequest) -> Path | None:
     """The largest score of each part of the prompt's queries for each part of its tokens."""
-    arrays = _first(request, ".npz", read_arrays, "score_map")
-    if arrays is None:
-        return None
+    arrays = _first(request, ".npz", read_arrays, "score_map") or {}
     panels = []
-    for layer, head in _heads(request, arrays["score_map"]):
+    for layer, head in _heads(request, arrays.get("score_map")):
         shown = arrays["score_map"][layer, head].clamp_min(1e-5)
-        step = arrays["scores"].shape[-1] / len(shown)
-        values = plots.wide(shown, *[[step * i for i in range(len(shown))]] * 2)
-        label = "attention score (largest of each part)"
-        title = f"layer {layer}, head {head}"
-        panels.append(Panel(title, values, "token", "query", "map", "c", colour=label, scale=(1e-5, 1.0)))
+        starts = [arrays["scores"].shape[-1] / len(shown) * i for i in range(len(shown))]
+        title, label = f"layer {layer}, head {head}", "attention score (largest of each part)"
+        axes: dict[str, Any] = {"kind": "map", "log": "c", "colour": label, "scale": (1e-5, 1.0)}
+        panels.append(Panel(title, plots.wide(shown, starts, starts), "token", "query", **axes))
     return plots.draw(panels, request.path, request.caption(), size=(4.4, 3.8))
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +88,11 @@ def curve(scored: Sequence[tuple[int, Sequence[float]]]) -> tuple[list[int], lis
 
     scored: (position of the first decode step, log-probabilities of the tokens predicted from there on).
     """
-    lengths, perplexities, total, count = [], [], 0.0, 0
-    for position, logprobs in sorted(scored, key=lambda part: part[0]):
-        for i, logprob in enumerate(logprobs):
-            total, count = total - logprob, count + 1
-            lengths.append(position + i + 1)
-            perplexities.append(math.exp(total / count))
-    return lengths, perplexities
+    every = [
+        (at + i, -value) for at, values in sorted(scored, key=lambda part: part[0]) for i, value in enumerate(values, 1)
+    ]
+    totals = accumulate(loss for _, loss in every)
+    return [length for length, _ in every], [math.exp(total / count) for count, total in enumerate(totals, 1)]
 
 
 def save_curve(scored: Sequence[tuple[int, Sequence[float]]], mode: str, folder: Path, title: str) -> Path | None:
@@ -124,19 +123,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the out= folder of the runs")
     out: Path = parser.parse_args(argv).out
-    found = {
-        name: {p.parent.name: json.loads(p.read_text()) for p in sorted(out.glob(f"*/{name}"))}
-        for name in (*HEAT_MAPS, CURVES)
-    }
+    names = (*HEAT_MAPS, CURVES)
+    found = {name: {p.parent.name: json.loads(p.read_text()) for p in sorted(out.glob(f"*/{name}"))} for name in names}
     if not any(found.values()):
         parser.error(
-            f"{out}: no {' or '.join(found)} in any folder below; run task=needle or task=pg19 with out={out} first"
+            f"{out}: no {' or '.join(names)} in any folder below; run task=needle or task=pg19 with out={out} first"
         )
     drawing.keep_files(out)
     for name, picture in HEAT_MAPS.items():
-        runs = found[name]
-        titles = [run["title"] for run in runs.values()]
-        own = {run["title"] if titles.count(run["title"]) == 1 else cell: run["samples"] for cell, run in runs.items()}
+        titles = [run["title"] for run in found[name].values()]
+        own = {
+            run["title"] if titles.count(run["title"]) == 1 else cell: run["samples"]
+            for cell, run in found[name].items()
+        }
         if (path := needle_maps(own, out / picture)) is not None:
             print(path)
     if found[CURVES]:

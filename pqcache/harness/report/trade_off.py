@@ -23,7 +23,7 @@ from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.frame import frame, group_rows
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, content, rows_under
-from pqcache.harness.report.table import Table, number, signed, spread
+from pqcache.harness.report.table import Table, number, several, signed, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,16 +71,15 @@ def table(made: pd.DataFrame) -> str:
     head = ["method", *(f"score at {budget:g}" for budget in budgets)]
     head += ["to Full [95 %]", "attended tokens", "device MiB", "host MiB", "ms per token"]
     body = []
-    for method, block in made.groupby("method", sort=False):
-        scores = dict(zip(block.budget, block.score, strict=True))
-        first: dict[Any, Any] = block.iloc[0].to_dict()  # the largest budget
-        one: dict[Any, Any] = {key: None if value != value else value for key, value in first.items()}
-        to_full, low, high = (one[name] for name in NUMBERS[3:6])
+    for method, block in made.astype(object).where(made.notna(), None).groupby("method", sort=False):
+        one: dict[Any, Any] = block.iloc[0].to_dict()  # the largest budget
         full = method == "full"
-        line = [str(method), *(number(scores.get(budget, one["score"] if full else None)) for budget in budgets)]
-        line.append(
-            "" if full else f"{signed(to_full)} {spread(to_full, None if low is None else [low, high], signed)}"
+        scores = dict.fromkeys(budgets, one["score"] if full else None) | dict(
+            zip(block.budget, block.score, strict=True)
         )
+        interval = [one["to_full.low"], one["to_full.high"]] if one["to_full.low"] is not None else None
+        to_full = "" if full else f"{signed(one['to_full'])} {spread(one['to_full'], interval, signed)}"
+        line = [str(method), *(number(scores[budget]) for budget in budgets), to_full]
         line += [number(one["attended_tokens"], 0), number(one["device_bytes"] / MIB)]
         line += [number(one["host_bytes"] / MIB) if one["host_bytes"] else "0", number(one["tpot_ms"])]
         body.append(line)
@@ -107,16 +106,16 @@ def draw(made: pd.DataFrame, path: Path, caption: str) -> Path | None:
     marks = marks.assign(hollow=made.budget < largest, dash=0, size=2.2)
     level = marks[marks.line == "full"].assign(x=float("nan"))
     panels = []
-    for title, label, x in (
+    memory, time = (
         ("Memory", "cache on the device, MiB", made.device_bytes / MIB),
         ("Time", "decode step, ms", made.tpot_ms),
-    ):
+    )
+    for title, label, x in (memory, time):
         known = marks.assign(x=x)[x > 0]
-        ticks = plots.round_ticks(list(known.x))
-        both = plots.joined([known, level])
+        both, ticks = plots.joined([known, level]), plots.round_ticks(list(known.x))
         panels.append(Panel(title, both, label, "score", log="x", limits=(0, 104), ticks=ticks))
-    several = made[made.groupby("method").budget.transform("nunique") > 1]  # one budget alone is always filled
-    sizes = [f"{budget:g}" for budget in sorted(set(several.budget), reverse=True)]
+    varied = made[made.groupby("method").budget.transform("nunique") > 1]  # one budget alone is always filled
+    sizes = [f"{budget:g}" for budget in sorted(set(varied.budget), reverse=True)]
     text = f" Filled: budget {sizes[0]}; hollow: {', '.join(sizes[1:])}." if sizes else ""
     return plots.draw(panels, path, caption + text, size=(4.6, 4.2), pdf=False, note=digest(made))
 
@@ -124,21 +123,16 @@ def draw(made: pd.DataFrame, path: Path, caption: str) -> Path | None:
 def caption(rows: Sequence[Row], made: pd.DataFrame, timed: Sequence[Row] = ()) -> str:
     """What was measured, on what. timed: as in `points`."""
     timed = timed or rows
-    samples = sorted({row["n_samples"] for row in rows})
-    counts = sorted({row["timed_samples"] for row in timed})
-    where = " / ".join(dict.fromkeys(row["device"] for row in timed))
     moved = sorted(set(made[made.host_bytes > 0].method))
-    lines = [
-        f"{rows[0]['model']}, {rows[0]['task']}, {rows[0]['prompt_tokens']:.0f} prompt tokens,"
-        f" {' / '.join(map(str, samples))} samples a cell. Bars: 95 % bootstrap intervals of the score.",
-    ]
-    if moved:
-        lines.append(f"Memory of {', '.join(moved)}: with K and V on the host (method.store=host).")
     stored = "" if any(_held(row).get("host") for row in timed) else "K and V in memory, "
-    lines.append(
-        f"Time: median over the decode steps of {' / '.join(map(str, counts))} samples, {stored}batch 1, {where}."
+    each = several(row["n_samples"] for row in rows)
+    return (
+        f"{rows[0]['model']}, {rows[0]['task']}, {rows[0]['prompt_tokens']:.0f} prompt tokens, {each} samples a cell."
+        " Bars: 95 % bootstrap intervals of the score."
+        + (f" Memory of {', '.join(moved)}: with K and V on the host (method.store=host)." if moved else "")
+        + f" Time: median over the decode steps of {several(row['timed_samples'] for row in timed)} samples,"
+        f" {stored}batch 1, {several(row['device'] for row in timed)}."
     )
-    return " ".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from pqcache.places import CONFIGS
 
 FILES = ("row.json", "status.json", CONFIG)  # a folder with one of them is a cell's
 GROUPS = ("model", "method", "task")
+UNTYPED = {*((group, "name") for group in GROUPS), ("method", "revision")}  # what no word sets but the group's own
 SAMPLES = 50  # of a cell, those with the lowest scores
 SAMPLES_IN_ALL = 5000
 ANSWER, TARGET = 1000, 500  # characters that are shown
@@ -105,15 +106,14 @@ def _samples(folder: Path, row: Row | None) -> list[dict[str, Any]]:
 
 def _scores(row: Row | None) -> dict[tuple[str, int, int], float]:
     """(sub-task, document, answer) -> score, from the row: some scores are known only when all answers are."""
-    scores: dict[tuple[str, int, int], float] = {}
     answers = (row.get("answer_scores") if row is not None else None) or {}
-    for task, of in (row["sample_scores"] if row is not None else {}).items():
-        for key, score in of.items():
-            number = key.partition(":")[0]
-            if number.isdigit():
-                own = answers.get(task, {}).get(key, [score])
-                scores |= {(task, int(number), draw): one for draw, one in enumerate(own)}
-    return scores
+    return {
+        (task, int(number), draw): one
+        for task, of in (row["sample_scores"] if row is not None else {}).items()
+        for key, score in of.items()
+        if (number := key.partition(":")[0]).isdigit()
+        for draw, one in enumerate(answers.get(task, {}).get(key, [score]))
+    }
 
 
 def _shown(sample: Mapping[str, Any], score: Any) -> dict[str, Any]:
@@ -165,15 +165,17 @@ def words_of(config: Mapping[str, Any]) -> list[str]:
     in_tokens = isinstance(config.get("budget"), int) and config["budget"] != 1
     if in_tokens and config.get("protocol") == "aligned" and config.get("budget_rule", "prompt") == "prompt":
         words.append("budget_rule=prompt")  # also of older folders, which do not name it
+    known = {**dict(_flat(defaults)), "budget": config.get("budget"), "protocol": config.get("protocol")}
+    return words + [f"{key}={_quoted(value)}" for key, value in _flat(config) if known.get(key, config) != value]
+
+
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and options of groups by their dotted names, without the names of the groups' files."""
     for key, value in config.items():
         if key in (*GROUPS, DECODE):
-            known = defaults.get(key, {})
-            for name, option in value.items():
-                if name not in ("name", "revision" if key == "method" else "") and known.get(name, value) != option:
-                    words.append(f"{key}.{name}={_quoted(option)}")
-        elif key not in ("budget", "protocol") and defaults.get(key, config) != value:
-            words.append(f"{key}={_quoted(value)}")
-    return words
+            yield from ((f"{key}.{name}", of) for name, of in value.items() if (key, name) not in UNTYPED)
+        else:
+            yield key, value
 
 
 def _of_row(row: Row) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _needle_maps(files: Iterable[Path]) -> Iterator[Panel]:
             grid, title = 100 * needle_grid(stored["samples"]), str(stored["title"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        axes = {"x": "context length (tokens)", "y": "depth of the needle (%)", "colour": "score"}
+        axes: dict[str, Any] = {"x": "context length (tokens)", "y": "depth of the needle (%)", "colour": "score"}
         yield Panel(f"{title}: needle", grid, kind="map", scale=(0.0, 100.0), **axes)
 
 
@@ -145,7 +145,7 @@ def _lines(panel: Panel) -> Painted:
     for name, block in points.groupby("line", sort=False):
         style = styles[str(name)]
         known = block[block.x.notna()].sort_values("x", kind="stable")
-        trace = {"type": "scatter", "mode": "lines+markers", "name": _safe(str(name))}
+        trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": _safe(str(name))}
         trace |= {"line": {"color": style["color"], "dash": DASHES[style["linestyle"]], "width": 1.6}}
         trace |= {"marker": {"symbol": SYMBOLS[style["marker"]], "size": 8, "color": style["color"]}}
         if known.empty:
@@ -167,7 +167,7 @@ def _bars(panel: Panel) -> Painted:
     styles = plots.styles_of([str(name) for name in panel.points.line.unique()])
     data = []
     for name, block in panel.points.groupby("line", sort=False):
-        bar = {"type": "bar", "orientation": "h", "name": _safe(str(name)), "showlegend": False}
+        bar: dict[str, Any] = {"type": "bar", "orientation": "h", "name": _safe(str(name)), "showlegend": False}
         bar |= {"y": [_safe(text) for text in block.x], "x": block.y.tolist(), "error_x": _error(block)}
         data.append({**bar, "marker": {"color": styles[str(name)]["color"]}})
     height = max(240, 110 + 22 * len(panel.points))
@@ -180,7 +180,15 @@ def _map(panel: Panel) -> Painted:
     grid = panel.points
     x, y = ([_safe(str(text)) for text in labels] for labels in (grid.columns, grid.index))
     bar = {"title": {"text": panel.colour}}
-    data = {"type": "heatmap", "colorscale": plots.SCALE.title(), "colorbar": bar, "xgap": 1, "ygap": 1, "x": x, "y": y}
+    data: dict[str, Any] = {
+        "type": "heatmap",
+        "colorscale": plots.SCALE.title(),
+        "colorbar": bar,
+        "xgap": 1,
+        "ygap": 1,
+        "x": x,
+        "y": y,
+    }
     data |= {"z": grid.to_numpy().tolist(), "texttemplate": "%{z:.1f}"}
     if grid.min().min() >= panel.scale[0] and grid.max().max() <= panel.scale[1]:
         data |= {"zmin": panel.scale[0], "zmax": panel.scale[1]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,21 @@ from pqcache.harness.report.frame import budget_text, frame, pooled_groups
 from pqcache.harness.report.page.cells import CellView, cell_views
 from pqcache.harness.report.page.charts import charts
 from pqcache.harness.report.rows import Row, skipped_text
-from pqcache.harness.report.table import number, signed, spread
+from pqcache.harness.report.table import number, several, signed, spread
 from pqcache.registry import METHODS, method_class
 
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 SHOWN = ("tt2t", "tpot", "tpot_p95", "prefill", "index_build", "resident", "peak", "moved", "attended", "prompt")
+FACTS: dict[str, Callable[[Row], Any]] = {
+    "models": lambda row: row["model"],
+    "tasks": lambda row: row["task"],
+    "machines": lambda row: row["device"],
+    "commits": lambda row: row["git_commit"],
+    "number formats of K and V": lambda row: row["kv_dtype"],
+    "protocols": lambda row: row["protocol"] if row["method"] != "full" else None,
+    "versions": lambda row: ", ".join(f"{name} {of}" for name, of in (row["versions"] or {}).items() if of),
+}
 
 
 def write(root: Path, out: Path, name: str) -> Path:
@@ -40,21 +49,17 @@ def page(root: Path, name: str) -> str:
     groups, left_out = pooled_groups(view.row for view in views if view.row is not None)
     rows = [row for group in groups for row in group]
     drawn = charts(rows, [view.folder / "heatmap.json" for view in views if view.row is not None])
-    data = {
-        "charts": [{"title": c.title, "note": c.note, "data": c.data, "layout": c.layout} for c in drawn],
-        "cells": [_browsed(view) for view in views if view.samples],
-    }
-    bad = [view for view in views if not view.ended_well]
+    data = {"charts": [vars(chart) for chart in drawn], "cells": [_browsed(view) for view in views if view.samples]}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=printable(name),
         library=_library(),
         data=as_script(data),
         views=views,
-        bad=bad,
+        bad=[view for view in views if not view.ended_well],
         skipped=[view for view in views if view.status == "not applicable"],
         table=_table(views),
         charts=drawn,
-        facts=_facts(rows),
+        facts={title: several(map(of, rows)) for title, of in FACTS.items()},
         notes=_notes(rows, left_out),
         deviations=_deviations(rows),
         smoke=any(row["smoke"] for row in rows),
@@ -94,26 +99,21 @@ def _library() -> str:
 
 def _table(views: Iterable[CellView]) -> dict[str, Any]:
     """{head, lines}: a line per row. Each cell is (what is shown, what it is sorted by)."""
-    rows = [(view, view.row) for view in views if view.row is not None]
-    records = frame(row for _, row in rows).to_dict("records")
+    known = [view for view in views if view.row is not None]
+    records = frame(view.row for view in known if view.row is not None).to_dict("records")
     shown = [MEASURES[key] for key in SHOWN if any(MEASURES[key].of(record) is not None for record in records)]
     head = ["model", "task", "method", "budget", "seed", "options", "samples", "score", "95 %", "to Full", "95 % "]
     lines = []
-    for (view, row), record in zip(rows, records, strict=True):
+    for view, record in zip(known, records, strict=True):
+        row: Row = record["row"]
+        ratio, options = row["budget_ratio"], _changed(view)
         line: list[tuple[str, Any]] = [(row[key], row[key]) for key in ("model", "task", "method")]
-        ratio = row["budget_ratio"]
-        line += [
-            (budget_text(row), ratio if ratio is not None else row["budget_tokens"]),
-            (str(row["seed"]), row["seed"]),
-        ]
-        line += [(_changed(view), _changed(view)), (f"{row['n_samples']}{skipped_text(row)}", row["n_samples"])]
+        line += [(budget_text(row), row["budget_tokens"] if ratio is None else ratio), (str(row["seed"]), row["seed"])]
+        line += [(options, options), (f"{row['n_samples']}{skipped_text(row)}", row["n_samples"])]
         for name, show in (("score", number), ("to_full", signed)):
             value, interval = MEASURES[name].of(record), MEASURES[name].interval(record)
-            texts = (
-                ("", "")
-                if name == "to_full" and row["method"] == "full"
-                else (show(value), spread(value, interval, show))
-            )
+            full = name == "to_full" and row["method"] == "full"
+            texts = ("", "") if full else (show(value), spread(value, interval, show))
             line += zip(texts, (value, interval[0] if interval else None), strict=True)
         line += [(number(value, measure.digits), value) for measure in shown for value in [measure.of(record)]]
         lines.append({"id": view.name, "cells": line, "failed": not view.ended_well})
@@ -126,29 +126,13 @@ def _changed(view: CellView) -> str:
 
 
 def _browsed(view: CellView) -> dict[str, Any]:
-    row = view.row
-    title = (
-        view.name
-        if row is None
-        else f"{row['method']} {budget_text(row)} {row['task']} seed {row['seed']} {_changed(view)}"
-    )
-    return {"id": view.name, "title": title.strip(), "samples": view.samples, "of": view.n_samples}
+    row, title = view.row, view.name
+    if row is not None:
+        title = f"{row['method']} {budget_text(row)} {row['task']} seed {row['seed']} {_changed(view)}".strip()
+    return {"id": view.name, "title": title, "samples": view.samples, "of": view.n_samples}
 
 
 # -- what must be known ------------------------------------------------------------------------------------------------
-
-
-def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    texts = {
-        "models": (row["model"] for row in rows),
-        "tasks": (row["task"] for row in rows),
-        "machines": (row["device"] for row in rows),
-        "commits": (row["git_commit"] for row in rows),
-        "number formats of K and V": (row["kv_dtype"] for row in rows),
-        "protocols": (row["protocol"] for row in rows if row["method"] != "full"),
-        "versions": (", ".join(f"{k} {v}" for k, v in (row["versions"] or {}).items() if v) for row in rows),
-    }
-    return [(name, "; ".join(dict.fromkeys(v for v in values if v))) for name, values in texts.items()]
 
 
 def _notes(rows: Sequence[Row], left_out: int) -> list[str]:
@@ -178,5 +162,4 @@ def _notes(rows: Sequence[Row], left_out: int) -> list[str]:
 def _deviations(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Where the shown methods differ from what was published."""
     names = dict.fromkeys(row["method"] for row in rows if row["method"] in METHODS)
-    lists = [(name, deviations(method_class(name))) for name in names]
-    return [(name, lines) for name, lines in lists if lines]
+    return [(name, lines) for name in names if (lines := deviations(method_class(name)))]
