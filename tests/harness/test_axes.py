@@ -11,14 +11,19 @@ from pqcache.registry import METHODS
 def test_a_method_has_one_look_and_no_two_methods_share_it() -> None:
     looks = {method: axes.method_look(method) for method in METHODS}
     assert len(set(looks.values())) == len(METHODS)
-    assert looks["full"].color == axes.BLACK
-    some = axes.looks(["quest", "snapkv", "pqcache m=2", "pqcache m=4"])
-    assert some["quest"] == looks["quest"] and some["snapkv"] == looks["snapkv"]
+    assert looks["full"][0] == axes.BLACK
+    some = axes.styles_of(["quest", "snapkv", "pqcache m=2", "pqcache m=4"])
+    assert [(some[name]["color"], some[name]["marker"]) for name in ("quest", "snapkv")] == [
+        looks["quest"],
+        looks["snapkv"],
+    ]
     first, second = some["pqcache m=2"], some["pqcache m=4"]
-    assert first == looks["pqcache"] and second.color == first.color and second.marker != first.marker
-    assert axes.looks(["snapkv", "quest"])["quest"] == looks["quest"]  # in any order
-    one = axes.looks(["pqcache m=2", "pqcache m=4"])
-    assert len({look.color for look in one.values()}) == 2
+    assert (first["color"], first["marker"]) == looks["pqcache"]
+    assert second["color"] == first["color"]
+    assert second["marker"] != first["marker"] and second["linestyle"] != first["linestyle"]
+    assert axes.styles_of(["snapkv", "quest"])["quest"] == some["quest"]  # in any order
+    one = axes.styles_of(["pqcache m=2", "pqcache m=4"])
+    assert one["pqcache m=2"]["color"] != one["pqcache m=4"]["color"]
     assert axes.method_in("h2o_c_512_0") == "h2o_c" and axes.method_in("position 3") is None
 
 

@@ -250,7 +250,9 @@ def test_files_beside_the_rows(drawn: Drawn) -> None:
     folder.mkdir(parents=True)
     samples = [{"meta": {"length": n, "depth": d}, "score": 50.0 + d} for n in (100, 200) for d in (0, 50)]
     (folder.parent / "heatmap.json").write_text(json.dumps({"title": "full", "samples": samples}))
-    (folder.parent / "perplexity.json").write_text(json.dumps({"lengths": [1, 2], "perplexity": [9.0, 8.0]}))
+    (folder.parent / "perplexity.json").write_text(
+        json.dumps({"mode": "exact", "lengths": [1, 2], "perplexity": [9.0, 8.0]})
+    )
     weights = numpy.random.default_rng(0).dirichlet([1.0] * 20, (2, 4, 3)).astype("float32")
     maps = {"score_positions": numpy.array([9, 14, 19], "int32"), "score_map": numpy.ones((2, 4, 8, 8), "float32")}
     numpy.savez(folder / "x.npz", scores=weights, **maps)

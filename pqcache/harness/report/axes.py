@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.environment import keep_files_under
 from pqcache.harness.config.options import RunOptions
@@ -24,31 +24,28 @@ GRID = "#e4e4e4"
 SAFE = ("#009E73", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
 SHAPES = "osD^vPX<>*"
 DASHES = ("-", "--", "-.", ":")
+NO_BUDGET = "no budget"  # the name of bars that have none
 MAX_ACROSS = 4  # panels side by side
 
 
-class Look(NamedTuple):
-    """How a line, bar or point is drawn: the same in every panel."""
+def styles_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> its colour, marker and dashes, as matplotlib takes them. Full is black and dotted.
 
-    color: str
-    marker: str
-
-
-def looks(names: Sequence[str]) -> dict[str, Look]:
-    """Name -> its colour and marker. Lines of several methods have their methods' colours, in every figure the same.
-
-    Lines of one method differ in their markers. Where all are of one method or of none, they differ in colour, too.
+    Lines of several methods have their methods' colours, in every figure the same. Lines of one method differ in their
+    markers. Where all are of one method or of none, they differ in colour, too. Lines of one colour differ in their dashes.
     """
-    methods = [method_in(name) for name in names]
-    if len(names) > 1 and len({method for method in methods if method}) < 2:
-        return {name: Look(SAFE[i % len(SAFE)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(names)}
-    made: dict[str, Look] = {}
-    for name, method in zip(names, methods, strict=True):
-        look = method_look(method or name)
-        while look in made.values() and len(made) < len(SHAPES):
-            look = Look(look.color, SHAPES[(SHAPES.index(look.marker) + 3) % len(SHAPES)])
-        made[name] = look
-    return made
+    made: dict[str, dict[str, Any]] = {}
+    others = {name: method_in(name) for name in names if name not in ("full", NO_BUDGET)}
+    alike = len(others) > 1 and len(set(others.values()) - {None}) < 2
+    taken: list[tuple[str, str]] = []
+    for i, (name, method) in enumerate(others.items()):
+        color, marker = (SAFE[i % len(SAFE)], SHAPES[i % len(SHAPES)]) if alike else method_look(method or name)
+        while not alike and (color, marker) in taken and len(taken) < len(SHAPES):
+            marker = SHAPES[(SHAPES.index(marker) + 3) % len(SHAPES)]
+        dash = DASHES[[own for own, _ in taken].count(color) % len(DASHES)]
+        taken.append((color, marker))
+        made[name] = {"color": color, "marker": marker, "linestyle": dash}
+    return made | {name: {"color": BLACK, "marker": "o", "linestyle": ":"} for name in ("full", NO_BUDGET)}
 
 
 def method_in(name: str) -> str | None:
@@ -59,14 +56,14 @@ def method_in(name: str) -> str | None:
     return max(found, key=len, default=None)
 
 
-def method_look(method: str) -> Look:
+def method_look(method: str) -> tuple[str, str]:
     """A method's colour and marker, the same in every figure."""
     if method == "full":
-        return Look(BLACK, "o")
+        return BLACK, "o"
     names = [name for name in METHODS if name != "full"]
     index = names.index(method) if method in names else len(names) + sum(method.encode())
     # methods of one colour have different markers, neighbours in the table differ in both
-    return Look(SAFE[index % len(SAFE)], SHAPES[(index % len(SAFE) + index // len(SAFE)) % len(SHAPES)])
+    return SAFE[index % len(SAFE)], SHAPES[(index % len(SAFE) + index // len(SAFE)) % len(SHAPES)]
 
 
 def keep_files(out: Path) -> None:

@@ -6,7 +6,7 @@
     figure: {kind: bars, y: score, show: change}                  the same, each as its difference to Full
     figure: {kind: scatter, x: time, y: score, size: ratio}       a point per line; columns of `report.columns`
     figure: {kind: heat_maps}                                     needle: a map per method, side by side
-    figure: {kind: curves, x: tokens, y: perplexity}              pg19: perplexity over the length
+    figure: {kind: curves}                                        pg19: perplexity over the length
 
 and those of special_figures.py and observed_figures.py. There is a panel per model and data set. Axes of scores, shares and times
 begin at 0. y is a column of `report.columns` or what one may be, such as row:tt2t_s. More keys:
@@ -35,11 +35,12 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import observed_figures, plots, special_figures
+from pqcache.harness.report.axes import NO_BUDGET
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.figure_request import FigureRequest, cell_title, key_of
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row
-from pqcache.harness.report.sample_figures import needle_maps
+from pqcache.harness.report.sample_figures import CURVES, draw_curves, needle_maps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -189,7 +190,7 @@ def _bar_panels(request: FigureRequest) -> list[Panel]:
             elif show != "change" or entry.method != "full":
                 of, line = _budget(entry), _joined(entry.line, entry.setting)
                 series = _joined(entry.line, of if budgets else "", entry.setting)
-                x, series = (line, f"budget {of}" if of else plots.NO_BUDGET) if single else (dataset, series)
+                x, series = (line, f"budget {of}" if of else NO_BUDGET) if single else (dataset, series)
                 printed = entry.published_to_full if show == "change" else entry.published
                 points.append({**point, "x": x, "line": series, "printed": printed})
     points.sort(key=lambda point: [*named.values()].index(point["x"]) if named else 0)
@@ -251,14 +252,9 @@ def _heat_maps(request: FigureRequest) -> Path | None:
 
 def _curves(request: FigureRequest) -> Path | None:
     """perplexity.json of every cell, as task=pg19 writes it."""
-    files = {cell_title(cell): cell.folder / "perplexity.json" for cell, _ in request.measured}
-    points = []
-    for title, file in files.items():
-        curve = json.loads(file.read_text()) if file.exists() else {"lengths": (), "perplexity": ()}
-        ends = zip(curve["lengths"], curve["perplexity"], strict=True)
-        points += [{"panel": "", "line": title, "x": x, "y": y} for x, y in ends]
-    axes = {"x": request.text("x", "tokens"), "y": request.text("y", "perplexity")}
-    return plots.draw(plots.panels_of(plots.frame(points), **axes), request.path, request.caption(), size=(6.0, 3.6))
+    files = {cell_title(cell): cell.folder / CURVES for cell, _ in request.measured}
+    runs = [{**json.loads(file.read_text()), "title": title} for title, file in files.items() if file.exists()]
+    return draw_curves(runs, request.path, request.caption()) if runs else None
 
 
 KINDS = {

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 SCALE = "cividis"  # of maps, dark to light: told apart with any colour vision and in grey
 PRINTED, RED = "#9a9a9a", "#b00020"
 GROUP_WIDTH = 0.84
-NO_BUDGET = "no budget"  # the name of bars that have none
 MAX_PANELS = 16
 MAX_LABELS = 24  # of a map
 MAX_TICKS = 10  # with more values matplotlib chooses the ticks
@@ -115,24 +114,13 @@ def draw(
         caption += f" The first {MAX_PANELS} of {len(shown)} pictures."
         shown = shown[:MAX_PANELS]
     names = dict.fromkeys(str(name) for panel in shown if panel.kind != "map" for name in panel.points.line)
-    styles = styles_of(list(names))
+    styles = drawing.styles_of(list(names))
     figure, axes = drawing.panels(len(shown), *size, across=across)
     for axis, panel in zip(axes, shown, strict=True):
         PAINTERS[panel.kind](axis, panel, styles)
     _colour_bars(figure, axes, shown)
     drawing.legend(figure, axes)
     return drawing.save(figure, path, caption, **saved)
-
-
-def styles_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Line -> its colour, marker and dashes. Full is black and dotted."""
-    black = {"color": drawing.BLACK, "marker": "o", "linestyle": ":"}
-    styles: dict[str, dict[str, Any]] = {"full": black, NO_BUDGET: black}
-    seen: dict[str, int] = {}
-    for name, look in drawing.looks([name for name in names if name not in styles]).items():
-        dash = seen[look.color] = seen.get(look.color, -1) + 1
-        styles[name] = {**look._asdict(), "linestyle": drawing.DASHES[dash % len(drawing.DASHES)]}
-    return styles
 
 
 def _value(block: pd.DataFrame, column: str, default: Any) -> Any:

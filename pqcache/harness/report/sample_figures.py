@@ -108,7 +108,7 @@ def save_curve(scored: Sequence[tuple[int, Sequence[float]]], mode: str, folder:
     return draw_curves([run], folder / CURVE)
 
 
-def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
+def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path, caption: str = "") -> Path | None:
     """The curves of perplexity.json files in one figure. Exact ones are solid, streaming ones (another measure) dashed."""
     heading, titles = drawing.split_titles([run["title"] for run in runs])
     lines = [
@@ -116,7 +116,7 @@ def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path) -> Path | None:
         for run, title in zip(runs, titles, strict=True)
     ]
     panel = Panel(heading or titles[0], plots.joined(lines), "tokens", "perplexity so far")
-    return plots.draw([panel], path, size=(7.0, 4.2))
+    return plots.draw([panel], path, caption, size=(7.0, 4.2))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import plots
 from pqcache.harness.report.any_table import BUDGET, MEASURES, labels
+from pqcache.harness.report.axes import styles_of
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row
@@ -141,7 +142,7 @@ def _lines(panel: Panel) -> Painted:
     data = []
     points = panel.points[panel.points.y.notna()]
     xs = points.x.dropna()
-    styles = plots.styles_of([str(name) for name in points.line.unique()])
+    styles = styles_of([str(name) for name in points.line.unique()])
     for name, block in points.groupby("line", sort=False):
         style = styles[str(name)]
         known = block[block.x.notna()].sort_values("x", kind="stable")
@@ -164,7 +165,7 @@ def _lines(panel: Panel) -> Painted:
 
 def _bars(panel: Panel) -> Painted:
     """A bar per point to the right, with a line up to `high`."""
-    styles = plots.styles_of([str(name) for name in panel.points.line.unique()])
+    styles = styles_of([str(name) for name in panel.points.line.unique()])
     data = []
     for name, block in panel.points.groupby("line", sort=False):
         bar: dict[str, Any] = {"type": "bar", "orientation": "h", "name": _safe(str(name)), "showlegend": False}
