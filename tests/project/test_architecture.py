@@ -52,14 +52,14 @@ def modules(root: Path) -> dict[str, Path]:
     return files
 
 
-def imports(files: dict[str, Path]) -> Graph:
-    """Module -> the project's modules that it imports anywhere, also in a function."""
-    return {name: set(_imported(name, file, files)) - {name} for name, file in files.items()}
+def imports(files: dict[str, Path], *, types: bool = True) -> Graph:
+    """Module -> the project's modules that it imports anywhere, also in a function. types: and under TYPE_CHECKING."""
+    return {name: set(_imported(name, file, files, types)) - {name} for name, file in files.items()}
 
 
-def _imported(name: str, file: Path, files: dict[str, Path]) -> Iterator[str]:
+def _imported(name: str, file: Path, files: dict[str, Path], types: bool) -> Iterator[str]:
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
-    for node in _nodes(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in _nodes(ast.parse(file.read_text(encoding="utf-8")), types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom):
@@ -69,13 +69,12 @@ def _imported(name: str, file: Path, files: dict[str, Path]) -> Iterator[str]:
                 yield from [m for m in (f"{base}.{alias.name}", base) if m in files][:1]
 
 
-def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING:`."""
+def _nodes(node: ast.AST, types: bool) -> Iterator[ast.AST]:
+    """All nodes; without `types`, but those under `if TYPE_CHECKING:`."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        yield child
-        yield from _nodes(child)
+        if types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+            yield child
+            yield from _nodes(child, types)
 
 
 def circle(graph: Graph) -> list[str]:
@@ -104,24 +103,19 @@ def files(repo: Path) -> dict[str, Path]:
     return modules(repo)
 
 
-@pytest.fixture(scope="module")
-def graph(files: dict[str, Path]) -> Graph:
-    return imports(files)
-
-
-def test_no_circle_and_no_arrow_up(files: dict[str, Path], graph: Graph) -> None:
-    assert circle(graph) == []
-    assert arrows_up(graph) == []
+def test_no_circle_and_no_arrow_up(files: dict[str, Path]) -> None:
+    assert circle(imports(files)) == []
+    assert arrows_up(imports(files, types=False)) == []
     assert [m for m, file in files.items() if floor(m) == BARE and file.stem != "__init__"] == [], (
         "a folder needs a floor"
     )
 
 
 def test_circles_and_arrows_up_are_found(tmp_path: Path) -> None:
-    """A circle of two modules, one of its imports inside a function; an arrow up."""
+    """A circle of two modules, one of its imports inside a function and for types; an arrow up."""
     sources = {
         "pqcache/store/a.py": "import pqcache.store.b",
-        "pqcache/store/b.py": "def late():\n    from pqcache.store import a",
+        "pqcache/store/b.py": "def late():\n    if TYPE_CHECKING:\n        from pqcache.store import a",
         "pqcache/kernels/c.py": "from ..selective import d",
         "pqcache/selective/d.py": "",
         "run.py": "import json, pqcache.kernels.c",
