@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from transformers import (
 
 import pqcache
 from pqcache.registry import METHODS
-from pqcache.selective import Budget, Request, SelectiveCache, attach, generate, generate_batch
+from pqcache.selective import Request, SelectiveCache, attach, generate, generate_batch
 from pqcache.selective.attach import check_config
 from tests.invariants.cases import SMALL
 
@@ -431,13 +430,3 @@ def test_parts_of_a_model_keep_their_own_attention() -> None:
     with attach(model):
         assert settings()[1] not in before
     assert settings() == before
-
-
-def test_budgets_are_plain_numbers(llama: PreTrainedModel) -> None:
-    assert pqcache.use(llama, budget=64).method.budget == Budget(tokens=64)
-    assert pqcache.use(llama, budget=0.1).method.budget == Budget(ratio=0.1)
-    assert pqcache.use(llama, budget=1).method.budget == Budget(ratio=1.0)
-
-
-def test_the_package_is_this_one(repo: Path) -> None:
-    assert Path(pqcache.__file__).is_relative_to(repo)

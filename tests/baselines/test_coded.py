@@ -18,31 +18,13 @@ from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.store.packed import PackedStore
+from tests.baselines.common import selections
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
 from tests.invariants.drive import Session, logits, tokens
 
 QUARTER = {"budget": Budget(ratio=0.25)}
 PQ = {"n_sink": 8, "b": 4}
-
-
-def recorded(model: PreTrainedModel, method: Any, s: int, steps: int) -> tuple[SelectiveCache, list[Selected], list]:
-    """The cache, and the first layer's choices and queries."""
-    cache = SelectiveCache(model, method)
-    chosen: list[Selected] = []
-    queries: list[torch.Tensor] = []
-
-    def note(layer: Any, q: torch.Tensor, selected: Selected) -> None:
-        if layer is cache.layers[0]:
-            chosen.append(selected)
-            queries.append(q)
-
-    cache.observers.append(note)
-    with torch.no_grad(), attach(model):
-        session = Session(model, cache, [tokens(s, 1)])
-        for token in tokens(steps, 2):
-            session.step([token])
-    return cache, chosen, queries
 
 
 @pytest.mark.parametrize(
@@ -78,10 +60,9 @@ def test_chosen_codes_are_attended_by_a_kernel_as_decoded_ones(
 @pytest.mark.rest
 def test_the_policy_chooses_as_it_does_alone(llama: PreTrainedModel) -> None:
     """The index comes from exact keys, so the first step of the first layer selects the same tokens."""
-    _, alone, q_alone = recorded(llama, PQCache(**QUARTER, **PQ), 150, 1)
-    _, coded, q = recorded(llama, Coded(**QUARTER, policy_options=PQ), 150, 1)
-    torch.testing.assert_close(q[0], q_alone[0])
-    assert torch.equal(alone[0].indices, coded[0].indices)
+    methods = (PQCache(**QUARTER, **PQ), Coded(**QUARTER, policy_options=PQ))
+    alone, coded = (selections(llama, method, 150, 1)[0][1] for method in methods)
+    assert torch.equal(alone.indices, coded.indices)
 
 
 def test_the_codec_stores_what_it_stores_alone(llama: PreTrainedModel) -> None:

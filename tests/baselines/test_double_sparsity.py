@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from baselines.double_sparsity import DoubleSparsity
-from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.invariants.drive import Session, logits, tokens
@@ -99,16 +98,6 @@ def test_tokens_are_ranked_by_heavy_channels(llama: PreTrainedModel, protocol: s
             session.step([token])
     assert len(agreed) == 4 * 3 * (4 if released else 2)
     assert sum(agreed) / len(agreed) >= least
-
-
-def test_shared_calibration_with_infinigen(llama: PreTrainedModel) -> None:
-    """Both watch the same pass: with A = 1 InfiniGen's sums of |q| are these."""
-    ids = torch.tensor([tokens(64, 9)])
-    method = InfiniGen(budget=QUARTER, skew="none", calibration_tokens=64, column_rule="q", partial_ratio=0.25)
-    method.prepare(llama, ids, None)
-    ours = prepared(llama, channel="q", channel_ratio=0.25)
-    for module, basis in method.bases.items():
-        assert torch.equal(basis.argmax(1).sort(-1).values, ours.channels[module])
 
 
 def test_positions_are_scored_as_all_are(llama: PreTrainedModel) -> None:

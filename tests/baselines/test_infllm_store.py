@@ -84,8 +84,7 @@ def mistral(store: str = "host", **hyper: Any) -> Driver:
 def test_bytes_of_one_mistral_layer() -> None:
     """Nothing is cached at first: 7 blocks of 512 KiB, the worst case of a step; the same query again moves nothing."""
     driver = mistral()
-    layer = driver.layer
-    memory = layer.memory
+    memory = driver.layer.memory
     plan = memory.plans[0]
     assert (plan.window, plan.topk, plan.exc) == (816, 7, 512)
     assert memory.blocks.counts == [57]
@@ -93,16 +92,9 @@ def test_bytes_of_one_mistral_layer() -> None:
     assert (facts["cache_lookups"], facts["cache_hits"]) == (14, 7)
     assert facts["cache_chance_hits"] == pytest.approx(7 * 7 / 57)
     assert driver.ledger.moved == {"fetch": 7 * 512 * 1024}  # of both steps together; nothing was written back
-    assert 7 * 512 * 1024 == 3.5 * 2**20
     assert driver.ledger.prefill_moved == {"write_back": 57 * 512 * 1024}
     # 8160 - 816 - 57 * 128 = 48 tokens between window and blocks, and the one or two that decode pushes out
     assert driver.ledger.attended(all_layers=True) == 32 + 7 * 128 + 816 + 48 + 1.5
-    tiers = layer.tensors()
-    assert tiers["host"][0].numel() * 2 == 58 * 512 * 1024  # capacity in steps of two blocks
-    assert memory.reps.data.numel() * 2 == 58 * 32 * 128 * 2  # 456 KiB for the 57
-    assert memory.blocks.pool.data.numel() * 2 == 7 * 512 * 1024
-    # K twice and V of 1024 columns plus slack, in steps of 256; scores per query head in fp32
-    assert memory.near.tensors()[0].shape[2] == 1024
 
 
 def test_prefill_loads_land_in_the_prefill_table(llama: PreTrainedModel) -> None:

@@ -95,16 +95,6 @@ def test_without_representatives_it_is_kvcrush(llama: PreTrainedModel) -> None:
     torch.testing.assert_close(logits(llama, small(kind), prompt, steps), logits(llama, alone(kind), prompt, steps))
 
 
-def test_more_bits_are_nearer(llama: PreTrainedModel) -> None:
-    prompt, steps = [tokens(160, 1)], [[t] for t in tokens(10, 2)]
-    exact = logits(llama, alone({"rep_ratio": 0.8}), prompt, steps)
-    errors = [
-        float((logits(llama, small({"bits": bits, "rep_ratio": 0.8}), prompt, steps) - exact).square().mean())
-        for bits in (1, 2, 4, 8)
-    ]
-    assert errors == sorted(errors, reverse=True) and errors[3] < 0.01 * errors[0]
-
-
 def test_a_new_turn_chooses_and_codes_again(llama: PreTrainedModel) -> None:
     layer = run(llama, small({}), 150, steps=7, turn=40).layers[0]
     assert isinstance(layer.store, SplitStore)

@@ -13,7 +13,7 @@ from baselines.snapkv import SnapKV
 from baselines.streaming import RollingLayer, StreamingLLM
 from pqcache.selective import Budget, Plan
 from pqcache.store.resident import ResidentStore
-from tests.baselines.drive import choose, held, random_scores, run
+from tests.baselines.drive import choose, held, run
 
 RELEASE = {"protocol": "release"}
 
@@ -96,9 +96,3 @@ def test_a_bit_per_kv_head() -> None:
     assert chosen[0] == [0, 1, 2, 3, 4, 8]
     # KV head 1 keeps 2 and 3, then of 7 1 5 6 0 4 the first, third and last
     assert chosen[1] == [2, 3, 4, 5, 7, 8]
-
-
-def test_random_scores_differ_by_signature() -> None:
-    plan, scores = Plan(0, 4, 20), random_scores(8, 100, 3)
-    kv, query = (KVCrush(base="h2o", base_options={"n_sink": 0}, signature=s) for s in ("kv", "query"))
-    assert choose(kv, scores, plan) != choose(query, scores, plan)

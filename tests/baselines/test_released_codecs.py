@@ -11,10 +11,8 @@ from baselines.gear.blocks import split_outliers
 from baselines.kivi import KIVI
 from baselines.zipcache import ZipCache
 from baselines.zipcache.probes import ProbeRule
-from baselines.zipcache.salient_store import SalientStore
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.fed import Fed, rounded
-from tests.baselines.test_zipcache import observed, shares
 from tests.drawn import drawn
 from tests.invariants.drive import Session, tokens
 
@@ -118,21 +116,17 @@ def test_random_probes_are_drawn_with_replacement_in_every_layer() -> None:
 
 
 @torch.no_grad()
-def test_zipcache_ranks_as_its_release(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt by the probes' sums over all queries that see a token; generated tokens by the last one's attention alone."""
+def test_zipcache_ranks_generated_tokens_as_its_release(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generated tokens by the last one's attention alone."""
     s, method = 140, ZipCache(**FIFTH, gap=20, protocol="release")
-    seen = observed(monkeypatch)
     cache = SelectiveCache(llama, method)
     layer, queries = cache.layers[1], []
     cache.observers.append(lambda at, q, selected: queries.append(q.clone()) if at is layer else None)
     with attach(llama):
         session = Session(llama, cache, [tokens(s, 1)])
         store = layer.store
-        q, k = seen[store]
-        probes = torch.tensor(method.layer_rule(1).positions(s))  # a repeated probe counts twice
-        assert probes.tolist() != list(method.layer_rule(0).positions(s))
-        sums = shares(q, k, q.shape[2] ** -0.5)[:, probes].sum(1).unflatten(0, (2, 2)).sum(1)
-        check_regular(store, 0, (sums / (s - torch.arange(s))))
         for token in tokens(19, 2):
             session.step([token])
         held = store.k.view()[0].clone()
@@ -147,17 +141,8 @@ def test_zipcache_ranks_as_its_release(llama: PreTrainedModel, monkeypatch: pyte
         monkeypatch.setattr(store.k, "append", lambda x, counts: (new.append(x.clone()), tail(x, counts))[1])
         session.step([5])
     keys = torch.cat([held, new[0][0]], 1)
-    logits = torch.einsum("hd,hmd->hm", queries[-1][0, :, 0], keys.repeat_interleave(2, 0)) * q.shape[2] ** -0.5
+    logits = torch.einsum("hd,hmd->hm", queries[-1][0, :, 0], keys.repeat_interleave(2, 0)) * keys.shape[2] ** -0.5
     want = logits.softmax(-1).unflatten(0, (2, 2)).sum(1)[:, s:]
     for head in range(2):
         best = want[head].sort(descending=True, stable=True).indices[:12]  # int(0.4 * 20) = 8 are regular
         assert set(packed[0][head].nonzero().flatten().tolist()) == set(best.tolist())
-
-
-def check_regular(store: SalientStore, first: int, want: torch.Tensor) -> None:
-    """Salient among tokens first, first + 1, ... are the best of `want` (h_kv, tokens)."""
-    count = want.shape[1]
-    salient = store.widths.bits()[0, :, first : first + count]
-    for head in range(want.shape[0]):
-        best = want[head].sort(descending=True, stable=True).indices[: count - int(0.4 * count + 1e-9)]
-        assert set(salient[head].nonzero().flatten().tolist()) == set(best.tolist())

@@ -30,20 +30,6 @@ def test_components_are_shared_and_the_temperature_is_each_heads_own() -> None:
     torch.testing.assert_close(approximate, torch.tensor([-1 / (2 / 4) ** 0.5, 7 / (2 * 7 / 9) ** 0.5]))
 
 
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 10**6), r=st.integers(1, 9), group=st.sampled_from([1, 3]))
-def test_equal_query_heads_agree_with_one_head_alone(seed: int, r: int, group: int) -> None:
-    q, k = drawn(seed, 2, 2, 1, 8), drawn(seed + 1, 2, 2, 20, 8)
-    together = q.repeat_interleave(group, 1)
-    chosen = largest_components(together, 2, r)
-    assert torch.equal(chosen, largest_components(q, 2, r))
-    rows = k.transpose(2, 3).gather(2, chosen[..., None].expand(-1, -1, -1, 20))
-    alone = partial_logits(q, chosen, rows, 8**-0.5)
-    torch.testing.assert_close(partial_logits(together, chosen, rows, 8**-0.5), alone.repeat_interleave(group, 1))
-    if r >= 8:  # every component: exact, temperature sqrt(d)
-        torch.testing.assert_close(alone, (q * k).sum(-1) * 8**-0.5)
-
-
 def test_a_zero_query_ranks_evenly() -> None:
     q = torch.zeros(1, 2, 1, 8)
     chosen = largest_components(q, 1, 3)

@@ -104,11 +104,16 @@ def test_probe_sums_equal_the_definition(switch: Any, s: int, g: int, seed: int,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{"probes": "all"}, {}, {"norm": "full"}, {"scope": "layer"}])
+@pytest.mark.parametrize(
+    "options", [{"probes": "all"}, {}, {"norm": "full"}, {"scope": "layer"}, {"protocol": "release"}]
+)
 def test_salient_tokens_are_those_of_the_definition(
     llama: PreTrainedModel, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second layer's salient tokens against normalised attention computed from its own queries and keys."""
+    """The second layer's salient tokens against normalised attention computed from its own queries and keys.
+
+    As released, each layer draws probes of its own, of which repeated ones count twice.
+    """
     s, method = 140, ZipCache(**FIFTH, **options)
     cache = SelectiveCache(llama, method)
     seen = observed(monkeypatch)
@@ -116,10 +121,11 @@ def test_salient_tokens_are_those_of_the_definition(
         Session(llama, cache, [tokens(s, 1)])
     store = cache.layers[1].store
     q, k = seen[store]
-    probes = torch.tensor(method.rule().positions(s))
+    probes = torch.tensor(method.layer_rule(1).positions(s))
+    assert (probes.tolist() != list(method.layer_rule(0).positions(s))) == ("protocol" in options)
     sums = shares(q, k, q.shape[2] ** -0.5)[:, probes].sum(1).unflatten(0, (2, 2)).sum(1)
     column = torch.arange(s)
-    count = s - column if options.get("norm") == "full" else (probes[:, None] >= column).sum(0)
+    count = s - column if method.norm == "full" else (probes[:, None] >= column).sum(0)
     want = sums / count.clamp_min(1)
     if options.get("scope") == "layer":
         want = want.sum(0, keepdim=True).expand(2, -1)

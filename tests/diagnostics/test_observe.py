@@ -67,16 +67,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *skip: str) -> 
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_measuring_changes_nothing(llama: PreTrainedModel, name: str) -> None:
-    plain = generate(llama, METHODS[name], PROMPT, max_new_tokens=9)
-    watched = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[Measures()])
-    for field in ("token_ids", "attended_tokens", "resident_bytes", "peak_bytes", "bytes_per_step", "extra"):
-        assert getattr(plain, field) == getattr(watched, field), field
-
-
-@pytest.mark.parametrize("name", METHODS)
 def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedModel, name: str) -> None:
+    """And measuring changes nothing."""
+    plain = generate(llama, METHODS[name], PROMPT, max_new_tokens=9)
     result = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
+    for field in ("token_ids", "attended_tokens", "resident_bytes", "peak_bytes", "bytes_per_step", "extra"):
+        assert getattr(plain, field) == getattr(result, field), field
     arrays = measures.arrays()
     assert {tuple(arrays[key].shape) for key in ARRAYS} == {(3, 1, 4, 8)}
     assert float(arrays["attended"].mean()) == pytest.approx(result.attended_tokens_all_layers)
@@ -170,32 +166,31 @@ def test_rows_of_a_batch_are_measured_as_alone(llama: PreTrainedModel, name: str
             )
 
 
-def test_brute_force_on_the_model(llama: PreTrainedModel) -> None:
-    """An evictor's mass from the full run's own keys: layer 0's queries and keys depend on the tokens alone."""
-    result = generate(llama, METHODS["h2o"], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["h2o", "evict_retrieve"])
+def test_brute_force_on_the_model(llama: PreTrainedModel, name: str) -> None:
+    """The mass from the full run's own keys: layer 0's queries and keys depend on the tokens alone."""
+    result = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
     mass = measures.arrays()["mass"][0, 0]
-    calls: list[tuple[torch.Tensor, set[int]]] = []
-    cache = SelectiveCache(llama, METHODS["h2o"])
-    held: list[torch.Tensor] = []
-    whole = SelectiveCache(llama, Full())
-
-    def observe(layer: Any, q: torch.Tensor, selected: Any) -> None:
-        if layer.layer_idx == 0:
-            calls.append((q, held[-1]))
-
-    cache.observers.append(observe)
-    with torch.no_grad(), attach(llama):
-        session, full = Session(llama, cache, [PROMPT[0].tolist()]), Session(llama, whole, [PROMPT[0].tolist()])
-        for token in result.token_ids[:-1]:
-            held.append(cache.layers[0].held_positions().clone())
+    cache, whole = SelectiveCache(llama, METHODS[name]), SelectiveCache(llama, Full())
+    calls: list[tuple[torch.Tensor, Any]] = []
+    cache.observers.append(lambda layer, q, chosen: calls.append((q, chosen)) if layer.layer_idx == 0 else None)
+    with attach(llama):
+        session, full = (Session(llama, one, [PROMPT[0].tolist()]) for one in (cache, whole))
+        for step, token in enumerate(result.token_ids[:-1]):
+            before = cache.layers[0].held_positions().clone()
             session.step([token])
             full.step([token])
-            q, kept = calls[-1]
+            q, chosen = calls[-1]
             keys = whole.layers[0].store.view()[0][0]
             for head in range(4):
+                held = before[0, head // 2].tolist()
+                if name == "evict_retrieve":
+                    cand, mine = chosen.candidates, chosen.indices[0, head // 2].tolist()
+                    held = [held[i] for i in {*range(cand.sinks), *mine, *range(cand.ends[0], len(held))}]
                 probs = (keys[head // 2] @ q[0, head, 0] * keys.shape[-1] ** -0.5).softmax(0)
-                inside = [*kept[0, head // 2].tolist(), keys.shape[1] - 1]
-                assert float(mass[head, len(calls) - 1]) == pytest.approx(float(probs[inside].sum()), abs=1e-5)
+                inside = [*held, keys.shape[1] - 1]
+                assert float(mass[head, step]) == pytest.approx(float(probs[inside].sum()), abs=1e-5)
 
 
 def test_everything_is_attended_at_the_no_op(llama: PreTrainedModel) -> None:

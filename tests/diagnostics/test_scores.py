@@ -10,10 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from baselines.full import Full
 from pqcache.diagnostics import Scores
 from pqcache.selective import generate
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import tokens
-
-__all__ = ["_one_thread", "llama"]
 
 
 def test_scores_are_the_model_s_own_weights(llama: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from baselines.sparq import SparQ
 from pqcache.diagnostics import Trace, TraceRecorder, prompt_hash
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, ModelShape, generate
-from pqcache.selective.index import Candidates, Index, Selected, Selection
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.retrieval import RetrievalMethod
 from tests.invariants.conftest import build
 from tests.invariants.drive import tokens
@@ -80,16 +80,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-class Recording:
-    """Selected of every layer and step, as tensors of attended positions."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, Any]] = []
-
-    def __call__(self, layer: Any, q: torch.Tensor, selected: Selected | None) -> None:
-        self.calls.append((layer.layer_idx, selected))
-
-
 def record(model: PreTrainedModel, method: Method, path: Path, **options: Any) -> Any:
     recorder = TraceRecorder({"method": method.name})
     result = generate(model, method, PROMPT, max_new_tokens=12, watchers=[recorder], **options)
@@ -102,19 +92,19 @@ def record(model: PreTrainedModel, method: Method, path: Path, **options: Any) -
 def test_round_trip(llama: PreTrainedModel, name: str, question: int, tmp_path: Path) -> None:
     method = METHODS[name]
     path = tmp_path / "a.trace.safetensors"
-    recorded = Recording()
-    result = record(llama, method, path, observers=[recorded], question_tokens=question)
-    replayed = Recording()
+    recorded: list[tuple[int, Any]] = []
+    replayed: list[tuple[int, Any]] = []
+    note = lambda to: lambda layer, q, selected: to.append((layer.layer_idx, selected))  # noqa: E731
+    result = record(llama, method, path, observers=[note(recorded)], question_tokens=question)
     replay = Replay(trace=str(path), store=getattr(method, "store", "resident"))
-    again = generate(llama, replay, PROMPT, max_new_tokens=12, observers=[replayed], question_tokens=question)
+    again = generate(llama, replay, PROMPT, max_new_tokens=12, observers=[note(replayed)], question_tokens=question)
     assert again.token_ids == result.token_ids
     for field in ("attended_tokens", "attended_tokens_all_layers"):
         assert getattr(again, field) == getattr(result, field)
     assert again.extra["attended_union"] == result.extra["attended_union"]
     for kind in ("demand_fetch", "refill", "write_back"):
         assert again.bytes_per_step[kind] == result.bytes_per_step[kind]
-    assert len(recorded.calls) == len(replayed.calls)
-    for (a, left), (b, right) in zip(recorded.calls, replayed.calls, strict=True):
+    for (a, left), (b, right) in zip(recorded, replayed, strict=True):
         assert a == b
         assert (left is None) == (right is None)
         if left is not None:

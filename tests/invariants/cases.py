@@ -190,6 +190,15 @@ class Case:
 CASES = [Case(name, i, hyper) for name in METHODS for i, hyper in enumerate(SETTINGS.get(name, [{}]))]
 
 
+# one of each kind of layer
+KINDS = ("full", "pqcache-1", "clusterkv", "snapkv", "h2o", "streaming-2", "zipcache", "kivi", "infllm", "coded")
+each_kind = pytest.mark.parametrize("kind", [case for case in CASES if case.id in KINDS], ids=lambda case: case.id)
+# the others are left to the rest
+every_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(case, id=case.id, marks=() if case.id in KINDS else pytest.mark.rest) for case in CASES]
+)
+
+
 def pairs(test: str, shift: int = 0) -> list[tuple[Case, str]]:
     """Every case, each on one architecture: the next case has the next one, and every test starts elsewhere.
 

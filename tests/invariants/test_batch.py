@@ -20,16 +20,12 @@ from pqcache.selective import (
     record_batch,
     time_batch,
 )
-from tests.invariants.cases import CASES, Case
+from tests.invariants.cases import CASES, Case, each_kind, every_kind
 from tests.invariants.drive import logits, pad_left, tokens
 
 # (prompt tokens, new tokens, question tokens): rows end one after the other, and are dropped
 ROWS = ((61, 2, 0), (33, 9, 3), (9, 4, 1))
 CHUNK = 23
-# one of each kind of layer, for every run of the tests; the rest has all
-KINDS = ("full", "pqcache-1", "clusterkv", "snapkv", "h2o", "streaming-2", "zipcache", "kivi", "infllm", "coded")
-
-each_kind = pytest.mark.parametrize("kind", [case for case in CASES if case.id in KINDS], ids=lambda case: case.id)
 
 
 def requests() -> list[Request]:
@@ -47,24 +43,12 @@ def alone(model: PreTrainedModel, case: Case, one: Request) -> list[int]:
     ).token_ids  # fmt: skip
 
 
-def test_every_kind_is_there() -> None:
-    assert {case.id for case in CASES} >= set(KINDS)
-
-
-@each_kind
-def test_rows_of_each_kind(llama: PreTrainedModel, kind: Case) -> None:
+@every_kind
+def test_rows_of_a_batch_equal_rows_alone(llama: PreTrainedModel, kind: Case) -> None:
     batch = requests()
-    results = generate_batch(llama, kind.make(), batch)
-    assert [r.token_ids for r in results if not isinstance(r, NonFinite)] == [alone(llama, kind, one) for one in batch]
-
-
-@pytest.mark.rest
-def test_rows_of_a_batch_equal_rows_alone(model: PreTrainedModel, case: Case) -> None:
-    batch = requests()
-    results = generate_batch(model, case.make(), batch)
-    for one, result in zip(batch, results, strict=True):
+    for one, result in zip(batch, generate_batch(llama, kind.make(), batch), strict=True):
         assert not isinstance(result, NonFinite)
-        assert result.token_ids == alone(model, case, one)
+        assert result.token_ids == alone(llama, kind, one)
         assert result.prompt_tokens == len(one.ids)
         assert result.prefill_s is None and result.tt2t_s is None and not result.step_s
         assert not result.resident_bytes and result.attended_tokens is None

@@ -139,35 +139,25 @@ def test_every_method_declares_its_rule() -> None:
         assert rule == OTHER.get(case.id, DECLARED.get(case.name, rule)), case.id
 
 
-def compare_rows(model: PreTrainedModel, case: Case) -> None:
+@pytest.mark.rest
+@pytest.mark.parametrize("usual", [pytest.param(case, id=case.id) for case in CASES])
+def test_rows_of_a_batch_keep_their_own_budgets(llama: PreTrainedModel, usual: Case) -> None:
     """Rows that reach the budget at different steps, reordered on the way, answer as they would alone."""
     try:
-        method = case.make(budget=Budget(tokens=B))
+        method = usual.make(budget=Budget(tokens=B))
     except NotApplicable:
         pytest.skip("takes a share of the codes' bits only")
     rows, fed = [tokens(70, 3), tokens(50, 4)], tokens(24, 5)
-    with torch.no_grad(), attach(model):
-        session = Session(model, SelectiveCache(model, method), rows)
+    with torch.no_grad(), attach(llama):
+        session = Session(llama, SelectiveCache(llama, method), rows)
         got = []
         for step, token in enumerate(fed):
             if step == 8:
                 session.reorder([1, 0])
             got.append(session.step([token] * 2))
     for slot, row in ((0, rows[1]), (1, rows[0])):
-        alone = logits(model, method, [row], [[token] for token in fed])[:, 1:]
-        case.close(torch.stack(got, 1)[slot : slot + 1, 8:], alone[:, 8:])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("usual", USUAL)
-def test_rows_of_a_batch_keep_their_own_budgets(llama: PreTrainedModel, usual: Case) -> None:
-    compare_rows(llama, usual)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("further", [pytest.param(case, id=case.id) for case in CASES if case.number])
-def test_rows_of_a_batch_keep_their_own_budgets_in_every_setting(llama: PreTrainedModel, further: Case) -> None:
-    compare_rows(llama, further)
+        alone = logits(llama, method, [row], [[token] for token in fed])[:, 1:]
+        usual.close(torch.stack(got, 1)[slot : slot + 1, 8:], alone[:, 8:])
 
 
 def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pqcache.selective import NotApplicable, attach, captured, generate, likelihood, record
 from pqcache.selective.calibration import Calibration
 from pqcache.selective.placement import devices, home, places
-from tests.invariants.cases import CASES, Case
+from tests.invariants.cases import CASES, Case, every_kind
 from tests.invariants.conftest import build
 from tests.invariants.drive import tokens
 
@@ -23,13 +23,6 @@ ON_DISK = ("model.embed_tokens", "model.layers.1", "model.layers.2", "lm_head")
 IN_MEMORY = ("model.layers.0", "model.norm", "model.rotary_emb")
 DEVICE_MAP = {**dict.fromkeys(ON_DISK, "disk"), **dict.fromkeys(IN_MEMORY, "cpu")}
 TIMES = {"prefill_s", "tt2t_s", "step_s", "index_build_s", "index_work_s"}
-# dense, evict, retrieve from a host store, speculate with the next layer's weights, quantize
-KINDS = ("full", "snapkv", "pqcache-1", "infinigen", "zipcache")
-
-every_kind = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(case, id=case.id, marks=() if case.id in KINDS else pytest.mark.rest) for case in CASES],
-)
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ
-from baselines.streaming import StreamingLLM
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, partition_plan
-from pqcache.selective.eviction import EvictionLayer
 from pqcache.selective.index import Selected
 from tests.invariants.drive import Session, tokens
 
@@ -54,25 +52,3 @@ def test_partition_is_exact_at_every_step_in_every_layer(llama: PreTrainedModel,
                     assert len(set(head.tolist())) == plan.k
                     assert int(head.min()) >= SINKS and int(head.max()) < hi
     assert cache.ledger.attended(all_layers=False) == 8 + 11 + 11 + 1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("mode", ["static", "dynamic", "rolling"])
-def test_streaming_keeps_sinks_and_the_most_recent(llama: PreTrainedModel, mode: str) -> None:
-    cache = SelectiveCache(llama, StreamingLLM(n_sink=4, mode=mode, budget=Budget(ratio=0.25)))
-    with attach(llama):
-        session = Session(llama, cache, [tokens(PROMPT, 1)])
-        for step, token in enumerate([None, *tokens(STEPS, 2)]):
-            if token is not None:
-                session.step([token])
-            length = PROMPT + step
-            # floor((120 - 4) / 4) recent tokens
-            recent = 29 + step if mode == "static" else 29
-            for layer in cache.layers:
-                assert isinstance(layer, EvictionLayer)
-                assert layer.store.lengths == [4 + recent]
-                held = layer.held_positions()
-                assert held is not None
-                positions = held[0].sort(-1).values
-                want = torch.tensor([*range(4), *range(length - recent, length)])
-                assert torch.equal(positions, want.expand(2, -1).to(positions.dtype))

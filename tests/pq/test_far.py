@@ -18,12 +18,9 @@ from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import TO_DEVICE, Lanes, Work
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, tokens
 from tests.store.test_lanes import run, slow
 from tests.thin import thin
-
-__all__ = ["_one_thread", "llama"]
 
 
 def pqcache(codes_store: str, **hyper: Any) -> PQCache:

@@ -9,7 +9,6 @@ import torch
 from pqcache.pq import codebook
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 from pqcache.pq.schedule import CostModel
-from pqcache.selective.group import group_reduce, top_tokens
 from tests.pq.decoded import decode
 
 
@@ -41,43 +40,6 @@ def test_codes_are_nearest_centroids() -> None:
     distance = torch.cdist(points, centroids)
     nearest = distance.gather(-1, codes[..., None])[..., 0]
     torch.testing.assert_close(nearest, distance.amin(-1), rtol=0, atol=1e-5)
-
-
-def test_score_error_is_bounded_by_the_residuals() -> None:
-    keys, centroids, codes = fitted()
-    q = torch.randn(1, 2, 1, 16)
-    exact = (q * keys).sum(-1)
-    error = (exact - codebook.score(q, codes.to(torch.uint8), centroids)).abs()
-    residual = keys - decode(codes, centroids)
-    halves = residual.view(1, 2, 200, 2, 8).norm(dim=-1) * q.view(1, 2, 1, 2, 8).norm(dim=-1)
-    assert (error <= halves.sum(-1) + 1e-4).all()
-    assert (halves.sum(-1) <= q.norm(dim=-1) * residual.norm(dim=-1) + 1e-4).all()
-
-
-def test_a_gap_wider_than_the_error_gives_the_exact_set() -> None:
-    """Keys of which five are far ahead of the rest: whatever the residuals, both rankings agree."""
-    keys, centroids, codes = fitted(b=6)
-    q = torch.randn(1, 2, 1, 16)
-    bound = (q.norm(dim=-1) * (keys - decode(codes, centroids)).norm(dim=-1)).amax(-1, keepdim=True)
-    exact = (q * keys).sum(-1)
-    order = exact.sort(-1, descending=True).values
-    gaps = order[..., :-1] - order[..., 1:]
-    for head in range(2):
-        for k in (gaps[0, head] > 2 * bound[0, head]).nonzero()[:, 0].tolist():
-            approximate = codebook.score(q, codes.to(torch.uint8), centroids)[:, head : head + 1]
-            assert torch.equal(top_tokens(exact[:, head : head + 1], [k + 1]), top_tokens(approximate, [k + 1]))
-    # and with every distinct sub-vector a centroid there is no error at all
-    few = torch.randn(1, 2, 10, 16)[:, :, torch.randint(10, (200,))]
-    points = codebook.split(few, 2)
-    distinct = torch.stack([p.unique(dim=0) for p in points])
-    result = kmeans(points, distinct, 5)
-    exact_codes = result.centroids.view(1, 2, 2, -1, 8)
-    codes = codebook.encode(few, exact_codes)
-    torch.testing.assert_close(decode(codes, exact_codes), few)
-    scores = codebook.score(q, codes.to(torch.uint8), exact_codes)
-    torch.testing.assert_close(
-        group_reduce(scores, 2, "sum_softmax"), group_reduce((q * few).sum(-1), 2, "sum_softmax")
-    )
 
 
 def _inertia(x: torch.Tensor, centroids: torch.Tensor) -> float:

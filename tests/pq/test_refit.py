@@ -15,11 +15,8 @@ from pqcache.pq.index import PQIndex
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.lanes import Lanes
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, tokens
 from tests.store.test_lanes import run, slow
-
-__all__ = ["_one_thread", "llama"]
 
 SINKS, EVERY, PROMPT = 8, 5, 60
 

@@ -17,10 +17,7 @@ from pqcache.pq import PQCache, profile
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profile_path, save_cost
 from pqcache.selective import Budget, generate
 from scripts import profile_schedule
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import tokens
-
-__all__ = ["_one_thread", "llama"]
 
 CPU = torch.device("cpu")
 

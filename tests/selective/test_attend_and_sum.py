@@ -19,10 +19,7 @@ from pqcache import kernels
 from pqcache.selective import Budget, Method, SelectiveCache, column_sums, dense, generate
 from pqcache.selective.column_sums import add_column_sums, attend_and_sum, together
 from pqcache.selective.shared_prefill import record
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import logits, tokens
-
-__all__ = ["_one_thread", "llama"]
 
 PROMPT, FED = tokens(150, 1), [[token] for token in tokens(3, 2)]
 QUARTER = Budget(ratio=0.25)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from baselines.full import Full
 from pqcache.selective import SelectiveCache, WatchedCall, attach
 from pqcache.selective.layer import Watcher
 from tests.invariants.cases import ARCHITECTURES
+from tests.invariants.conftest import build
 
 IDS = torch.arange(2 * 70).view(2, 70) * 37 % 101 + 1
 MASK = torch.ones_like(IDS)
@@ -22,14 +23,7 @@ MASK[1, :9] = 0
 
 @pytest.fixture(params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(ARCHITECTURES[request.param]()).double().eval()
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(ARCHITECTURES["llama"]()).double().eval()
+    return build(request.param)
 
 
 @contextmanager

@@ -20,11 +20,10 @@ from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from tests.baselines.common import random_layer
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, logits, tokens
+from tests.store.test_lanes import slow
+from tests.store.test_row_cache import check_tables
 from tests.thin import thin
-
-__all__ = ["_one_thread", "llama"]
 
 SMALL: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
 POLICIES: dict[str, tuple[type[Method], dict[str, Any]]] = {
@@ -87,6 +86,17 @@ def held(store: BlockCacheStore, row: int) -> set[int]:
     return set(there)
 
 
+def check_blocks(store: BlockCacheStore) -> None:
+    """Complete blocks, each as on the host."""
+    size = store.block
+    for row, length in enumerate(store.lengths):
+        for b in held(store, row):
+            assert (b + 1) * size <= length - store.n_sink
+            at = int(store.slot[row, b]) * size
+            for cache, host in zip(store.cache, store.host, strict=True):
+                assert torch.equal(cache.data[row, :, at : at + size], host.data[row, :, b * size : (b + 1) * size])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     policy=st.sampled_from(["lru", "lfu"]),
@@ -143,6 +153,7 @@ def test_the_published_lfu_trace() -> None:
     group=st.sampled_from([1, 3]),
     heads=st.sampled_from(["one", "kv", "query"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    beside=st.booleans(),
 )
 def test_fetch_equals_the_host_store_and_content_equals_host_rows(
     seed: int,
@@ -154,8 +165,12 @@ def test_fetch_equals_the_host_store_and_content_equals_host_rows(
     group: int,
     heads: str,
     dtype: torch.dtype,
+    beside: bool,
 ) -> None:
-    """Random selections and appends over rows of different length, some shorter than the sinks; a reorder half-way."""
+    """Random selections and appends over rows of different length, some shorter than the sinks; a reorder half-way.
+
+    beside: copies run beside the model, late; every other step reads while blocks are still on their way.
+    """
     generator = torch.Generator().manual_seed(seed)
     sink, h_kv, d = 4, 2, 3
     n, moved = len(lengths), {"fetch": 0, "refill": 0, "write_back": 0}
@@ -167,6 +182,7 @@ def test_fetch_equals_the_host_store_and_content_equals_host_rows(
         return torch.randn(n, h_kv, t, d, generator=generator).to(dtype)
 
     store = BlockCacheStore(sink, 3, count, block, slots, topk, policy)
+    lanes = store.lanes = slow(seed, most_ms=0.5) if beside else store.lanes
     plain = HostStore(sink, 3, lambda kind, nbytes: None)
     k, v = draw(max(lengths)), draw(max(lengths))
     store.load(k, v, lengths)
@@ -193,18 +209,20 @@ def test_fetch_equals_the_host_store_and_content_equals_host_rows(
         assert served.lookups == real.sum((1, 2)).tolist()
         assert served.held == (blocks_before * block).tolist()
         assert moved["fetch"] - before["fetch"] == (sum(served.lookups) - sum(served.hits)) * token
-        for row, length in enumerate(store.lengths):
-            for b in held(store, row):
-                assert (b + 1) * block <= length - sink  # complete
-                at = int(store.slot[row, b]) * block
-                for cache, host in zip(store.cache, store.host, strict=True):
-                    ours = cache.data[row, :, at : at + block]
-                    assert torch.equal(ours, host.data[row, :, b * block : (b + 1) * block])
+        if step % 2:
+            store.wait()
+            check_blocks(store)
+            for ours, theirs in zip(store.host, plain.host, strict=True):
+                for row, length in enumerate(store.lengths):
+                    rows = slice(max(0, length - sink))
+                    assert torch.equal(ours.data[row, :, rows], theirs.data[row, :, rows])
         assert (moved["refill"] - before["refill"]) % (block * h_kv * token) == 0
         if step == 6:
             index = torch.randperm(n, generator=generator)
             store.map_rows(index)
             plain.map_rows(index)
+    store.wait()
+    lanes.close()
 
 
 @pytest.mark.parametrize("name", thin(POLICIES, 4))
@@ -234,29 +252,28 @@ def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, po
 
 
 @torch.no_grad()
-def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel) -> None:
-    cache = SelectiveCache(llama, PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **SMALL))
+@pytest.mark.parametrize("policy", ["lru", "paying"])
+def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel, policy: str) -> None:
+    method = PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **SMALL, cache_policy=policy)
+    cache, check = SelectiveCache(llama, method), check_tables if policy == "paying" else check_blocks
     with attach(llama):
         session = Session(llama, cache, [tokens(120, 1), tokens(90, 2)])
         for token in tokens(6, 3):
             session.step([token] * 2)
-        store = cache.layers[1].store
-        assert isinstance(store, BlockCacheStore)
+        store: Any = cache.layers[1].store
         before = store.content.clone()
+        assert (before >= 0).any()
         session.turn([tokens(20, 4)] * 2)
-        later = cache.layers[1].store
-        assert isinstance(later, BlockCacheStore) and later is not store and torch.equal(later.content, before)
+        later: Any = cache.layers[1].store
+        assert later is not store and torch.equal(later.content, before)
         session.reorder([1, 0])
+        assert torch.equal(later.content, before[[1, 0]])
         for token in tokens(20, 5):
             session.step([token] * 2)
-            for row in range(2):
-                for b in held(later, row):
-                    at = int(later.slot[row, b]) * 8
-                    for buffer, host in zip(later.cache, later.host, strict=True):
-                        assert torch.equal(buffer.data[row, :, at : at + 8], host.data[row, :, b * 8 : (b + 1) * 8])
+            check(later)
         Session(llama, cache, [tokens(120, 1)])
-        fresh = cache.layers[1].store
-        assert isinstance(fresh, BlockCacheStore) and not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0
+        fresh: Any = cache.layers[1].store
+        assert not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0
         assert "cache_hits" not in cache.ledger.facts
 
 

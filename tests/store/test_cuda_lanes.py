@@ -10,11 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pqcache.store.lanes import TO_DEVICE, TO_HOST, CudaLanes, Lanes
-from tests.invariants.conftest import _one_thread, llama
 from tests.store.fake_streams import current_and_stream
 from tests.store.test_lanes import METHODS, left_behind, run
-
-__all__ = ["_one_thread", "llama"]
 
 if torch.cuda.is_available():
     pytest.skip("tests/invariants/test_gpu.py runs the real ones", allow_module_level=True)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
@@ -23,14 +21,10 @@ from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from pqcache.selective.retrieval import RetrievalLayer
-from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
-from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import Session, logits, tokens
 from tests.thin import thin
-
-__all__ = ["_one_thread", "llama"]
 
 CACHE: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
 SMALL: dict[str, Any] = {"n_sink": 8, "b": 3}
@@ -106,58 +100,6 @@ def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str)
         assert counts == {k: v for k, v in plain.ledger.reported().items() if not k.endswith("_s")}
         cache.lanes.close()
     assert not left_behind()
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
-    policy=st.sampled_from(["lru", "lfu"]),
-    block=st.integers(1, 9),
-    slots=st.integers(1, 6),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_resident_blocks_equal_host_rows_after_every_step(
-    seed: int, lengths: list[int], policy: str, block: int, slots: int, dtype: torch.dtype
-) -> None:
-    """And host rows equal the tokens themselves, whatever was still on its way when they were asked for."""
-    generator = torch.Generator().manual_seed(seed)
-    sink, h_kv, d, n = 4, 2, 3, len(lengths)
-    lanes = slow(seed, most_ms=1.0)
-    store = BlockCacheStore(sink, 3, lambda kind, nbytes: None, block, slots, 4, policy)
-    store.lanes = lanes
-    k, v = (torch.randn(n, h_kv, max(lengths) + 12, d, generator=generator).to(dtype) for _ in range(2))
-    store.load(k[:, :, : max(lengths)], v[:, :, : max(lengths)], lengths)
-    truth = [[x[r, :, :length] for r, length in enumerate(lengths)] for x in (k, v)]  # per row (h_kv, tokens, d)
-    for step in range(12):
-        new = [x[:, :, max(lengths) + step : max(lengths) + step + 1] for x in (k, v)]
-        store.append(new[0], new[1])
-        truth = [[torch.cat([old, x[r]], 1) for r, old in enumerate(rows)] for rows, x in zip(truth, new, strict=True)]
-        want = torch.full((n, h_kv, 5), -1)
-        for row, length in enumerate(store.lengths):
-            for head in range(h_kv):
-                pick = torch.randperm(max(0, length - sink), generator=generator)[:5].sort().values + sink
-                want[row, head, : len(pick)] = pick
-        if step % 3 == 2:  # as a method does that knows its choice early
-            store.prefetch(want)
-        got = [x[:, :, :5] for x in store.read(0, want, 1)]
-        for fetched, rows in zip(got, truth, strict=True):
-            for row in range(n):
-                for head in range(h_kv):
-                    real = want[row, head] >= 0
-                    assert torch.equal(fetched[row, head][real], rows[row][head, want[row, head][real]])
-        if step % 2:  # every other step is read right after, while blocks are still on their way
-            store.wait()
-            for row, length in enumerate(store.lengths):
-                for host, rows in zip(store.host, truth, strict=True):
-                    assert torch.equal(host.data[row, :, : max(0, length - sink)], rows[row][:, sink:])
-                for b, slot in enumerate(store.slot[row].tolist()):
-                    if slot >= 0:
-                        for cache, host in zip(store.cache, store.host, strict=True):
-                            ours = cache.data[row, :, slot * block : (slot + 1) * block]
-                            assert torch.equal(ours, host.data[row, :, b * block : (b + 1) * block])
-    store.wait()
-    lanes.close()
 
 
 @torch.no_grad()

@@ -99,16 +99,6 @@ def test_edge_values(dtype: torch.dtype, granularity: str, bits: int) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), exponent=st.integers(-6, 6), bits=st.sampled_from([2, 4]))
-def test_scaling_a_channel_scales_its_output(seed: int, exponent: int, bits: int) -> None:
-    """By powers of two, which fp16 parameters follow exactly."""
-    x, scale = draw(seed), 2.0**exponent
-    a, b = quantize(x, bits, 2), quantize(x * scale, bits, 2)
-    assert torch.equal(a.codes, b.codes)
-    assert torch.equal(dequantize(a, torch.float32) * scale, dequantize(b, torch.float32))
-
-
-@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6), bits=st.sampled_from([2, 3, 4, 8]), granularity=st.sampled_from(["token", "channel"])
 )
@@ -119,14 +109,6 @@ def test_quantizing_twice_changes_nothing_and_permuting_tokens_commutes(seed: in
     order = torch.randperm(x.shape[2], generator=torch.Generator().manual_seed(seed))
     mixed = quantize(x[:, :, order], bits, dim)
     assert torch.equal(dequantize(mixed, torch.float32), dequantize(once, torch.float32)[:, :, order])
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_more_bits_err_less(granularity: str) -> None:
-    cut, dim = GRANULARITIES[granularity]
-    x = cut(draw(3, (2, 4, 64, 32)))
-    errors = [float((dequantize(quantize(x, bits, dim), torch.float32) - x).square().mean()) for bits in range(1, 9)]
-    assert errors == sorted(errors, reverse=True)
 
 
 @pytest.mark.parametrize("granularity", ["token", "channel"])

@@ -13,15 +13,12 @@ from transformers import PreTrainedModel
 from baselines.quest import Quest
 from baselines.sparq import SparQ
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective import Budget, Method, SelectiveCache
 from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.store.host import HostStore
 from pqcache.store.row_cache import KEPT, RowCacheStore
-from tests.invariants.conftest import _one_thread, llama
-from tests.invariants.drive import Session, logits, tokens
+from tests.invariants.drive import logits, tokens
 from tests.thin import thin
-
-__all__ = ["_one_thread", "llama"]
 
 SINK, H_KV, D = 4, 2, 3
 OPTIONS: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 24, "cache_policy": "paying"}
@@ -185,29 +182,6 @@ def test_a_whole_model_answers_the_same_and_moves_less(llama: PreTrainedModel, n
     token = 2 * 16 * 8  # K and V of one head in float64
     assert ledger.moved["fetch"] == (facts["cache_lookups"] - facts["cache_hits"]) * token
     assert 0 < facts["cache_chance_rate"] < 1
-
-
-@torch.no_grad()
-def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel) -> None:
-    cache = SelectiveCache(llama, METHODS["pqcache"](**OPTIONS))
-    with attach(llama):
-        session = Session(llama, cache, [tokens(120, 1), tokens(90, 2)])
-        for token in tokens(4, 3):
-            session.step([token] * 2)
-        store = cache.layers[1].store
-        assert isinstance(store, RowCacheStore)
-        before = store.content.clone()
-        assert (before >= 0).any()
-        session.turn([tokens(20, 4)] * 2)
-        later = cache.layers[1].store
-        assert isinstance(later, RowCacheStore) and later is not store and torch.equal(later.content, before)
-        session.reorder([1, 0])
-        assert torch.equal(later.content, before[[1, 0]])
-        session.step([5, 5])
-        check_tables(later)
-        Session(llama, cache, [tokens(120, 1)])
-        fresh = cache.layers[1].store
-        assert isinstance(fresh, RowCacheStore) and not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0
 
 
 def test_options_without_effect_are_not_shown() -> None:
