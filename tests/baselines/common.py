@@ -15,7 +15,6 @@ from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
-from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 from tests.invariants.drive import Session, tokens
@@ -37,9 +36,18 @@ class OneLayer:
     """One layer under a method, without a model: a prompt of given K and V, then decode steps of given q, k, v."""
 
     def __init__(
-        self, method: Method, k: torch.Tensor, v: torch.Tensor, h: int, lengths: Sequence[int] | None = None
+        self,
+        method: Method,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        h: int,
+        lengths: Sequence[int] | None = None,
+        q: torch.Tensor | None = None,
     ) -> None:
-        """k, v (n, h_kv, s, d); row r holds its first lengths[r] tokens, all of them if not said."""
+        """k, v (n, h_kv, s, d); row r holds its first lengths[r] tokens, all of them if not said.
+
+        q (n, h, s, d), right-aligned: the prompt's queries, where the method looks at them.
+        """
         n, h_kv, s, d = k.shape
         self.shape = ModelShape(n_layers=1, h=h, h_kv=h_kv, d=d)
         self.ledger = Ledger()
@@ -49,10 +57,12 @@ class OneLayer:
             draw = torch.Generator().manual_seed(0)
             result = skew(torch.randn(1, h, 4 * d, d, generator=draw), torch.randn(1, h_kv, 4 * d, d, generator=draw))
             method.bases[self.module] = partial_basis(result, method.column_rule, method.partial_ratio)
-        layer = method.make_layer(0, self.shape)
-        assert isinstance(layer, RetrievalLayer)
-        self.layer = layer
-        layer.settle(k, v, list(self.lengths), self.context(decode=False))
+        self.layer: Any = method.make_layer(0, self.shape)
+        ctx = self.context(decode=False)
+        if q is not None:
+            ctx.hidden = q
+            self.layer.observe(q, k, list(self.lengths), ctx)
+        self.layer.settle(k, v, list(self.lengths), ctx)
 
     def context(self, decode: bool) -> LayerContext:
         self.ledger.decoding = decode
@@ -62,7 +72,7 @@ class OneLayer:
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (n, h, 1, d), k and v (n, h_kv, 1, d) -> (n, 1, h, d). An index that speculates is told the true query."""
-        if isinstance(self.layer.index, SpeculativeIndex):
+        if isinstance(getattr(self.layer, "index", None), SpeculativeIndex):
             self.ledger.decoding = True
             self.layer.index.speculate(q, self.shape.d**-0.5)
         out = self.layer.decode(q, k, v, self.context(decode=True))

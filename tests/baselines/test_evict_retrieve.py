@@ -8,17 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from transformers import PreTrainedModel
 
 from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
-from pqcache.selective.layer import LayerContext, Step
-from pqcache.selective.ledger import Ledger
-from pqcache.selective.shape import ModelShape
-from tests.baselines.common import context
+from tests.baselines.common import OneLayer
 from tests.drawn import drawn
 from tests.invariants.drive import Session, tokens
 
@@ -78,20 +74,6 @@ def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict
         torch.testing.assert_close(conversation(llama, method), alone)
 
 
-def settled(
-    method: Method, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]
-) -> tuple[Any, Ledger, nn.Module]:
-    """A layer alone that has seen a prompt: q (n, h, s, d) and k, v (n, h_kv, s, d), rows left-padded in q, not in k and v."""
-    shape, ledger, module = ModelShape(1, q.shape[1], k.shape[1], k.shape[3]), Ledger(), nn.Module()
-    layer = method.make_layer(0, shape)
-    step = Step(False, q.shape[2], [0] * len(lengths), lengths, lengths, ends_prompt=True, first=True)
-    ctx: LayerContext = context(step, shape, ledger, module)
-    ctx.hidden = q
-    layer.observe(q, k, lengths, ctx)  # type: ignore[attr-defined]
-    layer.settle(k, v, lengths, ctx)  # type: ignore[attr-defined]
-    return layer, ledger, module
-
-
 @settings(max_examples=24, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -121,20 +103,17 @@ def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(
     n, s, h_kv, h = len(lengths), max(lengths), 2, 2 * group
     q, k, v = (drawn(seed + i, n, x, s, 8, dtype=dtype) for i, x in enumerate((h, h_kv, h_kv)))
     method = both(evict, retrieve, keep, budget=Budget(ratio=budget), options={"store": store})
-    layer, ledger, module = settled(method, q, k, v, lengths)
-    alone, _, _ = settled(method_class(evict)(budget=Budget(ratio=keep), **EVICTORS[evict]), q, k, v, lengths)
+    one = OneLayer(method, k, v, h, lengths, q)
+    alone = OneLayer(method_class(evict)(budget=Budget(ratio=keep), **EVICTORS[evict]), k, v, h, lengths, q).layer
+    layer = one.layer
     assert isinstance(layer, EvictRetrieveLayer) and isinstance(alone, EvictionLayer)
     assert torch.equal(layer.held_positions(), alone.held_positions())
     seen = [[k[r, :, :length], v[r, :, :length]] for r, length in enumerate(lengths)]
-    past = list(lengths)
     for step in range(steps):
         qs, new_k, new_v = (
             drawn(seed + 9 + 3 * step + i, n, x, 1, 8, dtype=dtype) for i, x in enumerate((h, h_kv, h_kv))
         )
-        now = Step(True, 1, past, [1] * n, past, ends_prompt=False, first=False)
-        ledger.decoding = True
-        out = layer.decode(qs, new_k, new_v, context(now, layer.shape, ledger, module))
-        past = now.total
+        out = one.step(qs, new_k, new_v)
         seen = [[torch.cat([a, b[r]], 1) for a, b in zip(own, (new_k, new_v))] for r, own in enumerate(seen)]
     held, keys, values = layer.held_positions(), *layer.store.view()
     selected, cand = layer.selected, layer.selected.candidates
@@ -143,7 +122,7 @@ def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(
         spent = method.retriever.plan(lengths[row], 0, 1)
         for head in range(h):
             where = held[row, head // group, :length].tolist()
-            assert where == sorted(set(where)) and where[-steps:] == list(range(lengths[row], past[row]))
+            assert where == sorted(set(where)) and where[-steps:] == list(range(lengths[row], one.lengths[row]))
             own_k, own_v = (x[head // group, where] for x in seen[row])
             assert torch.equal(keys[row, head // group, :length], own_k)  # entries are the tokens they are said to be
             assert torch.equal(values[row, head // group, :length], own_v)

@@ -15,10 +15,8 @@ from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.zipcache import MiKV, ZipCache
 from pqcache.selective import Budget
-from pqcache.selective.layer import Step
-from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
-from tests.baselines.common import context
+from tests.baselines.common import OneLayer as SettledLayer
 from tests.baselines.test_evictors import EVICTORS, OneLayer, make
 
 D, H, H_KV = 8, 4, 2
@@ -66,23 +64,19 @@ def rows(kinds: tuple[str, str], lengths: list[int], dtype: torch.dtype, seed: i
 def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) -> list[torch.Tensor]:
     """Outputs of eight steps after a left-padded prompt, per row (8, H, D)."""
     n, t = len(lengths), max(lengths)
-    layer = method.make_layer(0, ModelShape(1, H, H_KV, D))
     q, k, v = (torch.zeros(n, heads, t, D, dtype=parts[0][0].dtype) for heads in (H, H_KV, H_KV))
     for r, (own, s) in enumerate(zip(parts, lengths, strict=True)):
         q[r, :, t - s :] = own[0][0, :, :s]  # queries are right-aligned, staged keys left-aligned
         k[r, :, :s], v[r, :, :s] = own[1][0, :, :s], own[2][0, :, :s]
-    step = Step(False, t, [0] * n, lengths, lengths, ends_prompt=True, first=True)
-    ctx = context(step, layer.shape, Ledger(), nn.Module())
-    layer.observe(q, k, lengths, ctx)
-    layer.settle(k, v, lengths, ctx)
+    one = SettledLayer(method, k, v, H, lengths, q)
     outs = []
     for i in range(8):
         new = [
             torch.cat([own[j][:, :, s + i : s + i + 1] for own, s in zip(parts, lengths, strict=True)])
             for j in range(3)
         ]
-        outs.append(layer.decode(*new, ctx)[:, 0])
-    for x in layer.store.view():
+        outs.append(one.step(*new)[:, 0])
+    for x in one.layer.store.view():
         assert x.isfinite().all()
     return list(torch.stack(outs, 1))
 

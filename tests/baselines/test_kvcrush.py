@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baselines.kvcrush import ANCHORS, KVCrush, hamming, kmeans_representatives, top_mask
+from baselines.kvcrush import ANCHORS, KVCrush, kmeans_representatives, top_mask
 from pqcache.selective import Budget, Plan
-from pqcache.store.quantizer import pack_codes
 from tests.baselines.drive import choose, prompt_of, random_scores
 
 H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
@@ -40,19 +39,6 @@ def test_toy_example_by_hand() -> None:
     assert kept.sum(-1).tolist() == [2, 2] and others.sum(-1).tolist() == [3, 3]
     chosen = kept | others
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 80), st.integers(0, 999))
-def test_packed_popcount_is_the_hamming_distance(m: int, size: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 2, (m, size), generator=generator).bool()
-    anchor = torch.randint(0, 2, (size,), generator=generator).bool()
-    packed = pack_codes(bits.byte(), 1)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (m, -(-size // 8)))
-    got = hamming(packed, pack_codes(anchor.byte(), 1))
-    assert torch.equal(got, (bits != anchor).sum(-1).int())
-    assert torch.equal(hamming(packed, pack_codes((~anchor).byte(), 1)), size - got)
 
 
 @settings(max_examples=16, deadline=None)

@@ -50,25 +50,21 @@ def test_h2o_chooses_per_query_head(llama: PreTrainedModel) -> None:
     assert [[len(head) for head in held(layer)] for layer in cache.layers] == [[20] * 4] * 3
 
 
-def test_streaming_rolls_and_makes_room_for_a_turn(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streaming_makes_room_for_a_turn_and_rolls(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 sinks and 60 recent tokens; before a turn of 30 only the newest 30 stay beside the sinks, before one of 70 none."""
-    method = StreamingLLM(budget=Budget(tokens=64), **RELEASE)
-    make_room = RollingLayer.make_room
+    make_room, left = RollingLayer.make_room, []
+
+    def watched(self: RollingLayer, store: ResidentStore, coming: list[int]) -> None:
+        make_room(self, store, coming)
+        left.append(sorted(self.positions.data[0, 0, : store.lengths[0]].tolist()))
+
+    monkeypatch.setattr(RollingLayer, "make_room", watched)
     for turn, newest in ((30, 30), (70, 0)):
-        left: list[int] = []
-
-        def watched(self: RollingLayer, store: ResidentStore, coming: list[int], left: list[int] = left) -> None:
-            make_room(self, store, coming)
-            assert self.positions is not None
-            left.extend(self.positions.data[0, 0, : store.lengths[0]].tolist())
-
-        with monkeypatch.context() as patched:
-            patched.setattr(RollingLayer, "make_room", watched)
-            cache = run(llama, method, 150, steps=5, turn=turn)
-        assert left == [0, 1, 2, 3, *range(155 - newest, 155)] * 3
-        end = 155 + turn
+        left.clear()
+        cache = run(llama, StreamingLLM(budget=Budget(tokens=64), **RELEASE), 150, steps=5, turn=turn)
+        assert left == [[0, 1, 2, 3, *range(155 - newest, 155)]] * 3
         for layer in cache.layers:
-            assert held(layer) == [[0, 1, 2, 3, *range(end - 60, end)]] * 2
+            assert held(layer) == [[0, 1, 2, 3, *range(95 + turn, 155 + turn)]] * 2
 
 
 def test_streaming_never_holds_more_than_a_budget_below_its_sinks(llama: PreTrainedModel) -> None:

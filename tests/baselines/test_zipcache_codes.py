@@ -21,7 +21,7 @@ from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import dequantize, quantize
-from tests.baselines.common import context
+from tests.baselines.common import OneLayer, context
 from tests.drawn import drawn
 from tests.invariants.drive import Session, pad_left, tokens
 from tests.store.test_packed import Largest
@@ -177,17 +177,13 @@ def test_decode_attention_equals_a_reference_that_decodes_everything(
 ) -> None:
     """A padded prompt and steps over two packings, against softmax in fp32 over all of K and V, row by row."""
     n, h, t, d = len(lengths), h_kv * g, max(lengths), 8
-    layer = cls(**FIFTH, gap=4, **options).make_layer(0, ModelShape(1, h, h_kv, d))
     q, k, v = (drawn(seed + i, n, heads, t, d).to(dtype) for i, heads in enumerate((h, h_kv, h_kv)))
     aligned = [torch.stack([x[r].roll(length - t, 1) for r, length in enumerate(lengths)]) for x in (k, v)]
-    step = Step(False, t, [0] * n, lengths, lengths, ends_prompt=True, first=True)
-    ctx = context(step, layer.shape, Ledger())
-    layer.observe(q, aligned[0], lengths, ctx)  # queries are right-aligned, staged keys left-aligned
-    layer.settle(*aligned, lengths, ctx)
+    one = OneLayer(cls(**FIFTH, gap=4, **options), *aligned, h, lengths, q)
     for i in range(9):
         q, k, v = (drawn(seed + 10 * i + j, n, heads, 1, d).to(dtype) for j, heads in enumerate((h, h_kv, h_kv), 7))
-        before = [x.clone() for x in layer.store.view()]
-        out = layer.decode(q, k, v, context(step, layer.shape, Ledger()))
+        before = [x.clone() for x in one.layer.store.view()]
+        out = one.step(q, k, v)
         for r, length in enumerate(lengths):
             keys, values = (
                 torch.cat([old[r, :, : length + i], new[r]], 1).float().repeat_interleave(g, 0)

@@ -123,17 +123,7 @@ def test_constant_zero_and_extreme_inputs_stay_finite() -> None:
     torch.testing.assert_close(sums(*inputs(1, 2, 1, 1, 1, 0), [1], [1], 4), torch.ones(1, 2, 1))
 
 
-def test_one_block_of_one_group_is_the_largest_tensor(monkeypatch) -> None:
-    """No allocation exceeds g * block * s (or TOGETHER, where that is more), and the window lets the prompt's queries go."""
-    empty = torch.empty
-    for together, expected in ((0, 4 * 32 * 320), (50_000, 50_000), (1 << 20, 8 * 32 * 320)):
-        seen: list[int] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(column_sums, "TOGETHER", together)
-            note = lambda *a, seen=seen, **kw: seen.append((x := empty(*a, **kw)).numel()) or x  # noqa: E731
-            patch.setattr(column_sums.torch, "empty", note)
-            sums(*inputs(1, 8, 2, 320, 320, 1), [320], [320], 32)
-        assert max(seen) == expected
+def test_a_window_lets_the_prompts_queries_go() -> None:
     window = QueryWindow(4)
     window.push(torch.randn(1, 2, 100, 8), [100])
     window.push(torch.randn(1, 2, 100, 8), [100])
