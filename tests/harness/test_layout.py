@@ -148,7 +148,7 @@ def wide() -> list[Entry]:
 
 
 def test_wide_and_long_tables_are_split() -> None:
-    tex = tables.fragment("t", "c", tables_of(wide(), {}, {}), {})
+    tex = tables.Report("t", "c", tables_of(wide(), {}, {}), {}).latex()
     parts = tex.split("\\begin{tabular}")[1:]
     assert len(parts) > 3
     for part in parts:
@@ -163,7 +163,8 @@ def test_wide_and_long_tables_are_split() -> None:
 def test_the_pages_compile_and_nothing_is_wider_than_the_text(tmp_path: Path) -> None:
     notes = {"Differs from ~ what^was_printed": ("50 % of {x} < y & z | [a] × \\ é", "more.")}
     texts = [
-        tables.fragment("Table #1 & 2", "100 % [x]", tables_of(entries, {}, {}), notes) for entries in (wide(), table())
+        tables.Report("Table #1 & 2", "100 % [x]", tables_of(entries, {}, {}), notes).latex()
+        for entries in (wide(), table())
     ]
     (tmp_path / "page.tex").write_text(tables.document(texts))
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]

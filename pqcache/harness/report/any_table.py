@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pqcache.atomic import write_text
 from pqcache.harness.config.options import Refused, show
 from pqcache.harness.report import budget_marks, plots
-from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame, natural, pooled_groups
 from pqcache.harness.report.rows import Row, batch_text
 from pqcache.harness.report.table import (
@@ -33,8 +31,8 @@ from pqcache.harness.report.table import (
     Field,
     Key,
     Lines,
+    Report,
     Table,
-    fragment,
     number,
     p_value,
     pivot,
@@ -43,6 +41,9 @@ from pqcache.harness.report.table import (
     spread,
 )
 from pqcache.naming import suggestion
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FOLDER = "tables"  # under the folder of rows
 STEM = "table"
@@ -282,7 +283,7 @@ def _field(record: Record | None, of: Measure, best: float | None, *, marked: bo
     return (Bold(text) if bold else text, f" {interval}" if interval else "", mark)
 
 
-def caption(layout: Layout) -> str:
+def _caption(layout: Layout) -> str:
     """What the tables show, in a few sentences."""
     rows = layout.every
     names = [", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("model", "task")]
@@ -302,12 +303,13 @@ def caption(layout: Layout) -> str:
     return ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else "") + text
 
 
-def markdown(layout: Layout) -> str:
-    parts = [in_markdown(caption(layout)), *(table.markdown() for table in tables(layout))]
-    return "\n\n".join([*parts, *(f"- {in_markdown(note)}" for note in layout.notes)]) + "\n"
+def report(layout: Layout, name: str = "") -> Report:
+    """The tables with caption and notes. name: of the rows, for LaTeX's title."""
+    notes = {"Notes": layout.notes} if layout.notes else {}
+    return Report(f"Rows of {name}", _caption(layout), tables(layout), notes)
 
 
-def as_csv(layout: Layout) -> str:
+def numbers(layout: Layout) -> pd.DataFrame:
     """A line per number."""
     import pandas as pd
 
@@ -321,22 +323,15 @@ def as_csv(layout: Layout) -> str:
             known = {"value": one.name, "number": one.of(record), "low": low, "high": high}
             samples = sum(row["n_samples"] for row in rows)
             lines.append({**{key: record[key] for key in keys}, **known, "samples": samples, **common})
-    return pd.DataFrame(lines).to_csv(index=False)
+    return pd.DataFrame(lines)
 
 
 def write(layout: Layout, folder: Path, name: str) -> tuple[str, list[Path]]:
     """Write table.md, .tex, .csv and .png into a folder. Returns (Markdown, files). name: of the rows, for LaTeX's title."""
-    notes = {"Notes": layout.notes} if layout.notes else {}
-    made = {
-        ".md": markdown(layout),
-        ".tex": fragment(f"Rows of {name}", caption(layout), tables(layout), notes),
-        ".csv": as_csv(layout),
-    }
-    for suffix, content in made.items():
-        write_text(folder / f"{STEM}{suffix}", content)
-    files = [folder / f"{STEM}{suffix}" for suffix in made]
+    made = report(layout, name)
+    files = made.write(folder / STEM, numbers(layout))
     picture = _draw(layout, folder / f"{STEM}.png")
-    return made[".md"], [*files, *([picture, picture.with_suffix(".pdf")] if picture else [])]
+    return made.markdown(), [*files, *([picture, picture.with_suffix(".pdf")] if picture else [])]
 
 
 def _draw(layout: Layout, path: Path) -> Path | None:
@@ -363,7 +358,7 @@ def _draw(layout: Layout, path: Path) -> Path | None:
                 panels.append(plots.Panel(title, plots.frame(points), x, one.title, kind, log))
                 most = max(most, 0 if numeric else len(points))
     height = 3.4 if any(panel.kind == "lines" for panel in panels) else max(2.2, 1.0 + 0.24 * most)
-    return plots.draw(panels, path, caption(layout), size=(4.2, height))
+    return plots.draw(panels, path, _caption(layout), size=(4.2, height))
 
 
 def _is_positive(text: str) -> bool:

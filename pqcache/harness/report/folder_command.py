@@ -6,7 +6,7 @@ python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,22 +43,17 @@ def answer(argv: Sequence[str]) -> int:
 
             print(render.write(folder, out, folder.resolve().name))
         else:
-            print(printable(_tables(rows, options, out, folder.resolve().name)))
+            from pqcache.harness.report import any_table
+
+            names = {"rows": any_table.ROWS, "columns": any_table.COLUMNS, "values": any_table.VALUES}
+            chosen = [_list(options[key], key) if key in options else default for key, default in names.items()]
+            layout = any_table.lay_out(rows, *chosen)
+            keep_fonts_under(Path(RunOptions.cache_dir).expanduser())
+            text, files = any_table.write(layout, out / any_table.FOLDER, folder.resolve().name)
+            print(printable(f"{text}\n" + "\n".join(map(str, files))))
     except OSError as error:
         raise Refused([f"out={out}: cannot be written ({error.strerror or error})"]) from None
     return 0
-
-
-def _tables(rows: Sequence[Row], options: Mapping[str, str], out: Path, name: str) -> str:
-    """Write the tables; returns the Markdown and the files."""
-    from pqcache.harness.report import any_table
-
-    names = {"rows": any_table.ROWS, "columns": any_table.COLUMNS, "values": any_table.VALUES}
-    chosen = {key: _list(options[key], key) if key in options else default for key, default in names.items()}
-    layout = any_table.lay_out(rows, chosen["rows"], chosen["columns"], chosen["values"])
-    keep_fonts_under(Path(RunOptions.cache_dir).expanduser())
-    text, files = any_table.write(layout, out / any_table.FOLDER, name)
-    return f"{text}\n" + "\n".join(map(str, files))
 
 
 def _read(argv: Sequence[str]) -> tuple[str, dict[str, str]]:

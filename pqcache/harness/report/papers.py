@@ -30,10 +30,9 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
@@ -41,16 +40,12 @@ from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import axes, figures, items, prose, published
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
-from pqcache.harness.report.escaping import in_markdown
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.items import experiment_plan, experiments, words
 from pqcache.harness.report.layout import tables_of
 from pqcache.harness.report.plots import contact_sheet
 from pqcache.harness.report.rows import Row, batch_text, rows_or_refused, rows_under
-from pqcache.harness.report.table import document, fragment, several
-
-if TYPE_CHECKING:
-    import pandas as pd
+from pqcache.harness.report.table import Report, document, several
 
 FOLDER = "tables"  # under out=
 
@@ -80,58 +75,38 @@ def missing(plan: RunPlan) -> list[str]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def frame(table: Iterable[Entry]) -> pd.DataFrame:
-    """The entries as one tidy frame, a line per number."""
-    import pandas as pd
-
-    return pd.DataFrame([asdict(e) for e in table], columns=[f.name for f in fields(Entry)])
-
-
-def title_of(plan: RunPlan) -> str:
-    """The paper's item and what it shows."""
-    return str(plan.report.get("title") or plan.experiment)
-
-
-def caption(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
+def _caption(title: str, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
     """What a table shows, in one or two sentences."""
     each = several(e.samples for e in table)
     sizes = (
         f"{each} sample{'' if each == '1' else 's'}, {batch_text(rows.values())}," if each else "nothing measured yet"
     )
     machines = several(row["device"] for row in rows.values())
-    text = f"{title_of(plan)}: {sizes}{f' on {machines}' if machines else ''}."
+    text = f"{title}: {sizes}{f' on {machines}' if machines else ''}."
     if any(e.published is not None for e in table):
         text += " In brackets: as printed. Bold: the best, Full and Oracle excluded. Compare differences to Full;"
         text += " the papers' Full rows differ among themselves."
     return ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows.values()) else "") + text
 
 
-def markdown(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
+def report(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> Report:
     """The table of an experiment: caption, a table per model or as `report.layout` says, footnotes."""
-    parts = [in_markdown(caption(plan, table, rows))]
-    parts += [one.markdown() for one in tables_of([*table, *printed_rows(plan)], plan.report, plan.best_of)]
-    for title, lines in footnotes(plan, rows).items():
-        parts.append(f"*{title}:*\n\n" + "\n".join(f"- {in_markdown(line)}" for line in lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def latex(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
-    """The same as LaTeX (booktabs), split where it is wider or longer than a page."""
+    title = str(plan.report.get("title") or plan.experiment)
     tables = tables_of([*table, *printed_rows(plan)], plan.report, plan.best_of)
-    return fragment(title_of(plan), caption(plan, table, rows), tables, footnotes(plan, rows))
+    return Report(title, _caption(title, table, rows), tables, footnotes(plan, rows))
 
 
 def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
     """Write <out>/tables/<experiment>.md, .tex and .csv, and .png if there is a figure to draw. Returns (Markdown, files)."""
+    import pandas as pd
+
     rows = rows_of(plan)
     table = table_entries(plan, rows)
     stem = (folder or Path(plan.cells[0].run.out).expanduser() / FOLDER) / (plan.experiment or "table")
-    text = markdown(plan, table, rows)
-    made = {".md": text, ".tex": latex(plan, table, rows), ".csv": frame(table).to_csv(index=False)}
-    for suffix, content in made.items():
-        write_text(stem.with_suffix(suffix), content)
+    made = report(plan, table, rows)
+    files = made.write(stem, pd.DataFrame([asdict(e) for e in table], columns=[f.name for f in fields(Entry)]))
     picture = figures.draw(plan, table, rows, stem.with_suffix(".png"))
-    return text, [*(stem.with_suffix(suffix) for suffix in made), *([picture] if picture else [])]
+    return made.markdown(), [*files, *([picture] if picture else [])]
 
 
 def write_all(out: Path, *, smoke: bool = False) -> list[Path]:

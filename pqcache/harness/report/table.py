@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pqcache.atomic import write_text
 from pqcache.harness.report.escaping import in_latex, in_markdown
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MISSING, EMPTY = "n/a", "-"
 NOT_RANKED = ("full", "oracle")  # the best is chosen among the others
@@ -122,6 +127,46 @@ def _markdown(field: Field) -> str:
     return "".join(f"**{in_markdown(t)}**" if isinstance(t, Bold) else in_markdown(t) for t in _parts(field))
 
 
+@dataclass(frozen=True)
+class Report:
+    """Tables with what stands above and under them, as Markdown and as LaTeX."""
+
+    title: str  # of the LaTeX
+    caption: str
+    tables: Sequence[Table]
+    notes: Mapping[str, Sequence[str]]  # title -> sentences
+
+    def markdown(self) -> str:
+        parts = [in_markdown(self.caption), *(table.markdown() for table in self.tables)]
+        for title, lines in self.notes.items():
+            parts.append(f"*{title}:*\n\n" + "\n".join(f"- {in_markdown(line)}" for line in lines))
+        return "\n\n".join(parts) + "\n"
+
+    def latex(self) -> str:
+        """What is wider or longer than a page is split."""
+        parts = ["% needs \\usepackage{booktabs}", rf"\noindent\textbf{{{in_latex(self.title)}}}\par\smallskip"]
+        parts.append(rf"{{\footnotesize {in_latex(self.caption)}\par}}\smallskip")
+        for table in self.tables:
+            pieces = _pieces(table)
+            for i, (columns, lines) in enumerate(pieces):
+                name = table.title + (f" (part {i + 1} of {len(pieces)})" if len(pieces) > 1 else "")
+                name = rf"\footnotesize\textbf{{{in_latex(name)}}}\par\nopagebreak\smallskip" if name else ""
+                parts.append(f"{{{name}\n{_tabular(table, columns, lines)}\\par}}\\medskip")
+        texts = [
+            rf"\textit{{{in_latex(name)}.}} {in_latex('; '.join(line.strip().rstrip('.') for line in lines))}."
+            for name, lines in self.notes.items()
+        ]
+        parts += ["{\\scriptsize " + "\\par\n".join(texts) + "\\par}"] if texts else []
+        return "\n\n".join(parts) + "\n"
+
+    def write(self, stem: Path, numbers: pd.DataFrame) -> list[Path]:
+        """Write <stem>.md, .tex and, of the numbers, .csv."""
+        made = {".md": self.markdown(), ".tex": self.latex(), ".csv": numbers.to_csv(index=False)}
+        for suffix, text in made.items():
+            write_text(stem.with_suffix(suffix), text)
+        return [stem.with_suffix(suffix) for suffix in made]
+
+
 # -- LaTeX -------------------------------------------------------------------------------------------------------------
 
 WIDTH = 104  # characters of \footnotesize that fit into 17 cm beside the column gaps
@@ -134,24 +179,6 @@ PREAMBLE = r"""\documentclass[10pt,a4paper]{article}
 \setlength{\parindent}{0pt}\setlength{\emergencystretch}{3em}\pagestyle{plain}
 \begin{document}
 """
-
-
-def fragment(title: str, caption: str, tables: Iterable[Table], notes: Mapping[str, Sequence[str]]) -> str:
-    """Tables with their footnotes (title -> sentences). What is wider or longer than a page is split."""
-    parts = ["% needs \\usepackage{booktabs}", rf"\noindent\textbf{{{in_latex(title)}}}\par\smallskip"]
-    parts.append(rf"{{\footnotesize {in_latex(caption)}\par}}\smallskip")
-    for table in tables:
-        pieces = _pieces(table)
-        for i, (columns, lines) in enumerate(pieces):
-            name = table.title + (f" (part {i + 1} of {len(pieces)})" if len(pieces) > 1 else "")
-            name = rf"\footnotesize\textbf{{{in_latex(name)}}}\par\nopagebreak\smallskip" if name else ""
-            parts.append(f"{{{name}\n{_tabular(table, columns, lines)}\\par}}\\medskip")
-    texts = [
-        rf"\textit{{{in_latex(name)}.}} {in_latex('; '.join(line.strip().rstrip('.') for line in lines))}."
-        for name, lines in notes.items()
-    ]
-    parts += ["{\\scriptsize " + "\\par\n".join(texts) + "\\par}"] if texts else []
-    return "\n\n".join(parts) + "\n"
 
 
 def document(fragments: Iterable[str]) -> str:
