@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import figures, plots
+from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.special_figures import GIB, measured_gib, token_bytes
 from pqcache.measure.geometries import geometry
@@ -244,7 +247,8 @@ def test_times_of_prompts_and_answers(drawn: Drawn) -> None:
 def test_files_beside_the_rows(drawn: Drawn) -> None:
     """Heat maps, perplexity curves and attention scores, as tasks and diagnostics write them; without them no figure."""
     drawn.add("full", task_options={})
-    kinds = {"heat_maps": 2, "curves": 1, "score_curves": 2, "score_map": 3}  # -> axes, the colour bar's among them
+    kinds = {"heat_maps": 2, "curves": 1, "score_curves": 2, "score_map": 3}  # -> axes, the colour bars' among them
+    kinds |= {"prompt_kv": 4, "prompt_saliency": 1}
     assert all(drawn(kind=kind) is None for kind in kinds)
     folder = drawn.cells[0].folder / "diagnostics"
     folder.mkdir(parents=True)
@@ -256,6 +260,9 @@ def test_files_beside_the_rows(drawn: Drawn) -> None:
     weights = numpy.random.default_rng(0).dirichlet([1.0] * 20, (2, 4, 3)).astype("float32")
     maps = {"score_positions": numpy.array([9, 14, 19], "int32"), "score_map": numpy.ones((2, 4, 8, 8), "float32")}
     numpy.savez(folder / "x.npz", scores=weights, **maps)
+    sizes = {"keys": torch.ones(20, 8), "values": torch.ones(20, 8) / 2, "layer": torch.tensor(1)}
+    shares = {name: torch.rand(2, 2, 20) for name in ("accumulated", "normalised")}
+    save_file({**sizes, **shares}, folder / f"x{PROMPT_SUFFIX}")
     for kind, count in kinds.items():
         assert len(drawn(kind=kind, heads=[[0, 1], [3, 25]]).axes) == count, kind
 

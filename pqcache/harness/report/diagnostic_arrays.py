@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,3 +33,12 @@ def read_arrays(path: Path) -> dict[str, torch.Tensor]:
 
     with numpy.load(path) as file:
         return {name: torch.from_numpy(file[name]) for name in file.files}
+
+
+def arrays_of(cell: Path, suffix: str = ".npz") -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """(the file's stem, its arrays) of every sample of a cell that has a decode step, or with PROMPT_SUFFIX, of every prompt."""
+    from safetensors.torch import load_file
+
+    read = read_arrays if suffix == ".npz" else load_file
+    files = sorted((cell / "diagnostics").glob(f"*{suffix}"))
+    return ((file.stem, arrays) for file in files if (arrays := read(file)))

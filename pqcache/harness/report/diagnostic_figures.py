@@ -13,16 +13,16 @@ python -m pqcache.harness.report.diagnostic_figures <out> --only drift --layers 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.any_table import labels
-from pqcache.harness.report.diagnostic_arrays import read_arrays
+from pqcache.harness.report.diagnostic_arrays import arrays_of
 from pqcache.harness.report.frame import budget_text, frame
-from pqcache.harness.report.observed_figures import Arrays, rank_panels
+from pqcache.harness.report.observed_figures import rank_panels
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_by_folder
 from pqcache.harness.report.table import several
@@ -107,18 +107,12 @@ def draw_mass(folders: Folders, out: Path) -> Path | None:
     return plots.draw(panels, out, _caption(list(folders.values()), "decode steps") + text, size=(4.2, 3.6))
 
 
-def _arrays(folder: Path, row: Row) -> Iterator[tuple[str, Arrays]]:
-    """(file's stem, arrays) of every sample of a cell that has a decode step."""
-    files = sorted((folder / (row["diagnostics"] or {})["folder"]).glob("*.npz"))
-    return ((file.stem, arrays) for file in files if (arrays := read_arrays(file)))
-
-
 def draw_ranks(folders: Folders, out: Path, method: str | None) -> Path | None:
     """Of one sample of `method` (default: full, else oracle, else the first); None if it has fewer than two decode steps."""
     methods = {row["method"]: (folder, row) for folder, row in reversed(folders.items())}
     method = method or next((name for name in ("full", "oracle") if name in methods), list(methods)[-1])
     folder, row = methods[method]
-    stem, arrays = next(_arrays(folder, row), ("", {}))
+    stem, arrays = next(arrays_of(folder), ("", {}))
     if not arrays or arrays["ranks"].shape[2] < 2:
         return None
     budget = f", budget {budget_text(row)}" if method != "full" else ""
@@ -162,7 +156,7 @@ def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window
     """layers: None for all that the method does not leave dense."""
     parts = []
     for folder, row, name in _ordered(folders):
-        if not (samples := [arrays for _, arrays in _arrays(folder, row)]):
+        if not (samples := [arrays for _, arrays in arrays_of(folder)]):
             continue
         chosen = list(range(row["dense_layers"] or 0, len(samples[0]["mass"]))) if layers is None else list(layers)
         for key, title in BY_STEP.items():

@@ -13,12 +13,11 @@ Each is of the first sample that has the file. A model with fewer layers or head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX, read_arrays
+from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX, arrays_of
 from pqcache.harness.report.figure_request import FigureRequest
 from pqcache.harness.report.plots import Panel
 from pqcache.selective.budget import floor_share
@@ -33,15 +32,12 @@ PIXELS = 1024  # a map with more tokens or channels shows the largest number of 
 BRIGHTEST = 0.999  # the quantile that is drawn as the brightest colour
 
 
-def _first(
-    request: FigureRequest, suffix: str, read: Callable[[Path], Arrays], name: str, method: str = ""
-) -> Arrays | None:
+def _first(request: FigureRequest, name: str, method: str = "", suffix: str = ".npz") -> Arrays | None:
     """The arrays of the first sample that has one of this name; of two steps at least where they are ranks."""
-    for cell, row in request.measured:
-        for file in sorted((cell.folder / "diagnostics").glob(f"*{suffix}")) if method in ("", row["method"]) else ():
-            arrays = read(file)
-            if name in arrays and ("ranks" not in arrays or arrays["ranks"].shape[2] > 1 or name == "scores"):
-                return arrays
+    cells = (cell for cell, row in request.measured if method in ("", row["method"]))
+    for _, arrays in (sample for cell in cells for sample in arrays_of(cell.folder, suffix)):
+        if name in arrays and ("ranks" not in arrays or arrays["ranks"].shape[2] > 1 or name == "scores"):
+            return arrays
     return None
 
 
@@ -72,13 +68,13 @@ def rank_panels(arrays: Arrays, steps: int | None = None) -> list[Panel]:
 
 def _ranks(request: FigureRequest) -> Path | None:
     """Of the first sample of Full's cell that has some."""
-    arrays = _first(request, ".npz", read_arrays, "ranks", "full")
+    arrays = _first(request, "ranks", "full")
     panels = rank_panels(arrays) if arrays is not None else []
     return plots.draw(panels, request.path, request.caption(), size=(5.5, 4.0))
 
 
 def _ranks_and_pages(request: FigureRequest) -> Path | None:
-    arrays = _first(request, ".npz", read_arrays, "pages", "full")
+    arrays = _first(request, "pages", "full")
     if arrays is None:
         return None
     panels = [rank_panels(arrays, int(request.options.get("steps", 64)))[0]]
@@ -118,7 +114,7 @@ def _heads(request: FigureRequest, x: torch.Tensor | None) -> list[tuple[int, in
 
 def _score_curves(request: FigureRequest) -> Path | None:
     """The scores of some positions in descending order."""
-    arrays = _first(request, ".npz", read_arrays, "scores") or {}
+    arrays = _first(request, "scores") or {}
     panels = []
     for layer, head in _heads(request, arrays.get("scores")):
         lines = []
@@ -132,7 +128,7 @@ def _score_curves(request: FigureRequest) -> Path | None:
 
 def _score_map(request: FigureRequest) -> Path | None:
     """The largest score of each part of the prompt's queries for each part of its tokens."""
-    arrays = _first(request, ".npz", read_arrays, "score_map") or {}
+    arrays = _first(request, "score_map") or {}
     panels = []
     for layer, head in _heads(request, arrays.get("score_map")):
         shown = arrays["score_map"][layer, head].clamp_min(1e-5)
@@ -146,14 +142,8 @@ def _score_map(request: FigureRequest) -> Path | None:
 # -- one prompt --------------------------------------------------------------------------------------------------------
 
 
-def _prompt_maps(request: FigureRequest, name: str) -> Arrays | None:
-    from safetensors.torch import load_file
-
-    return _first(request, PROMPT_SUFFIX, lambda file: load_file(file), name)
-
-
 def _prompt_kv(request: FigureRequest) -> Path | None:
-    maps = _prompt_maps(request, "keys")
+    maps = _first(request, "keys", suffix=PROMPT_SUFFIX)
     if maps is None:
         return None
     panels = []
@@ -172,7 +162,7 @@ def _prompt_kv(request: FigureRequest) -> Path | None:
 
 def _prompt_saliency(request: FigureRequest) -> Path | None:
     """How often each token is among the `share` most salient, by both metrics."""
-    maps = _prompt_maps(request, "normalised")
+    maps = _first(request, "normalised", suffix=PROMPT_SUFFIX)
     if maps is None:
         return None
     share = float(request.options.get("share", 0.4))
