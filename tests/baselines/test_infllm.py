@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget, SelectiveCache, attach, generate
 from tests.baselines.common import selections
 from tests.baselines.infllm_reference import HALF, hypers, lengths_, make, run
 from tests.invariants.drive import Session, logits, tokens
@@ -57,12 +57,9 @@ def test_attended_tokens_are_what_is_reported(llama: PreTrainedModel) -> None:
         assert selected.indices.shape == (1, 1, 15)
         assert (selected.indices.view(3, 5) == selected.indices.view(3, 5)[:, :1] + torch.arange(5)).all()
         assert not ((selected.indices.view(3, 5)[:, 0] - 4) % 5).any()
-    cache = SelectiveCache(llama, method)
-    with attach(llama):
-        session = Session(llama, cache, [tokens(100, 1)])
-        for token in tokens(10, 2):
-            session.step([token])
-    assert cache.ledger.attended(all_layers=True) == 4 + 15 + 20 + 3  # one to five between, on average three
+    ids = torch.tensor([tokens(100, 1)])
+    attended = generate(llama, method, ids, max_new_tokens=11).attended_tokens_all_layers
+    assert attended == 4 + 15 + 20 + 3  # one to five between, on average three
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.mixed_codec import MixedCodec
 from baselines.zipcache.widths import Widths
 from pqcache.selective import Budget
-from pqcache.selective.ledger import unique_bytes
 from tests.baselines.drive import run
 from tests.drawn import drawn
 
@@ -17,16 +16,10 @@ FIFTH = {"budget": Budget(ratio=0.2)}
 
 
 @torch.no_grad()
-def test_mikv_differs_in_which_tokens_are_salient_only(llama: PreTrainedModel) -> None:
+def test_sums_favour_early_tokens_and_means_do_not(llama: PreTrainedModel) -> None:
     zipped, mikv = (run(llama, cls(**FIFTH), 200, 5).layers[0].store for cls in (ZipCache, MiKV))
-    assert not torch.equal(zipped.widths.bits(), mikv.widths.bits())
-    a, b = (unique_bytes(store.tensors()["device"]) for store in (zipped, mikv))
-    assert a == b
-    torch.testing.assert_close(
-        mikv.saliency(0, 5) * 0 + 1, torch.ones(2, 5, dtype=torch.float64)
-    )  # its sums are kept for tokens not packed yet
     late = [store.widths.bits()[0, :, 150:200].float().mean() for store in (zipped, mikv)]
-    assert late[0] > late[1]  # sums favour early tokens, means do not
+    assert late[0] > late[1]
 
 
 def test_balanced_keys_leave_products_unchanged() -> None:

@@ -209,15 +209,9 @@ def test_refit_is_decided_row_by_row(llama: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def test_union_of_query_heads_is_reported(llama: PreTrainedModel) -> None:
-    together = generate(
-        llama, Oracle(n_sink=8, budget=Budget(ratio=0.25)), torch.tensor([tokens(200, 1)]), max_new_tokens=4
-    )
-    apart = generate(
-        llama,
-        Oracle(n_sink=8, budget=Budget(ratio=0.25), reduce="none"),
-        torch.tensor([tokens(200, 1)]),
-        max_new_tokens=4,
-    )
+    ids, options = torch.tensor([tokens(200, 1)]), {"n_sink": 8, "budget": Budget(ratio=0.25)}
+    together = generate(llama, Oracle(**options), ids, max_new_tokens=4)
+    apart = generate(llama, Oracle(**options, reduce="none"), ids, max_new_tokens=4)
     assert together.attended_tokens == apart.attended_tokens == together.extra["attended_union"]
     k = 24  # floor(192 * 0.25) = 48, half of them the window
     assert apart.attended_tokens < apart.extra["attended_union"] <= apart.attended_tokens + k

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from pqcache.registry import method_class
 from pqcache.selective import Budget, NonFinite, Request, Sampling, generate, generate_batch, record, record_batch
 from pqcache.selective.sampling import probabilities
+from tests.invariants.drive import tokens
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -30.0, 1.0])
 DRAWS = 5_000
@@ -90,30 +91,16 @@ def test_wrong_values_are_refused(temperature: float, top_p: float) -> None:
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double().eval()  # rounding must not blur what is equal
-
-
-def prompt(s: int) -> list[int]:
-    return torch.randint(3, 128, (s,), generator=torch.Generator().manual_seed(s)).tolist()
-
-
 ROWS = (
-    Request(prompt(40), 9, sampling=Sampling(0.8, 0.9, "a")),
-    Request(prompt(25), 4),  # greedy
-    Request(prompt(40), 9, sampling=Sampling(0.8, 0.9, "b")),
-    Request(prompt(31), 12, {5}, None, 3, {5}, Sampling(1.5, 1.0, "c")),
+    Request(tokens(40, 40), 9, sampling=Sampling(0.8, 0.9, "a")),
+    Request(tokens(25, 25), 4),  # greedy
+    Request(tokens(40, 40), 9, sampling=Sampling(0.8, 0.9, "b")),
+    Request(tokens(31, 31), 12, {5}, None, 3, {5}, Sampling(1.5, 1.0, "c")),
 )
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "pqcache"])
-def test_an_answer_does_not_depend_on_its_batch_or_prefill(llama: LlamaForCausalLM, name: str) -> None:
+def test_an_answer_does_not_depend_on_its_batch_or_prefill(llama: PreTrainedModel, name: str) -> None:
     def method() -> object:
         return method_class(name)(budget=Budget(ratio=0.6))
 

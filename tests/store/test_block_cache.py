@@ -226,7 +226,7 @@ def test_fetch_equals_the_host_store_and_content_equals_host_rows(
 
 
 @pytest.mark.parametrize("name", thin(POLICIES, 4))
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "paying"])
 def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
     """Bit by bit, over every retrieval method, in a padded batch; only demand bytes move over to hits."""
     cls, hyper = POLICIES[name]
@@ -245,7 +245,10 @@ def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, po
     facts = cached.facts
     assert plain.moved["fetch"] == facts["cache_lookups"] * token
     assert cached.moved["fetch"] == (facts["cache_lookups"] - facts["cache_hits"]) * token
-    assert cached.moved["refill"] > 0 and cached.moved["refill"] % (8 * 2 * token) == 0
+    if policy == "paying":  # it keeps what was fetched
+        assert cached.moved["refill"] == 0 and cached.moved["fetch"] < plain.moved["fetch"]
+    else:
+        assert cached.moved["refill"] > 0 and cached.moved["refill"] % (8 * 2 * token) == 0
     assert 0 < facts["cache_hit_rate"] < 1 and 0 < facts["cache_chance_rate"] < 1
     assert cached.bytes_per_step()["refill"] == cached.moved["refill"] / cached.steps
     assert cached.moved["selection_keys"] == plain.moved["selection_keys"]

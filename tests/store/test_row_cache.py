@@ -8,26 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from baselines.quest import Quest
-from baselines.sparq import SparQ
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, SelectiveCache
-from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.store.host import HostStore
 from pqcache.store.row_cache import KEPT, RowCacheStore
-from tests.invariants.drive import logits, tokens
-from tests.thin import thin
 
 SINK, H_KV, D = 4, 2, 3
 OPTIONS: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 24, "cache_policy": "paying"}
-METHODS: dict[str, Callable[..., Method]] = {
-    "pqcache": lambda **o: PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **o),
-    "per query head": lambda **o: PQCache(n_sink=8, b=4, reduce="none", budget=Budget(ratio=0.2), **o),
-    "quest": lambda **o: Quest(page=4, budget=Budget(ratio=0.2), **o),
-    "sparq": lambda **o: SparQ(n_sink=8, r=2, budget=Budget(ratio=0.2), **o),
-}
 
 
 class Naive:
@@ -150,38 +137,6 @@ def test_credits_are_those_of_the_naive_model(seed: int) -> None:
                 credit = store.credit[row, head, ours[ours >= 0].long()].double().sort().values
                 theirs = torch.tensor([one.credit[i] for i in one.held], dtype=torch.float64).sort().values
                 torch.testing.assert_close(credit, theirs, rtol=1e-5, atol=1e-6)
-
-
-class PerCall(Watcher):
-    """Bytes fetched and refilled up to each call of each layer."""
-
-    def __init__(self) -> None:
-        self.total: list[int] = []
-
-    def watch(self, call: WatchedCall) -> None:
-        moved = call.ctx.cache.ledger.moved
-        self.total.append(moved["fetch"] + moved["refill"])
-
-
-@pytest.mark.parametrize("name", thin(METHODS, 2))
-def test_a_whole_model_answers_the_same_and_moves_less(llama: PreTrainedModel, name: str) -> None:
-    """In a padded batch; after every call of a layer no more bytes have crossed than over a host store."""
-    prompt, fed = [tokens(160, 1), tokens(70, 2), tokens(5, 3)], [[t, t, t] for t in tokens(16, 3)]
-    results, caches, watched = [], [], []
-    for options in ({"store": "host"}, OPTIONS):
-        caches.append(SelectiveCache(llama, METHODS[name](**options)))
-        watched.append(PerCall())
-        caches[-1].watchers.append(watched[-1])
-        results.append(logits(llama, caches[-1].method, prompt, fed, cache=caches[-1]))
-    assert torch.equal(*results)
-    plain, cached = watched
-    assert len(plain.total) == len(cached.total) and plain.total[-1] > cached.total[-1]
-    assert all(a >= b for a, b in zip(plain.total, cached.total, strict=True))
-    facts, ledger = caches[1].ledger.facts, caches[1].ledger
-    assert ledger.moved["refill"] == 0 and ledger.moved["selection_keys"] == caches[0].ledger.moved["selection_keys"]
-    token = 2 * 16 * 8  # K and V of one head in float64
-    assert ledger.moved["fetch"] == (facts["cache_lookups"] - facts["cache_hits"]) * token
-    assert 0 < facts["cache_chance_rate"] < 1
 
 
 def test_options_without_effect_are_not_shown() -> None:
