@@ -266,9 +266,10 @@ def _chosen(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[di
     """A choice of groups, composed by Hydra, which takes a good part of a second. changed: when the newest file was."""
     texts = list(groups)
     for name in (text.partition("=")[2] for text in groups if text.startswith(f"{EXPERIMENT}=")):
-        if (known := experiments(config_dir).get(name)) is not None and known.file.stem != name:  # no file of its own
-            ConfigStore.instance().store(group="experiment", name=name, node=known.values)
+        if (known := experiments(config_dir).get(name)) is not None:
             texts.append(str(known.values.get("defaults")))
+            if known.file.stem != name:  # no file of its own
+                ConfigStore.instance().store(group="experiment", name=name, node=known.values)
     for task in PARTS:
         if any(task in text for text in texts):
             part(task)
