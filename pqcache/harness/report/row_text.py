@@ -33,8 +33,10 @@ def row_text(row: Row, path: Path | None) -> str:
     if batch > 1 and latency:
         time += f"; batch {batch:.0f}, {number(extra['tokens_per_s'])} tokens/s"
     elif batch > 1:
-        differ = f": {extra['batch_differ']} of {extra['batch_checked']} answers differ from those alone"
-        resident, moved, time = "", "", f"not measured (batch {batch}{differ if 'batch_checked' in extra else ''})"
+        differ = (
+            ": {batch_differ} of {batch_checked} answers differ from those alone" if "batch_checked" in extra else ""
+        )
+        resident, moved, time = "", "", f"not measured (batch {batch}{differ.format(**extra)})"
     lines = {
         "score": "none: task=latency measures times and bytes" if latency else score,
         "score is": score_meaning(row),
