@@ -31,21 +31,6 @@ def test_widened_heads_compute_the_same_function(narrow: Qwen2ForCausalLM) -> No
     torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
 
 
-def test_new_query_dimensions_receive_gradients(narrow: Qwen2ForCausalLM) -> None:
-    wide = network.widened(narrow, 32, seed=0)
-    ids = torch.randint(96, (2, 64), generator=torch.Generator().manual_seed(1))
-    loss, _, _ = network.answer_loss(wide, ids, torch.ones(2, 64), torch.arange(64).expand(2, -1))
-    loss.backward()
-    gradient = wide.model.layers[1].self_attn.q_proj.weight.grad
-    assert gradient is not None
-    assert (gradient.view(6, 32, -1)[:, 1::2].abs().amax(dim=-1) > 0).all()  # the RoPE pairs in between are new
-
-
-def test_only_multiples_of_the_head_dimension(narrow: Qwen2ForCausalLM) -> None:
-    with pytest.raises(ValueError, match="head_dim=24: must be a multiple of 16"):
-        network.widened(narrow, 24, seed=0)
-
-
 def test_a_jump_of_positions_is_only_a_distance(narrow: Qwen2ForCausalLM) -> None:
     """What stands before it is read: transformers would take it for the border of another sequence."""
     ids = torch.randint(96, (2, 64), generator=torch.Generator().manual_seed(1))

@@ -6,17 +6,72 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+from lm_eval.api.instance import Instance
+
+from pqcache.fields import option_fields
+from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.options import ModelOptions, Refused
 from pqcache.harness.report.rows import Row, read_row
 
 REPO = Path(__file__).resolve().parents[2]
+CONFIGS = REPO / "configs"
 Command = Callable[..., int]
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def on_model(model: Path, out: Path) -> list[str]:
     """The words of a command on a local model that writes into `out`, and beside it what is prepared."""
     return ["model=hf", f"model.path={model}", f"out={out}", "wandb=disabled", f"cache_dir={out.parent / 'cache'}"]
+
+
+def model_options() -> dict[str, Any]:
+    """Those of a model at their defaults."""
+    return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
+
+
+def error_of(capsys: Capture, code: int) -> str:
+    """The one line that a refused command ends with."""
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1, said
+    return said
+
+
+def ask(prompt: str, doc_id: int = 0, **settings: Any) -> Instance:
+    """What lm-eval asks of a model: an answer to a prompt."""
+    return Instance("generate_until", {"prompt": prompt}, (prompt, settings), 0, ("some_task", doc_id, 1))
+
+
+def refused(line: str, configs: Path = CONFIGS) -> list[str]:
+    """The lines with which a command is refused that is only composed."""
+    with pytest.raises(Refused) as found:
+        make_plan(compose_all(line.split(), configs))
+    return found.value.lines
+
+
+def definition(name: str, data: Path, output_type: str, metrics: list[str], **parts: Any) -> str:
+    """A task of lm-eval's own format over the rows of a file."""
+    train = {"train": str(data.with_name("train.jsonl"))} if "fewshot_split" in parts else {}
+    fields = {
+        "output_type": output_type,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data), **train}},
+        "test_split": "test",
+        "metric_list": [{"metric": metric} for metric in metrics],
+        "metadata": {"version": 1.0},
+        **parts,
+    }
+    return f"task: {name}\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in fields.items())
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """Every line of every cell's samples."""
+    return [json.loads(line) for path in sorted(out.glob("*/samples*.jsonl")) for line in path.open()]
 
 
 def rows(out: Path) -> dict[str, Row]:

@@ -14,6 +14,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # run.py stands beside the packages
 
 import run  # noqa: E402
+from tests.harness.cells import model_options, on_model  # noqa: E402
 
 
 def make_tiny_model(folder: Path) -> Path:
@@ -60,28 +61,86 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def loaded(tiny: Path) -> Any:
+    """The tiny model as a run loads it."""
+    from pqcache.harness.run import models
+
+    return models.load("hf", {**model_options(), "path": str(tiny)})
+
+
 @pytest.fixture
-def command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`command("method=full", "limit=2")`: run.py on the tiny model, into tmp_path/out, in this process.
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers end after 8 tokens, to be quick."""
+    from pqcache import selective
+    from pqcache.harness.run import adapter, batches
 
-    Answers end after 8 tokens, to be quick.
-    """
-    from pqcache.harness.run import adapter as lm
-
-    original = lm.generate
+    original = adapter.generate
 
     def short(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
         return original(*arguments, max_new_tokens=min(8, max_new_tokens), **options)
 
-    monkeypatch.setattr(lm, "generate", short)
+    monkeypatch.setattr(adapter, "generate", short)
+    monkeypatch.setattr(batches, "Request", lambda ids, new, *more: selective.Request(ids, min(8, new), *more))
+
+
+@pytest.fixture
+def command(tiny: Path, tmp_path: Path, short_answers: None) -> Callable[..., int]:
+    """`command("method=full", "limit=2")`: run.py on the tiny model, into tmp_path/out, in this process.
+
+    Without a task, needle_pocket at 256 tokens.
+    """
 
     def call(*arguments: str, out: Path = tmp_path / "out") -> int:
-        base = ["model=hf", f"model.path={tiny}", "task.length=256", "limit=3", f"out={out}", "wandb=disabled"]
-        base.append(f"cache_dir={tmp_path / 'cache'}")
         typed = {argument.partition("=")[0] for argument in arguments}
-        return run.main([*(b for b in base if b.partition("=")[0] not in typed), *arguments])
+        left = typed | ({"task.length"} if "task" in typed else set()) | ({"model.path"} if "model" in typed else set())
+        base = [*on_model(tiny, out), "task.length=256", "limit=3"]
+        return run.main([*(word for word in base if word.partition("=")[0] not in left), *arguments])
 
     return call
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`on(engine)`: launch=ray goes to this engine."""
+    from pqcache.harness.run import runner
+
+    def put(engine: Any) -> Any:
+        monkeypatch.setattr(runner, "engine_for", lambda _: engine)
+        return engine
+
+    return put
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per prefill that was recorded for several answers."""
+    from pqcache.harness.run import sharing
+
+    calls: list[int] = []
+    original = sharing.record
+    monkeypatch.setattr(sharing, "record", lambda *given, **options: (calls.append(1), original(*given, **options))[1])
+    return calls
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights must not be loaded."""
+    from pqcache.harness.run import models
+
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+
+
+@pytest.fixture
+def own_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lm-eval's tasks only those of `task.include`: indexing its own thousands takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    from pqcache.harness.tasks import any_lm_eval
+
+    monkeypatch.setattr(
+        any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
+    )
 
 
 @pytest.fixture

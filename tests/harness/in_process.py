@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pqcache.harness.config.options import Refused
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
@@ -10,20 +11,31 @@ from pqcache.harness.run.worker import Follower, Worker
 
 
 class InProcess:
-    def __init__(self, workers: int = 1) -> None:
-        """workers: as if there were so many; decides the size of units."""
-        self.workers = workers
+    """Keeps its units and results."""
+
+    def __init__(self, workers: int = 1, most: int | None = None) -> None:
+        """workers: as if there were so many; decides the size of units. most: units that it runs at all."""
+        self.workers, self.most = workers, most
+        self.units: list[Unit] = []
+        self.results: list[UnitResult] = []
         self._worker: tuple[Job, Worker] | None = None
 
     def run(self, job: Job, units: Sequence[Unit], report: Report, *, alone: bool) -> None:
-        follower = Follower(job, units, report)
-        for unit in units:
+        def keep(event: Any) -> None:
+            self.results += [event] if isinstance(event, UnitResult) else []
+            report(event)
+
+        assert all(unit.timed == alone for unit in units)
+        left = len(units) if self.most is None else max(0, self.most - len(self.units))
+        self.units += units[:left]
+        follower = Follower(job, units[:left], keep)
+        for unit in units[:left]:
             try:
                 if self._worker is None or self._worker[0] is not job:
                     self._worker = job, Worker(job)
-                report(self._worker[1].run(unit))
+                keep(self._worker[1].run(unit))
             except Refused as refused:
-                report(UnitResult(unit.name, "refused", reason="; ".join(refused.lines)))
+                keep(UnitResult(unit.name, "refused", reason="; ".join(refused.lines)))
             follower.poll()
 
     def close(self) -> None:

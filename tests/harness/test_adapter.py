@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_origin, get_type_hints
@@ -14,36 +13,11 @@ import torch
 from lm_eval.api.instance import Instance
 
 from pqcache.harness.config.options import fits
-from pqcache.harness.run import models
 from pqcache.harness.run.adapter import HarnessLM
-from pqcache.harness.run.answers import stopper
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks
 from pqcache.registry import method_class
-from pqcache.selective import Budget
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny: Path) -> LoadedModel:
-    options = dict(models_options(), path=str(tiny))
-    return models.load("hf", options)
-
-
-def models_options() -> dict[str, Any]:
-    from pqcache.fields import option_fields
-    from pqcache.harness.config.options import ModelOptions
-
-    return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
-
-
-def ask(prompt: str, doc_id: int = 0, **settings: Any) -> Instance:
-    return Instance(
-        request_type="generate_until",
-        doc={"prompt": prompt},
-        arguments=(prompt, settings),
-        idx=0,
-        metadata=("some_task", doc_id, 1),
-    )
+from tests.harness.cells import ask
 
 
 def adapter(loaded: LoadedModel, log: SampleLog, **options: Any) -> HarnessLM:
@@ -65,42 +39,10 @@ def test_one_bos_with_and_without_a_chat(loaded: LoadedModel) -> None:
     assert doubled.count(bos) == 1
 
 
-def test_chat_is_the_templates(loaded: LoadedModel) -> None:
-    assert loaded.chat
-    text = loaded.wrap("Where?")
-    assert text == loaded.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Where?"}], tokenize=False, add_generation_prompt=True
-    )
-    with_system = LoadedModel("m", loaded.model, loaded.tokenizer, True, "Be brief.", None)
-    assert "Be brief." in with_system.wrap("Where?")
-    assert with_system.wrapper() == "chat template"
-
-
 def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [7, 8])
     monkeypatch.setattr(loaded.model.config, "eos_token_id", 9)
     assert loaded.stop_ids() == {7, 8, 9, loaded.tokenizer.eos_token_id}
-
-
-def test_question_tokens(loaded: LoadedModel) -> None:
-    """From the last marker on, at most 100 characters, without a marker the last 100."""
-
-    def characters(text: str, *markers: list[str]) -> int:
-        count = loaded.question_tokens(text, *markers)
-        tail = loaded.tokenizer.decode(loaded.encode(text)[-count:])
-        assert text.endswith(tail)
-        return len(tail)
-
-    story = "The old man walked over the hill. " * 12
-    assert characters(story + "Question: who walked?") == len("Question: who walked?")
-    assert 100 <= characters(story + "Question: " + "who " * 60) < 112  # a token may straddle the start
-    assert 100 <= characters(story) < 112
-    both = story + "Now, answer. Question: who walked?"
-    assert characters(both) == len("Question: who walked?")
-    assert characters(both, ["Now,"]) == len("Now, answer. Question: who walked?")
-    assert 100 <= characters(both, []) < 112
-    short = "Hi?"
-    assert loaded.question_tokens(short) == len(loaded.encode(short)) - 1  # the first token stays in the prompt
 
 
 def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -124,17 +66,6 @@ def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel
 
 
 # -- answers --------------------------------------------------------------------------------------------------------------
-
-
-def test_stopper_sees_a_string_over_several_tokens(loaded: LoadedModel) -> None:
-    tokenizer = loaded.tokenizer
-    ids = tokenizer("The farmer said: Question: why?", add_special_tokens=False)["input_ids"]
-    stop = stopper(tokenizer, ["Question:"])
-    assert stop is not None
-    first = next(n for n in range(1, len(ids) + 1) if stop(ids[:n]))
-    assert "Question:" in tokenizer.decode(ids[:first])
-    assert "Question:" not in tokenizer.decode(ids[: first - 1])
-    assert stopper(tokenizer, []) is None
 
 
 def test_generation_equals_transformers_and_stops(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -197,19 +128,6 @@ def test_a_random_step_does_not_depend_on_the_samples_before(loaded: LoadedModel
     assert seen[0] == seen[2] != seen[1]
 
 
-def test_budget_and_memory_are_recorded(loaded: LoadedModel, tmp_path: Path) -> None:
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        method = method_class("oracle")(budget=Budget(ratio=0.5), n_sink=4)
-        lm = HarnessLM(loaded, method, log)
-        lm.generate_until([ask("The farmer walked to the river and back. " * 8, max_gen_toks=6)])
-        sample = lm.used["some_task", 0]
-    lacks = SampleMarks.__annotations__.keys() - {"prompt_sha256", "prompt_end"}
-    assert sample.keys() == Sample.__annotations__.keys() - lacks
-    assert 0.4 * sample["prompt_tokens"] < (sample["budget_tokens"] or 0) < 0.65 * sample["prompt_tokens"]
-    assert len(sample["step_s"]) == sample["new_tokens"] - 1
-    assert sample["resident_bytes"]["device"] > 0
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_line_tells_what_was_asked(loaded: LoadedModel, whole: bool, tmp_path: Path) -> None:
     task = SimpleNamespace(doc_to_target=lambda doc: ["the river", "the bank"])
@@ -257,15 +175,3 @@ def test_log_survives_any_cut(tmp_path: Path) -> None:
                 if log.find("t", i, "f") is None:
                     log.append(sample(i))
         assert path.read_bytes() == whole
-
-
-def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    pid = os.fork()
-    if pid == 0:
-        log = SampleLog(path)
-        log.append(sample(1))
-        os._exit(9)  # no clean-up of any kind
-    os.waitpid(pid, 0)
-    with SampleLog(path) as log:
-        assert log.find("t", 1, "f") is not None

@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 
 import run
-from pqcache import selective
 from pqcache.harness.config.check import without_batches
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.report.row_text import row_text
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.run import batches
 from pqcache.registry import METHODS, method_class
-from tests.harness.cells import Command, on_model, status
+from tests.harness.cells import Capture, Command, Patch, status
 
 NUMBERS = ("batch_checked", "batch_differ", "batch")
-
-
-@pytest.fixture(autouse=True)
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `command`: 8 tokens."""
-    monkeypatch.setattr(batches, "Request", lambda ids, new, *more: selective.Request(ids, min(8, new), *more))
 
 
 def stored(out: Path) -> tuple[Any, list[dict[str, Any]], Path]:
@@ -56,7 +49,7 @@ def test_answers_are_those_of_single_prompts(command: Command, tmp_path: Path) -
 
 @pytest.mark.rest
 def test_a_batch_goes_on_where_it_stopped(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
+    command: Command, tmp_path: Path, monkeypatch: Patch, generated: list[int]
 ) -> None:
     sizes: list[int] = []
     answer = batches.answer
@@ -74,9 +67,7 @@ def test_a_batch_goes_on_where_it_stopped(
 
 
 @pytest.mark.rest
-def test_cells_share_the_prefill_of_a_batch(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_share_the_prefill_of_a_batch(command: Command, tmp_path: Path, capsys: Capture) -> None:
     words = ["-m", "budget=0.3", "limit=3", "batch=2"]
     answers, prefills = [], []
     for shared in ("true", "false"):
@@ -91,29 +82,6 @@ def test_cells_share_the_prefill_of_a_batch(
     assert capsys.readouterr().out.count("a batch with prompts of several lengths is not recorded in chunks") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["batch=0"], "batch=0: must be at least 1"),
-        (["batch=many"], "batch=many: expected"),
-        (["batch=2", "batch_check=-1"], "batch_check=-1: must be 0 or more"),
-        (["batch_check=2"], "batch_check=2: compares batches with single prompts"),
-        (["batch=2", "diagnostics=true"], "diagnostics=true: sees one prompt at a time"),
-        (["model=random", "task=latency", "batch=2"], "batch=2: task=latency has task.batch"),
-        (["model=random", "task=latency", "task.batch=0"], "task.batch=0: must be at least 1"),
-    ],
-)
-def test_bad_values_are_refused(
-    command: Command, words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "model=random" in words:
-        assert run.main(["method=full", *words, f"out={tmp_path}", f"cache_dir={tmp_path}"]) == 2
-    else:
-        assert command("method=full", *words) == 2
-    err = capsys.readouterr().err
-    assert line in err and len(err.splitlines()) == 1
-
-
 def test_a_trace_is_of_one_prompt() -> None:
     def line(name: str, task: str = "pocket_qa", **options: int) -> str:
         return without_batches(method_class(name), task, options, RunOptions(batch=2))
@@ -125,7 +93,7 @@ def test_a_trace_is_of_one_prompt() -> None:
 
 @pytest.mark.rest
 def test_prompts_of_one_length_where_chunks_ask_for_it(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     groups: list[set[int]] = []
     answer = batches.answer
@@ -141,13 +109,13 @@ def test_prompts_of_one_length_where_chunks_ask_for_it(
     assert capsys.readouterr().out.count("infllm takes prompts of one length in chunks") == 1
 
 
-def test_given_texts_are_scored_one_by_one(tiny: Path, tmp_path: Path) -> None:
+def test_given_texts_are_scored_one_by_one(command: Command, tmp_path: Path) -> None:
     words = ["method=full", "task=pg19", "task.source=constructed", "task.tokens=300", "limit=1", "batch=4"]
-    assert run.main([*words, *on_model(tiny, tmp_path / "out")]) == 1
+    assert command(*words) == 1
     assert "scores given texts, which works with batch=1 only" in status(tmp_path / "out")["full"]["reason"]
 
 
-def test_latency_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_of_a_batch(tmp_path: Path, capsys: Capture) -> None:
     words = ["model=random", "model.geometry=tiny", "task=latency", "method=pqcache", "method.store=host"]
     words += ["task.length=150", "task.rounds=1", "task.new_tokens=6", "wandb=disabled", f"cache_dir={tmp_path}"]
     assert run.main([*words, f"out={tmp_path / 'one'}"]) == 0

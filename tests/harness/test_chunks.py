@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 from pqcache.harness.launch.bound import bound
 from pqcache.harness.run import memory as chunks
 from pqcache.harness.run import units
-from tests.harness.cells import Command
+from tests.harness.cells import Command, Patch
 
 CONFIG = LlamaConfig(
     hidden_size=64,
@@ -33,7 +32,7 @@ def samples(out: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.rest
-def test_answers_are_those_of_one_block(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_those_of_one_block(command: Command, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     sweep = ["-m", "method=full,snapkv", "budget=0.3", "limit=2", "shared_prefill=true"]
     assert command(*sweep, out=tmp_path / "whole") == 0
@@ -49,7 +48,7 @@ def test_answers_are_those_of_one_block(command: Command, tmp_path: Path, monkey
     )
 
 
-def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_auto_chooses() -> None:
     tokens = 8192
     kept, step = chunks.kept_bytes(CONFIG, tokens, "float32"), chunks.prefill_bytes(CONFIG, chunks.STEP, "float32")
 
@@ -60,21 +59,6 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(15.9 * step) == 15 * 512
     assert chosen(3.5 * step) == 3 * 512
     assert chosen(0) == 512  # the least; what does not fit then is foreseen elsewhere
-    assert chunks.Chunks(700).of(None, tokens) == 700  # type: ignore[arg-type]
-    assert chunks.Chunks(None).of(None, tokens) is None  # type: ignore[arg-type]
-
-    class Model:
-        config, dtype, device = CONFIG, torch.float32, torch.device("cpu")
-
-        def modules(self) -> list[torch.nn.Module]:
-            return []  # no layer lies elsewhere
-
-    free = iter([int((kept + 2 * step) / chunks.SHARE_OF_FREE) + 1])
-    # asked once: all prompts of a cell are decided alike
-    monkeypatch.setattr(chunks, "free_bytes", lambda _: next(free))
-    auto = chunks.Chunks("auto")
-    assert [auto.of(Model(), n) for n in (tokens, tokens, 1000)] == [1024, 1024, None]  # type: ignore[arg-type]
-    assert auto.fact(1024) == {"prefill_chunk": 1024}
 
 
 def test_a_plan_counts_a_chunk() -> None:
@@ -85,9 +69,3 @@ def test_a_plan_counts_a_chunk() -> None:
     )
     assert chunked.prefill * 16 == whole.prefill
     assert chunked.device >= 2 * 3 * 2 * 16 * 8192 * 4
-
-
-@pytest.mark.parametrize("value", ["0", "-512", "most"])
-def test_bad_values_are_refused(command: Command, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("method=full", f"prefill_chunk={value}") == 2
-    assert f"prefill_chunk={value}" in capsys.readouterr().err

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from pqcache.harness.run.samples import Busy, Claim, claim
+from pqcache.harness.run.samples import Busy, claim
 
 
 def test_a_claim_is_refused_until_it_is_released(tmp_path: Path) -> None:
@@ -18,26 +17,6 @@ def test_a_claim_is_refused_until_it_is_released(tmp_path: Path) -> None:
         claim(tmp_path)
     for _ in range(3):
         claim(tmp_path).release()
-
-
-def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
-    start = threading.Barrier(8)
-    won: list[Claim] = []
-    lost: list[Busy] = []
-
-    def race() -> None:
-        start.wait()
-        try:
-            won.append(claim(tmp_path))
-        except Busy as busy:
-            lost.append(busy)
-
-    threads = [threading.Thread(target=race) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(won), len(lost)) == (1, 7)
 
 
 def test_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,31 +16,9 @@ from pqcache.registry import METHODS, method_class
 from pqcache.selective import Method
 
 
-@dataclass(kw_only=True)
-class Plain:
-    """Two options."""
-
-    # above the field,
-    # on two lines
-    first: int = 1
-    second: str = "a"  # behind it
-
-
-@dataclass(kw_only=True)
-class Special(Plain):
-    """Another default, and one more option without a comment."""
-
-    first: int = 2
-    third: list | None = None
-
-
 def test_files_are_what_make_configs_writes() -> None:
     stale = [str(path.relative_to(files.CONFIGS)) for path in files.outdated()]
     assert stale == [], "make configs writes them"
-
-
-def test_comments_are_read_from_the_source() -> None:
-    assert comments(Special) == {"first": "above the field, on two lines", "second": "behind it"}
 
 
 @pytest.mark.parametrize(

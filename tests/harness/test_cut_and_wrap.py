@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models
 from pqcache.harness.run.samples import SampleLog
 from pqcache.registry import method_class
 from pqcache.selective import generate, record
+from tests.harness.cells import ask
 
-
-@pytest.fixture(scope="module")
-def loaded(tiny: Path) -> models.LoadedModel:
-    from pqcache.fields import option_fields
-    from pqcache.harness.config.options import ModelOptions
-
-    options = {name: default for name, (_, default) in option_fields(ModelOptions).items()}
-    return models.load("hf", {**options, "path": str(tiny)})
+SHORT: dict[str, Any] = {"until": [], "max_gen_toks": 4}
 
 
 @pytest.mark.parametrize("length", [20, 33])
@@ -44,7 +37,11 @@ def test_a_long_prompt_loses_its_middle_before_it_is_wrapped(loaded: models.Load
 def test_inst_is_written_without_spaces_and_other_templates_are_used(
     loaded: models.LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert loaded.wrap("Who?", "inst") == loaded.wrap("Who?") != "Who?"
+    turns = [{"role": "user", "content": "Who?"}]
+    template = loaded.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert loaded.wrap("Who?", "inst") == loaded.wrap("Who?") == template
+    with_system = models.LoadedModel("m", loaded.model, loaded.tokenizer, True, "Be brief.", None)
+    assert "Be brief." in with_system.wrap("Who?") and with_system.wrapper() == "chat template"
     assert loaded.wrap("Who?", "none") == "Who?"
     marks = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
     monkeypatch.setattr(loaded.tokenizer, "chat_template", marks)
@@ -52,25 +49,14 @@ def test_inst_is_written_without_spaces_and_other_templates_are_used(
     assert loaded.wrap("Who?") == f"{loaded.tokenizer.bos_token}[INST] Who? [/INST]"
     bos = loaded.tokenizer.bos_token_id
     assert all(loaded.encode(loaded.wrap("Who?", form)).count(bos) == 1 for form in ("inst", "template"))
-    with_system = models.LoadedModel("m", loaded.model, loaded.tokenizer, True, "Be brief.", None)
     assert with_system.wrapper("inst") == "chat template"  # these marks have no place for a system text
-
-
-def ask(prompt: str, doc_id: int = 0, **settings: Any) -> Instance:
-    return Instance(
-        request_type="generate_until",
-        doc={"prompt": prompt},
-        arguments=(prompt, {"until": [], "max_gen_toks": 4, **settings}),
-        idx=0,
-        metadata=("some_task", doc_id, 1),
-    )
 
 
 def test_the_adapter_cuts_wraps_and_says_so(loaded: models.LoadedModel, tmp_path: Path) -> None:
     prompt = "The old man walked over the hill. " * 20
     with SampleLog(tmp_path / "samples.jsonl") as log:
         adapter = lm.HarnessLM(loaded, method_class("full")(), log)
-        adapter.generate_until([ask(prompt, wrapper="inst", cut_middle=32)], disable_tqdm=True)
+        adapter.generate_until([ask(prompt, **SHORT, wrapper="inst", cut_middle=32)], disable_tqdm=True)
         cut, dropped = loaded.cut_middle(prompt, 32)
         text = loaded.wrap(cut)
         assert adapter.used["some_task", 0]["prompt_tokens"] == len(loaded.encode(text))
@@ -90,12 +76,14 @@ def test_the_adapter_cuts_wraps_and_says_so(loaded: models.LoadedModel, tmp_path
             },
         }
         bare = lm.HarnessLM(loaded, method_class("full")(), log)
-        bare.generate_until([ask("Who?", 1, wrapper="none", cut_middle=0, longest_answer=512)], disable_tqdm=True)
+        bare.generate_until(
+            [ask("Who?", 1, **SHORT, wrapper="none", cut_middle=0, longest_answer=512)], disable_tqdm=True
+        )
         assert bare.protocol["unwrapped"] == ["some_task"]
         room = 4096 - 512 - loaded.count("") - models.JOIN
         assert bare.protocol["truncation"] == f"middle, to {room} tokens before wrapping"
         plain = lm.HarnessLM(loaded, method_class("full")(), log)
-        plain.generate_until([ask("Who?", 2)], disable_tqdm=True)
+        plain.generate_until([ask("Who?", 2, **SHORT)], disable_tqdm=True)
         assert plain.protocol["truncation"] == "none; longer is left out"
 
 
@@ -120,10 +108,10 @@ def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedM
     with SampleLog(tmp_path / "samples.jsonl") as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm, "generate", spy)
         adapter = lm.HarnessLM(loaded, method, log)
-        adapter.generate_until([ask("Sum up.", stop_token="\n")], disable_tqdm=True)
+        adapter.generate_until([ask("Sum up.", **SHORT, stop_token="\n")], disable_tqdm=True)
         assert newline in seen["eos_token_ids"]
         assert set(seen["not_first"]) == set(seen["eos_token_ids"]) == loaded.stop_ids() | {newline}
-        adapter.generate_until([ask("Sum up.", 1)], disable_tqdm=True)
+        adapter.generate_until([ask("Sum up.", 1, **SHORT)], disable_tqdm=True)
         assert newline not in seen["eos_token_ids"] and seen["not_first"] == ()
 
 

@@ -12,11 +12,9 @@ import pytest
 import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.options import Refused
 from pqcache.harness.launch import bound, plan
-from pqcache.harness.run import session
 from pqcache.harness.run.session import Session
-from tests.harness.cells import Command, rows
+from tests.harness.cells import Capture, Command, Patch, error_of, refused, rows
 
 PARTS = {
     "model.embed_tokens": "cpu",
@@ -26,10 +24,10 @@ PARTS = {
     "lm_head": "cpu",
 }
 ON_DISK = "model.device_map={" + ",".join(f"{part}:{at}" for part, at in PARTS.items()) + "}"
-HUB = ("model=hf", "model.path=someone/large", "method=full")
+HUB = "model=hf model.path=someone/large method=full"
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, accelerate: object) -> None:
+def pretend(monkeypatch: Patch, accelerate: object) -> None:
     """accelerate: what looking for the package finds."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -38,15 +36,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, accelerate: object) -> None:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: Patch) -> None:
     """As if accelerate was installed, for what ends before it is needed."""
     pretend(monkeypatch, accelerate=object())
-
-
-def refused(*words: str) -> list[str]:
-    with pytest.raises(Refused) as error:
-        make_plan(compose_all([*HUB, *words], run.CONFIGS))
-    return error.value.lines
 
 
 @pytest.mark.parametrize(
@@ -65,23 +57,18 @@ def refused(*words: str) -> list[str]:
     ],
 )
 def test_wrong_ones_are_one_line(installed: None, words: str, said: str) -> None:
-    (line,) = refused(*words.split())
+    (line,) = refused(f"{HUB} {words}")
     assert said in line
 
 
-def test_without_accelerate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_accelerate(no_model: None, monkeypatch: Patch, capsys: Capture) -> None:
     pretend(monkeypatch, accelerate=None)
-    monkeypatch.setattr(session, "_load", lambda cell: pytest.fail("a model was loaded"))
-    assert run.main([*HUB, "model.device_map=auto"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    said = error_of(capsys, run.main([*HUB.split(), "model.device_map=auto"]))
     assert "model.device_map=auto: the package accelerate is not installed" in said
 
 
 @pytest.mark.rest
-def test_no_single_device_refuses_it(
-    installed: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_single_device_refuses_it(installed: None, tiny: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(bound, "free_bytes", lambda device: 1)
     monkeypatch.setattr(bound, "swap", lambda: 0)
     own = ["model=hf", f"model.path={tiny}", "method=full", "limit=1", f"out={tmp_path}", "task.length=256"]
@@ -97,7 +84,7 @@ def test_no_single_device_refuses_it(
 
 
 @pytest.mark.rest
-def test_the_same_samples(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_samples(command: Command, tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("accelerate")
     words = ("-m", "method=full,snapkv", "budget=0.3")
     assert command(*words, out=tmp_path / "one") == 0
@@ -120,7 +107,7 @@ def _samples(path: Path) -> dict[tuple, dict]:
     return {(sample["task"], sample["doc_id"], sample["fingerprint"]): sample for sample in found}
 
 
-def test_a_mapping_that_leaves_parts_out(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mapping_that_leaves_parts_out(command: Command, capsys: Capture) -> None:
     pytest.importorskip("accelerate")
     assert command("method=full", "model.device_map={lm_head:disk,model.norm:cpu}") == 1
     assert "model.device_map=" in capsys.readouterr().err

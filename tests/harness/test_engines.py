@@ -18,11 +18,9 @@ import pytest
 import run
 from pqcache.harness.config.options import RayLaunch, Refused, SlurmLaunch
 from pqcache.harness.run.engines import ray_engine, slurm_engine
-from pqcache.harness.run.engines.slurm_engine import shares
-from pqcache.harness.run.units import Failure, Job, Progress, Unit, UnitResult, range_sizes
-from pqcache.harness.run.worker import Follower
+from pqcache.harness.run.units import Failure, Job, Unit, UnitResult
 from scripts.same_rows import differences
-from tests.harness.cells import ONE_THREAD, REPO
+from tests.harness.cells import ONE_THREAD, REPO, Patch
 
 UNITS = [Unit(("cell",), "task", first, first + 1) for first in range(4)]
 
@@ -40,24 +38,6 @@ def ended(events: list[Any]) -> dict[str, UnitResult]:
 
 
 # -- what workers have finished -------------------------------------------------------------------------------------
-
-
-def test_samples_are_reported_once_and_whole_lines_only(tmp_path: Path, job: Job) -> None:
-    cell, seen = tmp_path / "smoke" / "an older name", []
-    cell.mkdir(parents=True)
-    line = json.dumps({"task": "t", "doc_id": 3, "score": 50.0})
-    (cell / f"samples-{UNITS[0].name}-0.jsonl").write_text(f"{line}\n")  # an earlier driver's
-    follower = Follower(job, UNITS, seen.append)
-    follower.poll()
-    assert seen == []
-    path = cell / f"samples-{UNITS[0].name}-1.jsonl"
-    path.write_text(f"{line}\n{line[:10]}")
-    follower.poll()
-    follower.poll()
-    assert seen == [Progress("cell", "t", 3, 50.0)]
-    path.write_text(f"{line}\n{line}\nnot a sample\n")
-    follower.poll()
-    assert len(seen) == 2
 
 
 # -- SLURM: a queue and a scheduler that are pretended -----------------------------------------------------------------
@@ -93,7 +73,7 @@ class Queue:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+def queue(tmp_path: Path, monkeypatch: Patch) -> Queue:
     queue = Queue(tmp_path)
     monkeypatch.setattr(slurm_engine, "POLL", 0.01)
     monkeypatch.setattr(slurm_engine, "GRACE", 0.02)
@@ -103,22 +83,13 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
     return queue
 
 
-def test_slurm_runs_every_unit_in_few_tasks(queue: Queue, job: Job) -> None:
-    events: list[Any] = []
-    slurm_engine.SlurmEngine(SlurmLaunch(workers=2)).run(job, UNITS, events.append, alone=False)
-    results = ended(events)
-    assert results.keys() == {unit.name for unit in UNITS}
-    assert all(result.status == "done" for result in results.values())
-    assert results[UNITS[3].name].failures == {"cell": Failure("E: no", "trace")}
-    assert [len(units) for units in queue.submitted] == [2, 2]
-
-
 def test_a_lost_slurm_task_is_submitted_again_and_named_at_last(queue: Queue, job: Job) -> None:
     queue.deeds = [1, 0, 0]  # the first task loses its second unit, which is lost again and again
     events: list[Any] = []
     slurm_engine.SlurmEngine(SlurmLaunch(workers=1, retries=2)).run(job, UNITS, events.append, alone=False)
     results = ended(events)
     assert [results[unit.name].status for unit in UNITS] == ["done", "lost", "done", "done"]
+    assert results[UNITS[3].name].failures == {"cell": Failure("E: no", "trace")}
     assert "left the queue without a result" in results[UNITS[1].name].reason
     names = [unit.name for unit in UNITS]
     assert queue.submitted == [names, names[1:], names[1:], names[2:]]
@@ -157,40 +128,13 @@ def test_a_slurm_worker_that_is_alone_asks_for_the_whole_host(tmp_path: Path, jo
     assert shared["setup"] == ["export OMP_NUM_THREADS=8", "module load x"]
 
 
-def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_or_ray_is_one_line(monkeypatch: Patch) -> None:
     monkeypatch.setattr(slurm_engine.shutil, "which", lambda name: None)
     with pytest.raises(Refused, match="launch=slurm: sbatch, squeue, srun not found"):
         slurm_engine.SlurmEngine(SlurmLaunch())
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Refused, match="the package ray is not installed"):
         ray_engine.RayEngine(RayLaunch())
-
-
-def test_units_get_smaller_and_no_worker_waits_long_for_the_last() -> None:
-    assert range_sizes(115, 2) == [29, 29, 15, 15, 7, 7, 4, 4, 2, 2, 1]
-    for documents, workers, batch in ((1, 8, 1), (7, 3, 1), (500, 8, 1), (500, 8, 16), (33, 2, 8)):
-        sizes = range_sizes(documents, workers, batch)
-        assert sum(sizes) == documents
-        assert sizes == sorted(sizes, reverse=True)
-        assert all(size % batch == 0 for size in sizes[:-1])
-        ends = [0] * workers  # a free worker takes the next unit
-        for size in sizes:
-            ends[ends.index(min(ends))] += size
-        assert max(ends) - min(ends) <= batch
-
-
-def test_lists_of_units_are_as_long_as_each_other_and_none_is_empty() -> None:
-    sizes = range_sizes(400, 4)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    units = [Unit(("a", "b"), "t", start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    lists = shares(units, 4)
-    assert [unit for part in lists for unit in part] == units
-    documents = [sum((unit.stop or 0) - unit.first for unit in part) for part in lists]
-    assert len(documents) == 4
-    assert max(documents) - min(documents) <= max(sizes)
-    latency = [Unit((name,), "t", timed=True, whole=True) for name in "abc"]
-    assert shares(latency, 8) == [[unit] for unit in latency]
-    assert shares(latency, 1) == [latency]
 
 
 class Lost(Exception):
@@ -233,7 +177,7 @@ class FakeActor:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pool(monkeypatch: Patch) -> Any:
     """An engine of two pretended workers; `started` and `answers` are its own."""
     engine: Any = ray_engine.RayEngine.__new__(ray_engine.RayEngine)
     engine._ray, engine._actors, engine._gpus = FakeRay(), [], 0.0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from scripts import equal_bytes
 from scripts.equal_bytes import Unreachable, solve
+from tests.harness.cells import Capture
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,7 +42,7 @@ def test_what_has_no_solution_says_so() -> None:
 
 
 @pytest.mark.rest
-def test_a_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     common = [
         "model=hf",
         f"model.path={tiny}",
@@ -61,7 +62,7 @@ def test_a_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not list((tmp_path / "out").glob("*oracle*"))
 
 
-def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_commands(capsys: Capture) -> None:
     assert equal_bytes.main(["method=snapkv"]) == 2
     assert equal_bytes.main(["reference=int8", "method=snapkv", "snapkv.windw=3"]) == 2
     assert "windw" in capsys.readouterr().err

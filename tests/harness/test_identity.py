@@ -17,7 +17,7 @@ from pqcache import registry
 from pqcache.fields import added
 from pqcache.harness.config.cells import Cell, make_plan
 from pqcache.harness.config.compose import compose_all
-from tests.harness.cells import Command
+from tests.harness.cells import Capture, Command, Patch
 
 # Command -> names of its cells' folders at commit 674b26b. New options and removed ones may not change them. Names that a raised
 # `revision` changed since: clusterkv (1), kvcrush (1).
@@ -43,7 +43,7 @@ def cell(line: str, configs: Path = run.CONFIGS) -> Cell:
 
 
 @pytest.fixture
-def oracle(monkeypatch: pytest.MonkeyPatch) -> Any:
+def oracle(monkeypatch: Patch) -> Any:
     """`oracle(cls)`: method=oracle is this class."""
 
     def put(cls: type) -> None:
@@ -75,7 +75,7 @@ def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(oracle: Any, tm
     assert other.identity["method"]["precision"] == "half"
 
 
-def test_a_retired_option_is_hashed_and_typed_but_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retired_option_is_hashed_and_typed_but_not_shown(capsys: Capture) -> None:
     one = cell("method=quest")
     assert one.identity["method"]["n_sink"] == 0
     assert "n_sink" not in yaml.safe_load(one.yaml())["method"]
@@ -97,7 +97,7 @@ def test_kernels_are_part_of_a_cell_where_they_are_not_torchs() -> None:
     assert "kernels" not in plain.name and other.run.kernels == "auto"
 
 
-def test_another_revision_of_an_algorithm_never_shares_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_revision_of_an_algorithm_never_shares_a_folder(monkeypatch: Patch) -> None:
     lines = ["method=quest", "method=two_stage", "method=oracle"]  # two_stage shortens with quest
     before = [cell(line).name for line in lines]
     monkeypatch.setattr(QUEST, "revision", 1)
@@ -123,7 +123,7 @@ def test_a_token_budget_is_known_by_the_rule_that_keeps_it() -> None:
     assert streaming.identity["method"]["mode"] == "dynamic" and streaming.changed == {"budget_rule": "exact"}
 
 
-def test_a_changed_rule_of_the_budget_is_new_to_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_rule_of_the_budget_is_new_to_its_cells_alone(monkeypatch: Patch) -> None:
     """Folders with budget_of=context from before the sinks were within the share are not taken for new ones."""
     lines = [
         "method=double_sparsity budget=0.2 budget_of=context",

@@ -8,11 +8,12 @@ import pytest
 
 import run
 from pqcache.harness.report.rows import read_row
+from tests.harness.cells import Capture
 
 TINY = ["model.geometry=tiny", "task.rounds=1", "task.new_tokens=5", "wandb=disabled"]
 
 
-def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: Capture) -> None:
     argv = [
         "model=random",
         "task=latency",
@@ -37,25 +38,8 @@ def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run.main(argv) == 0 and path.stat().st_mtime_ns == before  # nothing was measured again
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["model=random", "task=pocket"], "task=pocket: model=random knows no words"),
-        (["model=random", "task=latency", "model.geometry=tinny"], "did you mean tiny?"),
-        (["model=random", "task=latency", "model.layers=0"], "model.layers=0: must be at least 1"),
-        (["model.layers=2"], "model.layers=2: only model=random has one"),
-        (["task=latency", "diagnostics=true"], "task=latency measures times"),
-        (["task=latency", "task.new_tokens=2"], "task.new_tokens=2: must be at least 4"),
-    ],
-)
-def test_refused_in_one_line(argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main([*argv, f"out={tmp_path}", f"cache_dir={tmp_path}"]) == 2
-    err = capsys.readouterr().err
-    assert line in err and len(err.splitlines()) == 1
-
-
 @pytest.mark.rest
-def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: Capture) -> None:
     argv = ["experiment=zipcache_fig6", "task.length=64,96", *TINY, f"out={tmp_path}"]
     assert run.main(argv) == 0
     picture = tmp_path / "tables" / "zipcache_fig6.png"

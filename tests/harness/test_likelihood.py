@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,18 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 
-import run
-from pqcache.fields import option_fields
-from pqcache.harness.config.options import ModelOptions
-from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as adapter_module
-from pqcache.harness.run import models, units
+from pqcache.harness.run import units
 from pqcache.harness.run.adapter import HarnessLM, LogLikelihood
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog
-from pqcache.harness.tasks import any_lm_eval
 from pqcache.registry import method_class
 from pqcache.selective import Budget, likelihood
-from tests.harness.cells import on_model
+from tests.harness.cells import Capture, Command, Patch, definition, error_of, lines_of, rows
 from tests.harness.tasks.building import Answer
 
 STORY = "The old man walked over the hill and found a lamp near the river. " * 12
 CHOICES = [" A red box stood there.", " nothing at all", " B"]
-
-
-def model_options(tiny: Path) -> dict[str, Any]:
-    return {**{name: default for name, (_, default) in option_fields(ModelOptions).items()}, "path": str(tiny)}
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny: Path) -> LoadedModel:
-    return models.load("hf", model_options(tiny))
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +104,6 @@ def test_question_as_decode_moves_the_question(base: LoadedModel, tmp_path: Path
     assert measured.used["t", 0, 0]["question_tokens"] > 3
 
 
-def test_found_in_the_log(base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        first = adapter(base, log).loglikelihood(pairs())
-        assert len(log) == 3
-    monkeypatch.setattr(adapter_module, "likelihood", lambda *_, **__: pytest.fail("computed again"))
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        again = adapter(base, log)
-        assert again.loglikelihood(pairs()) == first
-        assert again.computed == 0
-
-
 def test_what_cannot_be_scored(base: LoadedModel, tmp_path: Path) -> None:
     short = LoadedModel("base", base.model, base.tokenizer, False, None, 64)
     with SampleLog(tmp_path / "samples.jsonl") as log:
@@ -174,61 +148,15 @@ def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, tm
 
 # -- any task ---------------------------------------------------------------------------------------------------------------
 
-CHOICE = """\
-task: my_choice
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{story}}}}\\nQuestion: {{{{question}}}}\\nAnswer:"
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-metadata:
-  version: 1.0
-"""
-TEXT = """\
-task: my_text
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{story}}}}"
-metric_list:
-  - metric: byte_perplexity
-  - metric: word_perplexity
-metadata:
-  version: 1.0
-"""
-FEW_SHOT = """\
-task: my_few_shot
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-    train: {train}
-test_split: test
-fewshot_split: train
-num_fewshot: 2
-output_type: generate_until
-doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
-doc_to_target: "{{{{story}}}}"
-generation_kwargs:
-  until: ["Question:"]
-  max_gen_toks: 3
-metric_list:
-  - metric: exact_match
-metadata:
-  version: 1.0
-"""
-NO_SHOT = FEW_SHOT.replace("my_few_shot", "my_no_shot").replace("num_fewshot: 2", "num_fewshot: 0")
+ASKED = "{{story}}\nQuestion: {{question}}\nAnswer:"
+FEW = {
+    "fewshot_split": "train",
+    "num_fewshot": 2,
+    "doc_to_text": "Question: {{question}}\nAnswer:",
+    "doc_to_target": "{{story}}",
+    "generation_kwargs": {"until": ["Question:"], "max_gen_toks": 3},
+}
+CHOICE = {"doc_to_text": ASKED, "doc_to_choice": "choices", "doc_to_target": "gold"}
 
 
 @pytest.fixture(scope="module")
@@ -246,55 +174,44 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(3)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "choice.yaml").write_text(CHOICE.format(data=data))
-    (folder / "text.yaml").write_text(TEXT.format(data=data))
-    train = folder / "train.jsonl"
-    train.write_text("".join(json.dumps({"story": f"answer {i}", "question": f"number {i}"}) + "\n" for i in range(40)))
-    (folder / "few.yaml").write_text(FEW_SHOT.format(data=data, train=train))
-    (folder / "none.yaml").write_text(NO_SHOT.format(data=data, train=train))
+    examples = [{"story": f"answer {i}", "question": f"number {i}"} for i in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    two = ["byte_perplexity", "word_perplexity"]
+    made = [
+        definition("my_choice", data, "multiple_choice", ["acc", "acc_norm"], **CHOICE),
+        definition("hub_task", data, "multiple_choice", ["acc"], **CHOICE).replace('"json"', '"some/where"'),
+        definition("my_text", data, "loglikelihood_rolling", two, doc_to_text="", doc_to_target="{{story}}"),
+        definition("my_few_shot", data, "generate_until", ["exact_match"], **FEW),
+        definition("my_no_shot", data, "generate_until", ["exact_match"], **{**FEW, "num_fewshot": 0}),
+    ]
+    for number, text in enumerate(made):
+        (folder / f"{number}.yaml").write_text(text)
     return folder
 
 
 @pytest.fixture
-def small_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the own definitions: indexing lm-eval's thousands takes seconds."""
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setattr(
-        any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
-    )
+def call(command: Command, definitions: Path, own_definitions: None) -> Command:
+    return lambda *typed: command("task=lm_eval", f"task.include={definitions}", *typed)
 
 
-Command = Callable[..., int]
-
-
-def call(tiny: Path, tmp_path: Path, *typed: str) -> int:
-    return run.main([*on_model(tiny, tmp_path / "out"), "task=lm_eval", *typed])
-
-
-def test_multiple_choice_by_name(
-    tiny: Path, tmp_path: Path, definitions: Path, small_index: None, monkeypatch: Any
-) -> None:
-    typed = ["task.name=my_choice", f"task.include={definitions}", "-m", "method=full,oracle", "budget=0.3", "limit=2"]
-    assert call(tiny, tmp_path, *typed) == 0
-    measured = {row["method"]: row for path in (tmp_path / "out").glob("*/row.json") if (row := read_row(path))}
-    assert measured["full"]["task"] == "lm_eval:my_choice"
-    row = measured["oracle"]
+def test_multiple_choice_by_name(call: Command, tmp_path: Path, monkeypatch: Patch) -> None:
+    typed = ["task.name=my_choice", "-m", "method=full,oracle", "budget=0.3", "limit=2"]
+    assert call(*typed) == 0
+    measured = rows(tmp_path / "out")
+    assert measured["full 1.0"]["task"] == "lm_eval:my_choice"
+    row = measured["oracle 0.3"]
     assert row["n_samples"] == row["paired_samples"] == 2
     assert row["score"] in (0.0, 50.0, 100.0)
     assert set(row["tasks"]["my_choice"]["metrics"]) == {"acc", "acc_norm"}
     assert row["tpot_p50_ms"] is not None or row["tt2t_s"] is not None
-    lines = (next((tmp_path / "out").glob("*oracle*")) / "samples.jsonl").read_text().splitlines()
-    assert len(lines) == 4  # two choices of two documents
+    assert len(lines_of(tmp_path / "out")) == 2 * 4  # two choices of two documents
     monkeypatch.setattr(adapter_module, "likelihood", lambda *_, **__: pytest.fail("computed again"))
-    assert call(tiny, tmp_path, *typed) == 0
+    assert call(*typed) == 0
 
 
-def test_perplexity_by_name(tiny: Path, tmp_path: Path, definitions: Path, small_index: None) -> None:
-    assert call(tiny, tmp_path, "task.name=my_text", f"task.include={definitions}", "method=full", "limit=2") == 0
-    (path,) = (tmp_path / "out").glob("*/row.json")
-    row = read_row(path)
-    assert row is not None
+def test_perplexity_by_name(call: Command, tmp_path: Path) -> None:
+    assert call("task.name=my_text", "method=full", "limit=2") == 0
+    row = rows(tmp_path / "out")["full 1.0"]
     metrics = row["tasks"]["my_text"]["metrics"]
     assert set(metrics) == {"byte_perplexity", "word_perplexity"}
     assert row["score"] == pytest.approx(100 / metrics["byte_perplexity"], rel=0.05)  # a mean of two documents
@@ -303,7 +220,7 @@ def test_perplexity_by_name(tiny: Path, tmp_path: Path, definitions: Path, small
 @pytest.mark.rest
 @pytest.mark.parametrize("shared", ["true", "false"])
 def test_every_cell_sees_lm_evals_own_examples(
-    tiny: Path, tmp_path: Path, definitions: Path, small_index: None, shared: str, monkeypatch: Any
+    call: Command, base: LoadedModel, definitions: Path, shared: str, monkeypatch: Patch
 ) -> None:
     """Drawn once a command, each cell would go on where the one before it stopped, and a second run would match neither."""
     seen: dict[str, list[list[int]]] = {}
@@ -315,9 +232,8 @@ def test_every_cell_sees_lm_evals_own_examples(
 
     monkeypatch.setattr(adapter_module, "generate", watched)
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
-    typed = [f"task.include={definitions}", f"shared_prefill={shared}", "limit=3"]
-    sweep = ["task.name=my_few_shot", "-m", "method=full,oracle", "budget=0.9", *typed]
-    assert call(tiny, tmp_path, *sweep, "model.chat=false") == 0
+    typed = ["task.name=my_few_shot", "budget=0.9", f"shared_prefill={shared}", "model.chat=false"]
+    assert call(*typed, "-m", "method=full,oracle") == 0
 
     from lm_eval.tasks import TaskManager
 
@@ -325,13 +241,11 @@ def test_every_cell_sees_lm_evals_own_examples(
     results = simple_evaluate(Answer(""), tasks=["my_few_shot"], limit=3, task_manager=manager, bootstrap_iters=0)
     prompts = [sample["arguments"][0][0] for sample in results["samples"]["my_few_shot"]]
     assert all(prompt.count("Question: ") == 3 for prompt in prompts)
-    base = LoadedModel("base", None, models.load("hf", model_options(tiny)).tokenizer, False, None, None)  # type: ignore[arg-type]
     # with a shared prefill the first document comes last
     assert sorted(seen["full"]) == sorted(seen["oracle"]) == sorted(base.encode(prompt) for prompt in prompts)
 
     monkeypatch.setattr(adapter_module, "generate", lambda *_, **__: pytest.fail("computed again"))
-    alone = ["task.name=my_few_shot", "method=oracle", "budget=0.9", *typed]
-    assert call(tiny, tmp_path, *alone, "model.chat=false") == 0
+    assert call(*typed, "method=oracle") == 0
 
 
 @pytest.mark.parametrize(
@@ -346,30 +260,5 @@ def test_every_cell_sees_lm_evals_own_examples(
         (["task.name=hub_task"], "task.name=hub_task: cannot be loaded"),
     ],
 )
-def test_one_line_before_any_model(
-    tiny: Path,
-    tmp_path: Path,
-    definitions: Path,
-    small_index: None,
-    typed: list[str],
-    said: str,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
-    hub = CHOICE.replace("my_choice", "hub_task").replace("path: json", "path: some/where").replace("{data}", "x.json")
-    (definitions / "hub.yaml").write_text(hub.replace("{{{{", "{{").replace("}}}}", "}}"))
-    assert call(tiny, tmp_path, f"task.include={definitions}", "method=full", *typed) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert said in errors[0]
-
-
-def test_scores_of_one_document() -> None:
-    import math
-
-    assert any_lm_eval.percent(1) == 100.0
-    assert any_lm_eval.percent(0.25) == 25.0
-    assert any_lm_eval.percent((-4.0 * math.log(2), 4)) == pytest.approx(50.0)
-    assert any_lm_eval.percent((2, 2)) == 100.0
-    assert any_lm_eval.percent((2, 1)) == 0.0
+def test_one_line_before_any_model(call: Command, typed: list[str], said: str, no_model: None, capsys: Capture) -> None:
+    assert said in error_of(capsys, call("method=full", *typed))

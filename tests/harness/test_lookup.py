@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 import run
@@ -13,8 +11,7 @@ from pqcache.harness.config.options import GROUPS, RunOptions
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import TASKS
 from pqcache.registry import METHODS
-
-Capture = pytest.CaptureFixture[str]
+from tests.harness.cells import Capture
 
 
 def said(capsys: Capture, *words: str) -> str:
@@ -47,28 +44,15 @@ def test_an_option_of_several_methods(capsys: Capture) -> None:
     ("asked", "parts"),
     [
         ("budget", ["a share of the prompt", "default: 0.2"]),
-        ("wandb.project", ["WANDB_PROJECT", "default: null"]),
-        ("protocol", ["aligned or paper or release"]),
         ("task.length", ["needle_pocket", "default: 2048"]),
-        ("model.dtype", ["auto or float32 or bfloat16 or float16"]),
         ("launch.workers", ["ray", "slurm"]),
-        ("decode.top_p", ["smallest set of likeliest tokens", "default: 1.0"]),
-        ("temperature", ["decode.temperature", "default: 0.0"]),
         ("method", ["KV-cache method", "pqcache", "list=methods"]),
-        ("quest", ["method=quest", "arXiv 2406.10774", "method.page="]),
         ("method=quest", ["method=quest", "method.page="]),
         ("needle_pocket", ["task=needle_pocket", "task.length=2048"]),
-        ("cell", ["experiment"]),
-        ("kmeans_seed", ["method.kmeans_seed", "pqcache"]),
         ("recall", ["recall\n", "diagnostics=true", "recall_kv"]),
         ("Mass", ["mass\n", "softmax weight", "row.json: diagnostics.mass"]),
-        ("TT2T", ["seconds from submitting", "tt2t_s"]),
-        ("tpot", ["milliseconds of a decode step"]),
         ("sinks", ["sink tokens\n", "method.n_sink"]),
-        ("local_window", ["local window\n", "newest tokens"]),
-        ("window", ["method.window", "local window\n"]),
         ("budget_applied", ["row.json: budget_applied\n", "planned tokens / prompt tokens"]),
-        ("diagnostics.recall_q", ["row.json: diagnostics.recall_q\n"]),
         ("evict", ["method.evict", "a kind of method"]),
     ],
 )
@@ -114,11 +98,6 @@ def test_every_option_can_be_explained() -> None:
             assert f"{group}={name}" in lookup.explained(name)
 
 
-def test_every_paper_is_found() -> None:
-    own = {"full", "int8", "replay", "two_stage", "coded", "kvcrush_mixed", "evict_retrieve"}
-    assert {name for name in METHODS if not re.search(r"arXiv \d{4}\.\d{5}", lookup.paper(name))} == own
-
-
 def test_help_has_every_key_with_its_meaning(capsys: Capture) -> None:
     text = said(capsys, "--help")
     flat = " ".join(text.split())
@@ -129,15 +108,3 @@ def test_help_has_every_key_with_its_meaning(capsys: Capture) -> None:
     for name in (*METHODS, *TASKS, "experiment=", "launch=", "list=", "explain=", "--cfg job", "-sc install=bash"):
         assert name in flat
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_the_short_help_is_what_a_bare_command_prints(capsys: Capture) -> None:
-    assert said(capsys).strip() == lookup.short_help()
-    assert len(lookup.short_help().splitlines()) < 24
-
-
-def test_lines_are_folded_beside_their_names() -> None:
-    text = lookup.pairs({"a": "word " * 30, "a_much_longer_name_than_the_rest_of_them": "word " * 30}, columns=60)
-    assert max(map(len, text.splitlines())) <= 60
-    beside = {len(line) - len(line.lstrip()) for line in text.splitlines() if line.startswith("   ")}
-    assert len(beside) == 1

@@ -14,13 +14,14 @@ from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import tables
 from pqcache.harness.report.rows import Row, read_row
+from tests.harness.cells import Capture, Patch
 
 
 def plan(line: str) -> RunPlan:
     return make_plan(compose_all(line.split(), run.CONFIGS))
 
 
-def test_the_short_command_is_the_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_command_is_the_long_one(monkeypatch: Patch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     long = plan(
         "model=embedded method=pqcache budget=0.2 task=needle_pocket limit=20 seed=0 out=results/runs wandb=offline"
@@ -59,7 +60,7 @@ def _weights() -> bool:
 
 
 @pytest.mark.skipif(not _weights(), reason="the embedded weights are not here")
-def test_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_job(tmp_path: Path, capsys: Capture) -> None:
     line = "model=embedded method=pqcache budget=0.2 task=needle_pocket limit=2 seed=0 wandb=disabled task.length=512"
     assert run.main([*line.split(), f"out={tmp_path / 'out'}"]) == 0
     (path,) = (tmp_path / "out").rglob("row.json")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pqcache.harness.run import adapter, models
 from pqcache.selective import NonFinite, decode_loop
 from pqcache.selective.likelihood import score_loop
-from tests.harness.cells import Command, rows, status
+from tests.harness.cells import Capture, Command, Patch, rows, status
 
 
 class Scripted(torch.nn.Module):
@@ -47,7 +47,7 @@ def test_nan_and_infinity_in_any_step_are_no_answer(bad_pass: int) -> None:
 
 
 def test_a_row_with_a_failed_sample_has_no_score(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     original, calls = adapter.generate, []
 

@@ -7,27 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import run
 from pqcache.harness.run import runner
-from tests.harness.cells import Command, rows, status
+from tests.harness.cells import Capture, Command, Patch, rows, status
 
-NEEDLE = ("task=needle", "task.lengths=[256]", "task.depths=[0,50]")
+NEEDLE = ("task=needle", "task.lengths=[256]", "task.depths=[0,50]", "limit=2")
 PAGES = ("method=quest", "method.page=100000")
 
 
-@pytest.fixture
-def needle(tiny: Path, tmp_path: Path) -> Command:
-    """As `command`, on a task without one length."""
-
-    def call(*arguments: str) -> int:
-        base = ["model=hf", f"model.path={tiny}", "limit=2", f"out={tmp_path / 'out'}", "wandb=disabled"]
-        return run.main([*base, f"cache_dir={tmp_path / 'cache'}", *NEEDLE, *arguments])
-
-    return call
-
-
 def test_one_length_is_refused_alone_and_skipped_in_a_sweep(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=oracle", "method.n_sink=2000") == 2
     line = capsys.readouterr().err
@@ -40,22 +28,20 @@ def test_one_length_is_refused_alone_and_skipped_in_a_sweep(
 
 
 def test_other_tasks_decide_at_the_first_sample(
-    needle: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
-    assert needle(*PAGES) == 2
+    assert command(*NEEDLE, *PAGES) == 2
     shown = capsys.readouterr().out
     assert "skipped, not applicable: method.page=100000: takes 2" in shown
     state = status(tmp_path / "out")["quest"]
     assert state["status"] == "not applicable"
     assert state["reason"].startswith("method.page=100000: takes ")
-    assert needle("-m", "method=quest", "method.page=16,100000", "shared_prefill=true") == 0
+    assert command(*NEEDLE, "-m", "method=quest", "method.page=16,100000", "shared_prefill=true") == 0
     assert sorted(rows(tmp_path / "out")) == ["quest 0.2"]
     assert len(generated) == 2
 
 
-def test_a_driver_gives_its_workers_no_such_cell(
-    needle: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_gives_its_workers_no_such_cell(command: Command, tmp_path: Path, monkeypatch: Patch) -> None:
     class Engine:
         workers = 1
         run: Callable[..., None] = staticmethod(lambda *_, **__: pytest.fail("a unit was made"))
@@ -64,5 +50,5 @@ def test_a_driver_gives_its_workers_no_such_cell(
             """Nothing is open."""
 
     monkeypatch.setattr(runner, "engine_for", lambda _: Engine())
-    assert needle(*PAGES, "launch=ray") == 2
+    assert command(*NEEDLE, *PAGES, "launch=ray") == 2
     assert status(tmp_path / "out")["quest"]["status"] == "not applicable"

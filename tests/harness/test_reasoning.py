@@ -22,7 +22,7 @@ from pqcache.harness.run.answers import Within
 from pqcache.harness.run.session import Session
 from pqcache.harness.tasks import any_lm_eval, math_process, task_of
 from pqcache.harness.tasks.math_process import packages
-from tests.harness.cells import on_model
+from tests.harness.cells import Capture, Command, Patch, error_of, model_options, on_model
 
 SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
 AIME24 = [
@@ -47,7 +47,7 @@ SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n
 
 
 @pytest.fixture(autouse=True)
-def few_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_definitions(monkeypatch: Patch) -> None:
     """lm-eval's own definitions, but not all of its thousands: indexing them takes seconds."""
     import lm_eval.tasks
 
@@ -82,10 +82,6 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(model: Path, out: Path, *typed: str) -> list[str]:
-    return [*on_model(model, out), "task=lm_eval", *typed]
-
-
 def answered(out: Path) -> tuple[Any, dict[int, dict[str, Any]]]:
     (path,) = out.glob("*/row.json")
     lines = [json.loads(line) for line in (path.parent / "samples.jsonl").open()]
@@ -93,7 +89,7 @@ def answered(out: Path) -> tuple[Any, dict[int, dict[str, Any]]]:
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def says(command: Command, monkeypatch: Patch) -> dict[str, str]:
     """What models answer, by a piece of the prompt, in place of what they would say. `ends`: where generation stopped."""
     texts: dict[str, str] = {}
     original = adapter.generate
@@ -110,30 +106,21 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return texts
 
 
-def model_options() -> dict[str, Any]:
-    from pqcache.fields import option_fields
-    from pqcache.harness.config.options import ModelOptions
-
-    return {name: default for name, (_, default) in option_fields(ModelOptions).items()}
-
-
 # -- the benchmarks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_task_whose_packages_are_missing_says_how_to_get_them(
-    broken: bool, tiny: Path, rows: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    broken: bool, command: Command, rows: Path, tmp_path: Path, no_model: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     folder = tmp_path / "math"
     monkeypatch.setenv(packages.VARIABLE, str(folder))
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
     said = f"it needs ANTLR 4.11, and Hydra needs 4.9; `make math` installs it into {folder}"
     if broken:
         folder.mkdir()
         said = f"the packages in {folder} cannot be used (ModuleNotFoundError: "
-    typed = ["task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
-    assert run.main(words(tiny, tmp_path / "out", *typed)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    typed = ["task=lm_eval", "task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
+    line = error_of(capsys, command(*typed))
     assert line.startswith(f"error: task.name=minerva_math500: {said}") and "`make math`" in line
 
 
@@ -158,7 +145,7 @@ STUBS = {
 
 
 @pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stub(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder in place of the packages: as much of them as lm-eval's file imports. `verify` hangs where it reads SLOW."""
     folder = tmp_path / "math"
     for name, text in STUBS.items():
@@ -170,21 +157,21 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.rest
 def test_mathematics_with_packages_of_its_own(
-    stub: Path,
-    tiny: Path,
-    rows: Path,
-    tmp_path: Path,
-    says: dict[str, str],
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
+    stub: Path, command: Command, rows: Path, tmp_path: Path, says: dict[str, str], monkeypatch: Any, capsys: Capture
 ) -> None:
     """minerva_math500 by lm-eval's own file. An answer that cannot be scored in time is wrong, counted and told."""
     monkeypatch.setattr(math_process, "SECONDS", 1.5)
     final = "Final Answer: The final answer is ${}$. I hope it is correct. Problem: next"
     # the later document first: every prompt holds the problems of the examples, and the last one is the document's
     says |= {"6 times 12": f"SLOW {final.format(72)}", "100 + 104": final.format(204)}
-    typed = ["task.name=minerva_math500", f"task.source={rows / 'math500'}", "task.answer_tokens=90", "method=full"]
-    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    typed = [
+        "task=lm_eval",
+        "task.name=minerva_math500",
+        f"task.source={rows / 'math500'}",
+        "task.answer_tokens=90",
+        "method=full",
+    ]
+    assert command(*typed) == 0
     row, lines = answered(tmp_path / "out")
     assert list(row["sample_scores"]["minerva_math500"].values()) == [100.0, 0.0]
     assert row["tasks"]["minerva_math500"]["metrics"] == {"exact_match": 0.5, "math_verify": 0.0}
@@ -196,21 +183,21 @@ def test_mathematics_with_packages_of_its_own(
     (folder,) = (path.parent for path in (tmp_path / "out").glob("*/row.json"))
     (folder / "row.json").unlink()  # killed before the last answer was scored
     monkeypatch.setattr(adapter, "generate", lambda *_, **__: pytest.fail("an answer was computed again"))
-    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    assert command(*typed) == 0
     again, _ = answered(tmp_path / "out")
     for key in ("sample_scores", "data", "tasks"):
         assert again[key] == row[key]  # type: ignore[literal-required]
 
 
-@pytest.mark.parametrize(("name", "folder"), [("aime24", "aime24"), ("aime25", "aime25")])
-def test_mathematics(name: str, folder: str, tiny: Path, rows: Path, tmp_path: Path, says: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["aime24", "aime25"])
+def test_mathematics(name: str, command: Command, rows: Path, tmp_path: Path, says: dict[str, str]) -> None:
     says |= {"100 + 104": "That is \\boxed{204}. Question: and then? \\boxed{1}", "6 times 12": "It is 71."}
-    typed = [f"task.name={name}", f"task.source={rows / folder}", "task.answer_tokens=500", "method=full"]
-    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
+    typed = ["task=lm_eval", f"task.name={name}", f"task.source={rows / name}", "task.answer_tokens=500", "method=full"]
+    assert command(*typed) == 0
     row, lines = answered(tmp_path / "out")
     assert list(row["sample_scores"][name].values()) == [100.0, 0.0]
-    (file,) = (rows / folder).iterdir()
-    assert row["data"]["source"] == str(rows / folder) and list(row["data"]["sha256"]) == [file.name]
+    (file,) = (rows / name).iterdir()
+    assert row["data"]["source"] == str(rows / name) and list(row["data"]["sha256"]) == [file.name]
     assert lines[0]["response"] == "That is \\boxed{204}. "  # cut where the definition says
 
 
@@ -228,15 +215,18 @@ def test_choices_have_one_order(rows: Path) -> None:
     assert orders[0] == orders[1] == orders[2] == orders[3]
 
 
-def test_gpqa_by_the_filter_that_is_asked_for(tiny: Path, rows: Path, tmp_path: Path, says: dict[str, str]) -> None:
+def test_gpqa_by_the_filter_that_is_asked_for(
+    command: Command, rows: Path, tmp_path: Path, says: dict[str, str]
+) -> None:
     says |= {"correct answer": "I take (A). No, the answer: (B)"}
     typed = [
+        "task=lm_eval",
         "task.name=gpqa_main_cot_zeroshot",
         f"task.source={rows / 'gpqa'}",
         "method=full",
         "task.max_new_tokens=100",
     ]
-    assert run.main(words(tiny, tmp_path / "out", *typed, "task.metric='exact_match,flexible-extract'")) == 0
+    assert command(*typed, "task.metric='exact_match,flexible-extract'") == 0
     row, lines = answered(tmp_path / "out")
     right = [100.0 * (lines[i]["target"] == "(B)") for i in range(2)]
     assert list(row["sample_scores"]["gpqa_main_cot_zeroshot"].values()) == right
@@ -263,41 +253,40 @@ def test_gpqa_by_the_filter_that_is_asked_for(tiny: Path, rows: Path, tmp_path: 
     ],
 )
 def test_one_line_before_any_model(
-    typed: list[str],
-    said: str,
-    tiny: Path,
-    rows: Path,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
+    typed: list[str], said: str, command: Command, rows: Path, no_model: None, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
-    assert run.main(words(tiny, tmp_path / "out", "method=full", *(word.format(rows=rows) for word in typed))) == 2
-    err = capsys.readouterr().err
-    assert said in err and len(err.splitlines()) == 1
+    words = (word.format(rows=rows) for word in typed)
+    assert said in error_of(capsys, command("task=lm_eval", "method=full", *words))
 
 
 # -- thoughts ------------------------------------------------------------------------------------------------------------
 
 
 def test_thoughts_are_kept_and_not_scored(
-    thinker: Path, rows: Path, tmp_path: Path, says: dict[str, str], capsys: pytest.CaptureFixture[str]
+    command: Command, thinker: Path, rows: Path, tmp_path: Path, says: dict[str, str]
 ) -> None:
     """A stop string counts behind the thoughts only; an answer that never ended its thoughts is scored as a whole."""
     thoughts = "<think>Question: is it \\boxed{7}?\n</think>\n"
     says |= {"100 + 104": thoughts + "It is \\boxed{204}. Question: what next?", "6 times 12": "<think> \\boxed{72} or"}
-    typed = ["task.name=aime24", f"task.source={rows / 'aime24'}", "task.answer_tokens=500", "method=full"]
-    assert run.main(words(thinker, tmp_path / "on", *typed, "model.thinking=true")) == 0
+    typed = [
+        "task=lm_eval",
+        "task.name=aime24",
+        f"task.source={rows / 'aime24'}",
+        "task.answer_tokens=500",
+        "method=full",
+    ]
+    typed.append(f"model.path={thinker}")
+    assert command(*typed, "model.thinking=true", out=tmp_path / "on") == 0
     row, lines = answered(tmp_path / "on")
     assert list(row["sample_scores"]["aime24"].values()) == [100.0, 100.0]
     assert lines[0]["response"] == thoughts + "It is \\boxed{204}. "
     assert row["extra"]["thinking_ended"] == 0.5
-    assert run.main(words(thinker, tmp_path / "none", *typed)) == 0
+    assert command(*typed, out=tmp_path / "none") == 0
     row, lines = answered(tmp_path / "none")
     assert list(row["sample_scores"]["aime24"].values()) == [0.0, 100.0]
     assert lines[0]["response"] == "<think>"  # cut at the first stop string
     assert "thinking" not in row["folder"] and "thinking_ended" not in row["extra"]
-    assert run.main(words(thinker, tmp_path / "off", *typed, "model.thinking=false")) == 0
+    assert command(*typed, "model.thinking=false", out=tmp_path / "off") == 0
     _, off = answered(tmp_path / "off")
     assert off[0]["prompt_end"].endswith("<think>\n\n</think>\n\n")
     assert not lines[0]["prompt_end"].endswith("</think>\n\n")
@@ -340,10 +329,14 @@ def test_stop_strings_count_behind_the_thoughts(special: bool) -> None:
 
 def test_the_plan_counts_the_whole_answer(tiny: Path, rows: Path, tmp_path: Path) -> None:
     def cache(tokens: int) -> int:
-        typed = ["task.name=aime24", f"task.source={rows / 'aime24'}", "method=full", "model.max_length=40000"]
-        plan = make_plan(
-            compose_all(words(tiny, tmp_path / "out", *typed, f"task.answer_tokens={tokens}"), run.CONFIGS)
-        )
+        typed = [
+            "task=lm_eval",
+            "task.name=aime24",
+            f"task.source={rows / 'aime24'}",
+            "method=full",
+            "model.max_length=40000",
+        ]
+        plan = make_plan(compose_all([*on_model(tiny, tmp_path), *typed, f"task.answer_tokens={tokens}"], run.CONFIGS))
         (one,) = planning.make(plan, Session()).cells
         assert one.memory is not None and one.documents.longest[1] == tokens
         return one.memory.device
@@ -351,15 +344,6 @@ def test_the_plan_counts_the_whole_answer(tiny: Path, rows: Path, tmp_path: Path
     token = 2 * 2 * 16 * 4 * 2  # K and V of two heads of 16 values in float32, two layers
     grown = cache(32768) - cache(512)
     assert grown == pytest.approx((32768 - 512) * token, rel=0.02)
-
-
-def test_a_sweep_goes_on_where_it_stopped(tiny: Path, rows: Path, tmp_path: Path, generated: list[int]) -> None:
-    typed = ["-m", "method=full,oracle", "budget=0.5", "task.name=aime24", f"task.source={rows / 'aime24'}"]
-    typed += ["task.answer_tokens=8", "shared_prefill=false"]
-    assert run.main(words(tiny, tmp_path / "out", *typed, "limit=1")) == 0
-    assert len(generated) == 2
-    assert run.main(words(tiny, tmp_path / "out", *typed)) == 0
-    assert len(generated) == 4
 
 
 def test_an_answer_that_grows_is_told() -> None:
@@ -379,15 +363,3 @@ def test_an_answer_that_grows_is_told() -> None:
     now[0] += 29.9
     within.token(5)
     assert len(stream.getvalue().splitlines()) == 3
-
-    class Bar:
-        disable = False
-        texts: list[str] = []
-
-        def set_postfix_str(self, text: str) -> None:
-            self.texts.append(text)
-
-    within.bar = Bar()
-    within.token(6)
-    assert Bar.texts == ["aime24 sample 4: 6 of at most 32,768 tokens, 0.2 tokens/s"]
-    assert not within.watched(None)([1])

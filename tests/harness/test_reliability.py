@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import subprocess
 import sys
@@ -13,9 +11,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.report.rows import damage, read_row
-from pqcache.harness.run import model_files as marks
-from pqcache.harness.run.streams import guarded
-from tests.harness.cells import ONE_THREAD, REPO, Command, rows
+from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, rows
 
 # name -> how a row's text is damaged; each is left out with one line
 ROWS: dict[str, Any] = {
@@ -42,7 +38,7 @@ def damaged(path: Path, change: Any) -> None:
 
 
 def test_a_damaged_row_is_one_line_and_is_made_again(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=full", "limit=2") == 0
     path = next((tmp_path / "out").glob("*/row.json"))
@@ -66,14 +62,13 @@ def test_a_damaged_row_is_one_line_and_is_made_again(
         assert command("method=full", "limit=2") == 0
         assert json.loads(path.read_text()) == json.loads(whole), name
     assert len(generated) == 2
-    print(f"tried {len(ROWS)} damaged rows, held {len(ROWS)}")
 
 
 BAD_LINES = ['{"task": [1]}', "[" * 50_000, "null", '"a"', "\ufffd", "{"]
 
 
 def test_a_damaged_line_is_one_line_and_is_made_again(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=full", "limit=2") == 0
     path = next((tmp_path / "out").glob("*/samples.jsonl"))
@@ -88,7 +83,7 @@ def test_a_damaged_line_is_one_line_and_is_made_again(
 
 @pytest.mark.rest
 def test_an_unreadable_configuration_costs_no_other_cell(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("-m", "method=full,oracle", "limit=1", "shared_prefill=false") == 0
     for number, text in enumerate((b"\xff\xfe", b"{" * 5000)):
@@ -103,7 +98,7 @@ def test_an_unreadable_configuration_costs_no_other_cell(
 
 
 def test_samples_of_another_method_are_not_used(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("-m", "method=full,streaming", "limit=2", "shared_prefill=false") == 0
     full, streaming = (next((tmp_path / "out").glob(f"*__{name}__*/samples.jsonl")) for name in ("full", "streaming"))
@@ -117,7 +112,7 @@ def test_samples_of_another_method_are_not_used(
 
 
 def test_contradictory_lines_are_made_again_once(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=full", "limit=2") == 0
     path = next((tmp_path / "out").glob("*/samples.jsonl"))
@@ -148,38 +143,6 @@ def test_older_lines_are_used_and_counted(command: Command, tmp_path: Path, gene
     assert len(generated) == 6
     assert rows(tmp_path / "out")["full 1.0"]["unverified_samples"] == 0
     assert path.with_name("samples.jsonl.set-aside").exists()
-
-
-def test_a_large_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "REMEMBERED", tmp_path / "hashes.json")
-    monkeypatch.setattr(marks, "LARGE", 1)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"one")
-    first = marks.file_hash(path)
-    marks._known.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(marks.hashlib, "file_digest", None)  # would fail
-        assert marks.file_hash(path) == first
-    path.write_bytes(b"two")
-    assert marks.file_hash(path) != first
-
-
-class Full(io.StringIO):
-    """A stream on a full disk."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_terminal_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Full())
-    monkeypatch.setattr(sys, "stderr", None)
-    with guarded() as out:
-        print("lost")
-        print("lost too", file=sys.stderr, flush=True)
-        print("\ud800", flush=True)
-    assert out.error is not None and out.error.errno == errno.ENOSPC
-    assert sys.stderr is None
 
 
 @pytest.mark.rest

@@ -12,13 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import run
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter as lm
 from pqcache.measure import machine
-from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
+from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, rows, status
 
 
 def test_rerun_skips_finished_samples_and_larger_limit_extends(
@@ -57,7 +55,7 @@ def test_a_resumed_row_states_what_was_measured(
 
 
 def test_fresh_does_a_cell_again_and_keeps_the_old_files(
-    command: Command, tmp_path: Path, generated: list[int], capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=oracle", "limit=2") == 0
     (folder,) = (tmp_path / "out").glob("*oracle*")
@@ -95,7 +93,7 @@ def test_other_weights_under_the_same_path_are_computed_again(
 
 
 def test_smaller_limit_prints_its_figures_and_leaves_the_row(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int]
+    command: Command, tmp_path: Path, capsys: Capture, generated: list[int]
 ) -> None:
     assert command("method=full", "limit=4") == 0
     path = next((tmp_path / "out").glob("*/row.json"))
@@ -121,7 +119,7 @@ def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path
 
 
 def test_interrupt_leaves_a_cell_that_goes_on(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
+    command: Command, tmp_path: Path, monkeypatch: Patch, generated: list[int]
 ) -> None:
     counting = lm.generate
 

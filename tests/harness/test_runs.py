@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-import run
 from pqcache import registry
 from pqcache.harness.report.rows import Row
-from pqcache.harness.run import models, runner
-from tests.harness.cells import ONE_THREAD, REPO, Command, rows, status
+from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, error_of, rows, status
 
 
 def test_one_cell_has_its_folder_and_prints_its_row(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int]
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture, generated: list[int]
 ) -> None:
-    assert command("method=oracle", "budget=0.2", "method.n_sink=8", "seed=3") == 0
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert command("method=oracle", "budget=0.2", "method.n_sink=8", "seed=3", "question_as_decode=true") == 0
+    assert "wandb" not in sys.modules
     (folder,) = (tmp_path / "out").iterdir()
     name, digest = folder.name.rsplit("__", 1)
-    assert name == "tiny__oracle__0.2__needle_pocket__seed3__method.n_sink=8__task.length=256"
+    assert name == "tiny__oracle__0.2__needle_pocket__seed3__question_as_decode=true__method.n_sink=8__task.length=256"
     assert len(digest) == 8
     assert int(digest, 16) >= 0
     assert {p.name for p in folder.iterdir()} == {
@@ -44,6 +43,8 @@ def test_one_cell_has_its_folder_and_prints_its_row(
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].split() == ["row", str(folder / "row.json")]
     assert len(generated) == 3
+    (row,) = rows(tmp_path / "out").values()
+    assert row["prompt_protocol"]["question_as_decode"] is True and row["prompt_protocol"]["question_tokens"] > 5
 
 
 def test_the_row_is_complete_and_honest(command: Command, tmp_path: Path, tiny: Path) -> None:
@@ -77,7 +78,7 @@ def test_the_row_is_complete_and_honest(command: Command, tmp_path: Path, tiny: 
 
 
 def test_another_configuration_over_an_old_folder_is_refused(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int]
+    command: Command, tmp_path: Path, capsys: Capture, generated: list[int]
 ) -> None:
     assert command("method=full", "limit=1") == 0
     (folder,) = (tmp_path / "out").iterdir()
@@ -85,59 +86,26 @@ def test_another_configuration_over_an_old_folder_is_refused(
     config["task"]["length"] = 512
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     capsys.readouterr()
-    assert command("method=full", "limit=1") == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    assert "another configuration (task.length)" in error
+    assert "another configuration (task.length)" in error_of(capsys, command("method=full", "limit=1"))
     assert len(generated) == 1
 
 
 def test_unsupported_model_is_refused_before_its_weights(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, no_model: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     def refuse(self: Any, config: Any) -> None:
         raise ValueError("head_dim=16: must be a multiple of m=3")
 
     monkeypatch.setattr(registry.method_class("oracle"), "check_model", refuse)
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
-    assert command("-m", "method=full,oracle") == 2
-    assert "oracle: head_dim=16" in capsys.readouterr().err
+    assert "oracle: head_dim=16" in error_of(capsys, command("-m", "method=full,oracle"))
 
 
-def test_a_prompt_longer_than_the_model_fails_and_says_so(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_longer_than_the_model_fails_and_says_so(command: Command, tmp_path: Path, capsys: Capture) -> None:
     """Of a task whose documents alone tell how long they are."""
-    typed = ["model=hf", f"model.path={tiny}", "model.max_length=600", "task=gsm8k_cot", "task.source=constructed"]
-    where = [f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}", "wandb=disabled"]
-    assert run.main([*typed, *where, "method=full", "limit=1"]) == 1
+    assert command("model.max_length=600", "task=gsm8k_cot", "task.source=constructed", "method=full", "limit=1") == 1
     assert "exceed the 600 tokens" in capsys.readouterr().err
     assert "Traceback" in status(tmp_path / "out")["full"]["traceback"]
     assert list((tmp_path / "out").glob("*/row.json")) == []
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("method=oracle dense_layers=3", "dense_layers=3: hf has 2 layers"),
-        ("method=oracle model.max_length=300", "task.length=256: with 48 new tokens more than the 300 tokens"),
-        ("method=oracle task.length=4080", "task.length=4080: with 48 new tokens more than the 4096 tokens"),
-        ("method=oracle model.device=cuda:77", "model.device=cuda:77"),
-        pytest.param(
-            *("method=oracle model.device=mps", "model.device=mps: there is no MPS device here"),
-            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="has MPS"),
-        ),
-    ],
-)
-def test_what_the_model_is_too_small_for_is_refused_before_its_weights(
-    command: Command, tmp_path: Path, typed: str, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
-    assert command(*typed.split()) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert len(error.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_path: Path) -> None:
@@ -161,38 +129,11 @@ def test_a_system_turn_counts_as_part_of_the_prompt(command: Command, tmp_path: 
     assert 240 <= row["prompt_tokens"] <= 256
 
 
-def test_needle_keeps_every_metric_and_says_what_the_limit_cut(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path
-) -> None:
-    line = f"model=hf model.path={tiny} method=full task=needle task.lengths=[256] task.depths=[0,50,100] limit=2"
-    extra = [f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}", "wandb=disabled"]
-    assert run.main([*line.split(), *extra]) == 0
-    assert "needle: 2 of 3 grid cells; limit=null for all" in capsys.readouterr().out
-    (row,) = rows(tmp_path / "out").values()
-    assert row["tasks"]["needle"]["metrics"].keys() == {"accuracy", "word_fraction"}
-
-
 def test_full_is_one_cell_whatever_stays_dense(command: Command, tmp_path: Path, generated: list[int]) -> None:
     assert command("-m", "method=full", "dense_layers=0,1", "protocol=aligned,paper", "limit=1") == 0
     (folder,) = (tmp_path / "out").glob("tiny*")
     assert folder.name.startswith("tiny__full__1.0__needle_pocket__seed0__task.length=256__")
     assert len(generated) == 1
-
-
-def test_a_folder_that_cannot_be_made_fails_its_cell_alone(
-    command: Command, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = runner.open_folder
-
-    def full_disk(cell: Any) -> Path:
-        if cell.identity["method"]["name"] == "oracle":
-            raise OSError(28, "No space left on device")
-        return original(cell)
-
-    monkeypatch.setattr(runner, "open_folder", full_disk)
-    assert command("-m", "method=oracle,full", "limit=1") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert list(rows(tmp_path / "out")) == ["full 1.0"]
 
 
 @pytest.mark.rest
@@ -223,16 +164,3 @@ def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
     assert len(list(out.glob("*/row.json"))) == 2
     assert len(list(out.glob("*/*.png"))) == 4  # two maps per cell: keywords, words
-
-
-def test_wandb_disabled_is_not_imported(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    assert command("method=full", "limit=1") == 0
-    assert "wandb" not in sys.modules
-
-
-def test_question_as_decode_reaches_the_decode_path(command: Command, tmp_path: Path) -> None:
-    assert command("method=oracle", "question_as_decode=true", "limit=1") == 0
-    (row,) = rows(tmp_path / "out").values()
-    assert row["prompt_protocol"]["question_as_decode"] is True
-    assert row["prompt_protocol"]["question_tokens"] > 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import combinations
 from pathlib import Path
@@ -10,31 +9,19 @@ from typing import Any
 
 import pytest
 
-from pqcache import selective
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.page.cells import cell_views, words_of
 from pqcache.harness.report.row_text import row_text
 from pqcache.harness.report.rows import decode_of, find_full, read_row
-from pqcache.harness.run import batches, runner, sharing
-from tests.harness.cells import Command
+from tests.harness.cells import Capture, Command, Patch, lines_of
 from tests.harness.in_process import InProcess
 
 DRAWN = ("decode.temperature=1.5", "decode.top_p=0.9", "decode.samples=3")
 WORDS = ("method=snapkv", "budget=0.3", *DRAWN)
 
 
-@pytest.fixture(autouse=True)
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of batches too, as in `command`: 8 tokens."""
-    monkeypatch.setattr(batches, "Request", lambda ids, new, *more: selective.Request(ids, min(8, new), *more))
-
-
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(out.glob("*/samples*.jsonl")) for line in path.open()]
-
-
 def answers(out: Path) -> dict[tuple[int, int], str]:
-    return {(line["doc_id"], line.get("draw", 0)): line["response"] for line in lines(out)}
+    return {(line["doc_id"], line.get("draw", 0)): line["response"] for line in lines_of(out)}
 
 
 def row_of(out: Path) -> Any:
@@ -43,12 +30,9 @@ def row_of(out: Path) -> Any:
 
 
 def test_the_same_answers_in_any_order(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, on: Any, recorded: list[int], monkeypatch: Patch, capsys: Capture
 ) -> None:
     """One by one, from one prefill, in batches, by a worker, and after an interruption."""
-    recorded: list[int] = []
-    original = sharing.record
-    monkeypatch.setattr(sharing, "record", lambda *a, **o: (recorded.append(1), original(*a, **o))[1])
     assert command(*WORDS, "shared_prefill=false", out=tmp_path / "alone") == 0
     assert not recorded
     assert command(*WORDS, out=tmp_path / "shared") == 0
@@ -62,7 +46,7 @@ def test_the_same_answers_in_any_order(
     path = next((tmp_path / "resumed").glob("*/samples.jsonl"))
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if '"draw": 1' not in line))
     assert command(*WORDS, out=tmp_path / "resumed") == 0
-    monkeypatch.setattr(runner, "engine_for", lambda _: InProcess(2))
+    on(InProcess(2))
     monkeypatch.setattr("pqcache.harness.run.units.OWN_PREFILLS", 1)
     capsys.readouterr()
     assert command(*WORDS, "launch=ray", out=tmp_path / "worker") == 0
@@ -73,11 +57,11 @@ def test_the_same_answers_in_any_order(
     assert len(set(alone.values())) == 9  # each has numbers of its own
     for how in ("shared", "batch", "resumed", "worker"):
         assert answers(tmp_path / how) == alone, how
-        assert len(lines(tmp_path / how)) == 9, how  # none twice
+        assert len(lines_of(tmp_path / how)) == 9, how  # none twice
         assert row_of(tmp_path / how)["answer_scores"] == row_of(tmp_path / "alone")["answer_scores"], how
     row = row_of(tmp_path / "alone")
     assert list(row["pass_at"]) == ["1", "2", "3"] and row["pass_at"]["1"] == row["score"]
-    timed = [line["draw"] for line in lines(tmp_path / "shared") if line["tt2t_s"] is not None]
+    timed = [line["draw"] for line in lines_of(tmp_path / "shared") if line["tt2t_s"] is not None]
     assert timed == [0, 0, 0]
 
 
@@ -90,10 +74,10 @@ def test_a_tiny_temperature_answers_as_greedy(command: Command, tmp_path: Path) 
     assert greedy["sample_scores"] == drawn["sample_scores"]
     assert greedy["answer_scores"] is greedy["pass_at"] is greedy["pass_at_interval"] is None
     assert "decode" not in greedy["folder"] and "decode.temperature=1e-07" in drawn["folder"]
-    assert all("draw" not in line for line in lines(tmp_path / "greedy"))
+    assert all("draw" not in line for line in lines_of(tmp_path / "greedy"))
 
 
-def test_what_the_row_says(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_row_says(command: Command, tmp_path: Path, capsys: Capture) -> None:
     task = ("budget=0.3", "task=pocket_qa", "task.length=512")
     assert command("-m", "method=full,snapkv", *task, "limit=2", "decode.temperature=0,1.5") == 0
     assert command("method=snapkv", *task, *DRAWN, "limit=2") == 0
@@ -137,42 +121,3 @@ def test_pass_at_k_by_counting() -> None:
             score_statistics.pass_at(scores, k)
     low, high = score_statistics.interval(score_statistics.pass_at(scores, 2)) or (math.nan, math.nan)
     assert 0 <= low < score_statistics.mean(score_statistics.pass_at(scores, 2)) < high <= 100
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["decode.temperature=-1"], "decode.temperature=-1: must be 0 (greedy) or more"),
-        (["decode.temperature=hot"], "decode.temperature=hot: expected a number"),
-        (["decode.temperature=1", "decode.top_p=0"], "decode.top_p=0: must be above 0 and at most 1"),
-        (["decode.temperature=1", "decode.samples=0"], "decode.samples=0: must be at least 1"),
-        (["decode.samples=4"], "decode.samples=4: has no effect with decode.temperature=0"),
-        (["decode.top_p=0.9"], "decode.top_p=0.9: has no effect with decode.temperature=0"),
-        (["decode.temprature=1"], "decode.temprature: unknown key; did you mean decode.temperature?"),
-        (["decode=greedy"], "decode=greedy: holds options; decode.temperature, decode.top_p, decode.samples"),
-        (["temperature=1"], "temperature: unknown key; did you mean decode.temperature?"),
-        (["decode.temperature=1", "decode.samples=2", "diagnostics=true"], "diagnostics=true: measures one answer"),
-    ],
-)
-def test_bad_values_are_refused(
-    command: Command, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("method=full", *words) == 2
-    err = capsys.readouterr().err
-    assert line in err and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("task", "does"),
-    [
-        (["task=pg19"], "task=pg19 scores given texts"),
-        (["task=latency", "model=random"], "task=latency measures times"),
-    ],
-)
-def test_where_no_token_is_drawn(
-    task: list[str], does: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import run
-
-    assert run.main([*task, "method=full", "decode.temperature=0.5", f"out={tmp_path}"]) == 2
-    assert capsys.readouterr().err == f"error: decode.temperature=0.5: {does}, so no token is drawn\n"

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.run import adapter, runner, sharing, units
+from pqcache.harness.run import adapter, sharing, units
 from pqcache.selective import record
-from tests.harness.cells import Command
+from tests.harness.cells import Capture, Command, Patch
 from tests.harness.in_process import InProcess
 
 SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
@@ -38,7 +38,7 @@ def lines(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path, json.loads(line)
 
 
-def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsys: Capture) -> None:
     assert command(*SWEEP, "shared_prefill=true", out=tmp_path / "shared") == 0
     assert command(*SWEEP, out=tmp_path / "own") == 0
     shared, own = samples(tmp_path / "shared"), samples(tmp_path / "own")
@@ -55,15 +55,7 @@ def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsy
     assert all(row["n_samples"] == 7 and row["tt2t_s"] > 0 for row in rows)
 
 
-def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = []
-    original = sharing.record
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        recorded.append(arguments)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(sharing, "record", counting)
+def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, recorded: list[int]) -> None:
     sweep = ("-m", "method=full,snapkv", "budget=0.3", "shared_prefill=true")
     assert command(*sweep, "limit=6") == 0
     assert len(recorded) == 1
@@ -79,15 +71,10 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, monk
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_a_failing_prompt_is_said_once_and_every_other_one_is_shared(
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    generated: list[int],
-    engine: bool,
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture, generated: list[int], on: Any, engine: bool
 ) -> None:
     """One failing prompt of five, and four cells: the recording fails, then an answer from it."""
-    monkeypatch.setattr(runner, "engine_for", lambda _: InProcess())
+    on(InProcess())
     monkeypatch.setattr(units, "OWN_PREFILLS", 0)
     words = ("-m", "method=full,oracle,snapkv,streaming", "budget=0.3", "limit=5")
     words += ("launch=ray",) if engine else ("shared_prefill=true",)
@@ -110,7 +97,7 @@ def test_a_failing_prompt_is_said_once_and_every_other_one_is_shared(
 
 
 def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(units, "OWN_PREFILLS", 0)
     original = adapter.generate
@@ -149,7 +136,7 @@ def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:
     assert shares("method=snapkv", "decode.temperature=1", "decode.samples=2")
 
 
-def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: Patch) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny)
     recorded = record(model, torch.arange(40)[None])
     held = sum(t.nbytes for call in recorded.calls for t in call.tensors())

@@ -16,6 +16,7 @@ from pqcache.harness.report import rows as results
 from pqcache.harness.report.rows import rows_under
 from pqcache.harness.run import smoke_models as smoke
 from pqcache.selective.support import check_architecture
+from tests.harness.cells import Capture
 
 
 def plan(line: str) -> RunPlan:
@@ -58,7 +59,7 @@ def test_grids_keep_two_values_and_methods_all() -> None:
     assert [cell.identity["task"]["length"] for cell in long.cells] == [512, 1000]
 
 
-def test_rows_lie_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_lie_apart(tmp_path: Path, capsys: Capture) -> None:
     line = f"method=full model=llama-2-7b smoke=true task.length=300 wandb=disabled cache_dir={tmp_path}/c out={tmp_path}/o"
     assert run.main(line.split()) == 0
     assert "SMOKE RUN" in capsys.readouterr().out

@@ -12,32 +12,21 @@ from pathlib import Path
 import pytest
 
 import run
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.options import Refused
 from pqcache.harness.tasks import definitions, hub
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.harness.cells import REPO, Capture, Patch, error_of, refused
 
 WRONG = [
-    "method=pqcach",
-    "task=needle_poket",
     "model=embeded",
     "experiment=dmeo",
-    "buget=0.2",
-    "seed=-1",
     "task.lenght=3",
     "task.length=7",
     "method=oracle method.n_snik=4",
-    "method=full,oracle",
     "-m method=pqcache,oracle method.m=2,4",
     "-m out=a,b",
     "launch=ray launch.workers=0",
     "report=/no/such/folder",
-    "list=method",
     "list=nothing_like_it",
     "explain=method.nothing_like_it",
-    "explain=recal",
     "--method pqcache",
     "--cfg",
 ]
@@ -82,6 +71,7 @@ LACKING = {
     "model.device=cuda": "model.device=cuda: there is no CUDA device here; use model.device=cpu or auto",
     "method=pqcache method.kmeans_device=cuda": "method.kmeans_device=cuda: allowed is cpu or auto on a machine without CUDA",
     "dense_layers=99": "dense_layers=99: embedded has 4 layers",
+    "model.max_length=300 task.length=256": "task.length=256: with 48 new tokens more than the 300 tokens",
     "task=pocket task.length=70000": "task.length=70000: with 112 new tokens more than the 17408 tokens",
     "task=lm_eval task.name=arc_esy": "task.name=arc_esy: lm-eval has no such task; did you mean arc_easy?",
     "task=lm_eval task.name=arc_easy task.include=/no/folder": "task.include=/no/folder: is no folder",
@@ -92,9 +82,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("line", LACKING)
-def test_what_the_machine_lacks_is_one_line(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_machine_lacks_is_one_line(line: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     hub._tried.cache_clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -104,12 +92,11 @@ def test_what_the_machine_lacks_is_one_line(
         "HF_HUB_CACHE": str(tmp_path),
     }.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    assert run.main([*line.split(), "wandb=disabled"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {LACKING[line]}") and said.count("\n") == 1
+    said = error_of(capsys, run.main([*line.split(), "wandb=disabled"]))
+    assert said.startswith(f"error: {LACKING[line]}")
 
 
-def test_the_hub_is_reachable_where_its_port_answers_or_a_proxy_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_reachable_where_its_port_answers_or_a_proxy_stands_between(monkeypatch: Patch) -> None:
     hub._tried.cache_clear()
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -134,12 +121,6 @@ def test_the_definitions_text_holds_every_name_that_lm_eval_knows() -> None:
     assert known <= definitions.names()
 
 
-def refused(line: str, configs: Path = run.CONFIGS) -> list[str]:
-    with pytest.raises(Refused) as found:
-        make_plan(compose_all(line.split(), configs))
-    return found.value.lines
-
-
 def test_an_option_swept_over_methods_names_the_one_that_lacks_it() -> None:
     (line,) = refused("-m method=pqcache,oracle method.m=2,4 budget=0.1,0.2")
     assert line.startswith("method.m: unknown key; ")
@@ -150,12 +131,6 @@ def test_an_option_swept_over_methods_names_the_one_that_lacks_it() -> None:
     ]
     (all_of_them,) = refused("-m method=pqcache,oracle budget=0.1,1.5")
     assert "with method" not in all_of_them
-
-
-def test_errors_of_the_method_itself_come_with_the_others() -> None:
-    lines = refused("method=pqcache method.m=3 buget=0.2")
-    assert len(lines) == 2
-    assert any(line.startswith("method.m=3") for line in lines)
 
 
 @pytest.mark.parametrize("group", ["method", "task"])

@@ -19,7 +19,7 @@ from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import NOT_HASHED, PERMITS
 from pqcache.harness.run import models
 from pqcache.harness.tasks import any_lm_eval
-from tests.harness.cells import REPO, Command, rows
+from tests.harness.cells import REPO, Capture, Command, Patch, definition, error_of, rows
 
 
 class Evil:
@@ -43,14 +43,13 @@ def pickled(tiny: Path, tmp_path: Path) -> Path:
 
 
 def test_pickled_weights_are_refused_unless_allowed(
-    command: Command, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, pickled: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     own = ["method=full", "limit=1", f"model.path={pickled}"]
     with monkeypatch.context() as patch:
         patch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
-        assert command(*own) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "pytorch_model.bin" in said and "model.allow_pickle=true" in said
+        said = error_of(capsys, command(*own))
+    assert "pytorch_model.bin" in said and "model.allow_pickle=true" in said
     (pickled / "model.safetensors.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
     assert command(*own) == 2
     (pickled / "model.safetensors.index.json").write_text("[1]")
@@ -99,19 +98,6 @@ def test_every_loader_refuses_code_of_the_hub() -> None:
     assert seen >= 10
 
 
-TASK = """
-task: theirs
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{text}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 8}}
-metric_list:
-  - metric: {metric}
-{more}
-"""
 CODE = """
 from pathlib import Path
 Path({target!r}).touch()
@@ -122,23 +108,20 @@ ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`theirs(more=..., metric=..., text=...)` writes a definition and says how `task.include` of it ends: (code, lines)."""
+def theirs(tmp_path: Path, own_definitions: None, monkeypatch: Patch) -> Any:
+    """`theirs(more=..., metric=..., text=...)` writes a definition of a task into a folder."""
     from lm_eval import utils
-    from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr(utils, "env", utils.env)
-    monkeypatch.setattr(
-        any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
-    )
     folder = tmp_path / "theirs"
     folder.mkdir()
     (tmp_path / "data.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
     (folder / "code.py").write_text(CODE.format(target=str(tmp_path / "ran")))
 
-    def write(name: str = "a.yaml", **parts: str) -> Path:
-        values = {"more": "", "metric": "exact_match", "text": "{{question}}", **parts}
-        (folder / name).write_text(TASK.format(data=tmp_path / "data.jsonl", **values))
+    def write(more: str = "", metric: str = "exact_match", text: str = "{{question}}", **parts: Any) -> Path:
+        asked = {"doc_to_text": text, "doc_to_target": "{{answer}}", "generation_kwargs": {"max_gen_toks": 8}, **parts}
+        written = definition("theirs", tmp_path / "data.jsonl", "generate_until", [metric], **asked)
+        (folder / "a.yaml").write_text(f"{written}{more}\n")
         return folder
 
     return write
@@ -164,14 +147,16 @@ def refusal(folder: Path, *typed: str) -> str:
         {"more": "metadata: {version: 1, deep: [{a: !function code.process_docs}]}"},
         {"more": "filter_list: !!python/name:os.system"},
         {"metric": "no_metric_of_lm_eval"},
-        {"metric": "accuracy\n    hf_evaluate: true"},
+        {"metric_list": [{"metric": "accuracy", "hf_evaluate": True}]},
         {"more": "include: {outside}"},
     ],
 )
-def test_definitions_that_run_code_are_refused(theirs: Any, tmp_path: Path, parts: dict[str, str]) -> None:
+def test_definitions_that_run_code_are_refused(theirs: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
     outside = tmp_path / "outside.yml"
     outside.write_text("process_docs: !function theirs.code.process_docs\n")
-    folder = theirs(**{key: value.replace("{outside}", str(outside)) for key, value in parts.items()})
+    if "more" in parts:
+        parts = {"more": parts["more"].format(outside=outside) if "{outside}" in parts["more"] else parts["more"]}
+    folder = theirs(**parts)
     said = refusal(folder)
     assert "task.allow_code=true" in said and "\n" not in said
     assert not (tmp_path / "ran").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import run
 from pqcache import registry
@@ -20,11 +21,12 @@ from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models
 from pqcache.harness.tasks import Task
 from pqcache.selective import NotApplicable
-from tests.harness.cells import REPO, Command, rows
+from tests.harness.cells import REPO, Capture, Command, Patch, rows
+from tests.harness.in_process import InProcess
 
 
 def test_sweep_ends_with_one_table_and_full_runs_once(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], generated: list[int], monkeypatch: Any
+    command: Command, tmp_path: Path, capsys: Capture, generated: list[int], monkeypatch: Any
 ) -> None:
     loads: list[int] = []
     original, load_task = models.load, Task.load
@@ -53,47 +55,35 @@ def test_pairs_are_made_when_full_comes_later(command: Command, tmp_path: Path) 
     assert seeds[2]["full_score"] is None  # another seed's Full is no reference
 
 
+@pytest.mark.parametrize("where", ["here", pytest.param("elsewhere", marks=pytest.mark.rest)])
 def test_one_failed_cell_does_not_lose_the_others(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, on: Any, monkeypatch: Patch, capsys: Capture, where: str
 ) -> None:
     original = lm.generate
 
     def failing(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method.name == "oracle" and method.budget.ratio == 0.1:
-            raise RuntimeError("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return original(model, method, *args, **kwargs)
 
-    monkeypatch.setattr(lm, "generate", failing)
-    assert command("-m", "method=oracle,full", "budget=0.1,0.2", "limit=1") == 1
+    engine = on(InProcess(2))
+    sweep = ["-m", "method=oracle,full", "budget=0.1,0.2", "limit=1", *(["launch=ray"] if where == "elsewhere" else [])]
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "generate", failing)
+        assert command(*sweep) == 1
     assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.2"]
     shown = capsys.readouterr()
-    assert "failed: oracle 0.1" in shown.err
-    assert "out of memory" in shown.err
+    assert "failed: oracle 0.1" in shown.err and "out of memory" in shown.err
     failed = json.loads(next((tmp_path / "out").glob("*oracle__0.1*/status.json")).read_text())
-    assert failed["status"] == "failed"
-    assert "RuntimeError: out of memory" in failed["traceback"]
+    assert failed["status"] == "failed" and "CUDA out of memory" in failed["reason"]
+    assert "in failing" in failed["traceback"]
+    assert len(engine.results) == len(engine.units)  # not retried
     assert "failed" in shown.out.split("budget 0.1")[-1]
-    monkeypatch.setattr(lm, "generate", original)
-    assert command("-m", "method=oracle,full", "budget=0.1,0.2", "limit=1") == 0  # and it is made good by a rerun
-
-
-def test_a_model_that_cannot_be_loaded_is_refused_alone_and_fails_its_cells_in_a_sweep(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("its configuration had failed already"))
-    assert command("method=full", f"model.path={empty}") == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    assert error.startswith(f"error: model.path={empty}: holds no config.json")
-    assert command("-m", "method=full", "seed=0,1", f"model.path={empty}") == 1
-    error = capsys.readouterr().err
-    assert [line.startswith("failed: full") for line in error.splitlines() if "failed" in line] == [True, True]
+    assert command(*sweep) == 0  # and it is made good by a rerun
 
 
 def test_not_applicable_is_refused_alone_and_skipped_in_a_sweep(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     def check(self: Any) -> None:
         if self.budget.ratio == 0.5:
@@ -112,7 +102,7 @@ def test_not_applicable_is_refused_alone_and_skipped_in_a_sweep(
 
 
 @pytest.fixture
-def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def experiments(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A copy of configs/ whose experiments a test may add to."""
     folder = tmp_path / "configs"
     shutil.copytree(REPO / "configs", folder)
@@ -130,7 +120,7 @@ def test_the_command_line_wins_over_the_experiment(command: Command, experiments
     assert next(iter(rows(tmp_path / "out").values()))["seed"] == 5
 
 
-def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, capsys: Capture) -> None:
     (experiments / "picked.yaml").write_text(
         "# python run.py experiment=picked\n"
         "cells:\n"
@@ -153,7 +143,7 @@ def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, caps
 
 
 def test_the_best_of_several_cells_names_them(
-    command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, experiments: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     text = (
         "# python run.py experiment=best\n"
@@ -176,7 +166,7 @@ def test_the_best_of_several_cells_names_them(
 
 
 def test_a_wrong_value_in_an_experiment_refuses_it_whole(
-    command: Command, experiments: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, experiments: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (experiments / "wrong.yaml").write_text(
         "# python run.py experiment=wrong\ncells:\n  a: {method: full}\n  b: {method: oracle, budget: 7}\n"

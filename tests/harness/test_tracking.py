@@ -19,6 +19,7 @@ from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import tracking
+from tests.harness.cells import Capture, Patch
 
 SAMPLE = {
     "task": "t", "doc_id": 0, "score": 50.0, "prompt_end": "Where?", "target": ["x", "y"], "response": "z",
@@ -27,7 +28,7 @@ SAMPLE = {
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def logged(monkeypatch: Patch) -> dict[str, Any]:
     """What `wandb.init` was given, and `points`: what was logged."""
     seen: dict[str, Any] = {"points": [], "runs": 0, "summaries": []}
     started = SimpleNamespace(
@@ -66,7 +67,7 @@ def track(one: Cell, mode: str = "offline", score: float = 50.0) -> bool:
     return tracking.track(one, row, [SAMPLE], mode)
 
 
-def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch) -> None:
     plain = cell(tmp_path)
     track(plain)
     assert (logged["project"], logged["group"], logged["tags"], logged["mode"]) == (
@@ -87,20 +88,6 @@ def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypa
     assert (logged["project"], logged["group"], logged["entity"], logged["tags"]) == ("mine", "g", "me", ["a", "b"])
     (table,) = [point["samples"] for point in logged["points"][-1:]]
     assert table["data"] == [["t", 0, 50.0, "Where?", "x, y", "z", 3, 0.5]]
-
-
-def test_a_row_is_logged_once(tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = cell(tmp_path)
-    track(one)
-    track(one)
-    assert logged["runs"] == 1
-    track(one, score=60.0)  # a larger limit: the same run goes on
-    assert logged["runs"] == 2
-    monkeypatch.setattr(tracking, "_obstacle", lambda server: None)
-    track(one, "online", score=60.0)  # written before, not sent
-    track(one, "online", score=60.0)
-    track(one, "offline", score=60.0)
-    assert logged["runs"] == 3 and logged["mode"] == "online"
 
 
 def test_each_finished_row_is_logged_once_with_its_pair(tmp_path: Path, logged: dict[str, Any]) -> None:
@@ -125,7 +112,7 @@ def test_each_finished_row_is_logged_once_with_its_pair(tmp_path: Path, logged: 
 
 
 def test_without_a_network_one_line_and_no_wait(
-    tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch, capsys: Capture
 ) -> None:
     tries = []
 
@@ -144,7 +131,7 @@ def test_without_a_network_one_line_and_no_wait(
 
 @pytest.mark.rest
 def test_sync_sends_what_is_on_disk(
-    tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch, capsys: Capture
 ) -> None:
     words = [f"out={tmp_path}", "task=pocket_qa", "task.length=512", "limit=1", f"cache_dir={tmp_path / 'cache'}"]
     assert run.main(["method=full", *words, "wandb=disabled"]) == 0
@@ -162,7 +149,7 @@ def test_sync_sends_what_is_on_disk(
     assert logged["runs"] == 1
 
 
-def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     assert cell(tmp_path).run.wandb == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -173,9 +160,7 @@ def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch
         cell(tmp_path)
 
 
-def test_folder_and_run_of_a_sweeps_agent(
-    tmp_path: Path, logged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_and_run_of_a_sweeps_agent(tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch) -> None:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
     monkeypatch.setenv("WANDB_RUN_ID", "made-by-the-agent")

@@ -9,49 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import run
 from pqcache.harness.config import environment
-from pqcache.harness.run import adapter, runner
 from pqcache.harness.run.samples import claim
-from pqcache.harness.run.units import Job, Unit, UnitResult
+from pqcache.harness.run.units import Job, Unit
 from scripts.same_rows import differences
-from tests.harness.cells import Command, rows, status
+from tests.harness.cells import Capture, Command, Patch, rows
 from tests.harness.in_process import InProcess
-
-
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`on(engine)`: launch=ray goes to this engine."""
-
-    def put(engine: Any) -> Any:
-        monkeypatch.setattr(runner, "engine_for", lambda _: engine)
-        return engine
-
-    return put
-
-
-class Recording(InProcess):
-    """Remembers what it was given; runs only as many units as it is told."""
-
-    def __init__(self, workers: int = 2, most: int | None = None) -> None:
-        super().__init__(workers)
-        self.units: list[Unit] = []
-        self.results: list[UnitResult] = []
-        self.most = most
-
-    def run(self, job: Job, units: Sequence[Unit], report: Any, *, alone: bool) -> None:
-        def keep(event: Any) -> None:
-            if isinstance(event, UnitResult):
-                self.results.append(event)
-            report(event)
-
-        assert all(unit.timed == alone for unit in units)
-        left = len(units) if self.most is None else max(0, self.most - len(self.units))
-        self.units += units[:left]
-        super().run(job, units[:left], keep, alone=alone)
-
 
 SWEEP = ("-m", "method=full,oracle,pqcache,snapkv,zipcache,infllm", "budget=0.25", "limit=8")
 
@@ -59,7 +24,7 @@ SWEEP = ("-m", "method=full,oracle,pqcache,snapkv,zipcache,infllm", "budget=0.25
 @pytest.mark.rest
 def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp_path: Path, on: Any) -> None:
     assert command(*SWEEP, "shared_prefill=false", out=tmp_path / "plain") == 0
-    engine = on(Recording())
+    engine = on(InProcess(2))
     assert command(*SWEEP, "launch=ray", out=tmp_path / "sharded") == 0
     assert [(u.first, u.stop, u.timed) for u in engine.units] == [
         (5, 6, False),
@@ -70,7 +35,7 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     assert engine.units[0].cells[0].split("__")[1] == "full"
     # one shared prefill and InfLLM's own for each of three prompts, then five of each cell
     assert sum(r.shared + r.own for r in engine.results) == 3 * 2 + 5 * 6
-    on(Recording(most=2))
+    on(InProcess(2, most=2))
     assert command(*SWEEP, "launch=ray", out=tmp_path / "resumed") == 0  # pending
     assert not rows(tmp_path / "resumed")
     assert command(*SWEEP, "shared_prefill=true", out=tmp_path / "resumed") == 0
@@ -86,34 +51,10 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     assert not list((tmp_path / "sharded").glob("*/samples.jsonl"))
 
 
-@pytest.mark.rest
-def test_a_failing_cell_fails_alone_with_its_traceback(
-    command: Command, tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = adapter.generate
-
-    def failing(model: Any, method: Any, *arguments: Any, **options: Any) -> Any:
-        if method.name == "oracle":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return generate(model, method, *arguments, **options)
-
-    engine = on(Recording())
-    with monkeypatch.context() as patch:
-        patch.setattr(adapter, "generate", failing)
-        assert command("-m", "method=full,oracle,snapkv", "budget=0.25", "limit=6", "launch=ray") == 1
-    ended = status(tmp_path / "out")
-    assert {name: one["status"] for name, one in ended.items()} == {"full": "ok", "oracle": "failed", "snapkv": "ok"}
-    assert "CUDA out of memory" in ended["oracle"]["reason"]
-    assert "in failing" in ended["oracle"]["traceback"]
-    assert len(engine.results) == len(engine.units)  # not retried
-    on(Recording())
-    assert command("-m", "method=full,oracle,snapkv", "budget=0.25", "limit=6", "launch=ray") == 0
-
-
 def test_another_drivers_cell_is_named_and_left_alone(
-    command: Command, tmp_path: Path, on: Any, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, on: Any, capsys: Capture
 ) -> None:
-    on(Recording())
+    on(InProcess(2))
     assert command("method=full", "limit=1", "launch=ray") == 0
     folder = next(path.parent for path in (tmp_path / "out").glob("*/row.json"))
     with claim(folder):
@@ -123,7 +64,7 @@ def test_another_drivers_cell_is_named_and_left_alone(
 
 
 def test_a_worker_with_other_code_versions_or_folders_refuses(
-    command: Command, tmp_path: Path, on: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, on: Any, monkeypatch: Patch, capsys: Capture
 ) -> None:
     jobs: list[Job] = []
 
@@ -151,7 +92,7 @@ def test_latency_runs_on_an_engine_by_itself(tmp_path: Path, on: Any) -> None:
     """Its worker writes the row; every round is reported once, and a second run measures nothing."""
     words = ["-m", "model=random", "model.geometry=tiny", "task=latency", "task.length=150", "task.rounds=2"]
     words += ["task.new_tokens=4", "method=full,streaming", "wandb=disabled", f"out={tmp_path}", "launch=ray"]
-    engine = on(Recording())
+    engine = on(InProcess(2))
     assert run.main(words) == 0
     assert [(unit.whole, unit.timed, len(unit.cells)) for unit in engine.units] == [(True, True, 1)] * 2
     found = rows(tmp_path)

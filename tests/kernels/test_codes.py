@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pqcache.pq import codebook
-from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.group import top_tokens
 
 pytest.importorskip("numba")
 from pqcache.kernels import codes as compiled
@@ -64,16 +63,6 @@ def test_equal_codes_go_to_the_lower_position():
     codes[0, 0, 0, 12:] = 1
     got = compiled.top_tokens(tables, codes, 2, [20], [10])
     assert got is not None and got[0, 0].tolist() == [2, 3, *range(12, 20)]
-
-
-def test_the_same_selection_as_the_general_path():
-    gen = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 6, 1, 16, generator=gen)
-    centroids = torch.randn(2, 2, 2, 16, 8, generator=gen)
-    codes = torch.randint(0, 16, (2, 2, 2, 300), generator=gen).to(torch.uint8)
-    general = top_tokens(group_reduce(codebook.score(q, codes, centroids), 2, "sum_softmax"), [40, 40])
-    native = compiled.top_tokens(codebook.tables(q, centroids), codes, 0, [300, 300], [40, 40])
-    assert native is not None and torch.equal(native, general)
 
 
 @pytest.mark.parametrize("bits", [(2, 4), (2, 8)])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baselines.clusterkv.clusters import DISTANCES, cluster_points
 from pqcache import kernels
-from pqcache.pq.kmeans import assign, initial_positions, kmeans
+from pqcache.pq.kmeans import initial_positions, kmeans
 
 pytest.importorskip("numba")
 from pqcache.kernels import nearest
@@ -146,10 +146,3 @@ def test_plain_torch_switches_the_kernels_off():
     assert kernels.native(x)
     assert not kernels.native(torch.zeros(1, device="meta"))
     assert not kernels.native(torch.zeros(1, requires_grad=True))
-
-
-def test_assign_falls_back_without_numba(monkeypatch):
-    monkeypatch.setattr(kernels, "usable", lambda: False)
-    x = points(2, 200, 8, 7)
-    codes, _ = assign(x, x[:, :5])
-    assert codes[:, :5].eq(torch.arange(5)).all()

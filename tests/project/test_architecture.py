@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -132,13 +131,6 @@ def test_circles_and_arrows_up_are_found(tmp_path: Path) -> None:
 def test_no_module_is_longer_than_450_lines(files: dict[str, Path]) -> None:
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: length for name, length in lengths.items() if length > 450} == {}
-
-
-def test_no_folder_directly_holds_a_fifth_of_the_lines(files: dict[str, Path]) -> None:
-    lines: Counter[Path] = Counter()
-    for file in files.values():
-        lines[file.parent] += len(file.read_text().splitlines())
-    assert {str(folder): n for folder, n in lines.items() if n > 0.2 * lines.total()} == {}
 
 
 def test_a_decode_step_takes_the_documented_path(repo: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -78,12 +77,6 @@ def test_whatever_fails_the_others_are_measured(tmp_path: Path, repo: Path) -> N
     assert rows[4]["failed"] == "it took longer than 12 s" and rows[5]["ok"]
 
 
-@pytest.mark.rest
-def test_the_clock_ends_it(tmp_path: Path, repo: Path) -> None:
-    rows = measured(tmp_path, repo, ["stuck", "good"], 12, 100)
-    assert rows[0]["failed"] == "the time was over" and rows[1]["left_out"]
-
-
 def test_a_lost_device_ends_its_process(tmp_path: Path) -> None:
     def fails() -> dict:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -93,15 +86,6 @@ def test_a_lost_device_ends_its_process(tmp_path: Path) -> None:
     assert bench_gpu.work(both, file, until, lambda: True) == bench_gpu.LOST
     assert bench_gpu.work(both, file, until, lambda: True) == 0
     assert [row["measurement"] for row in bench_gpu.read(file)] == ["first", "second"]
-
-
-def test_a_worker_that_cannot_begin_is_a_row_too(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    bench_gpu.supervise([sys.executable, "-c", "import no_such_module"], ["a", "b"], file, time.time() + 60, 10)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["measurement"] for row in rows] == ["a", "b"] and all(
-        "no_such_module" in row["traceback"] for row in rows
-    )
 
 
 @pytest.mark.parametrize(

@@ -26,21 +26,12 @@ from scripts import draw_kept, write_docs
 from tests.project.pages import FILLED_IN, PAGES, REPO, typed
 
 LINKED = [*PAGES, REPO / "results" / "reference" / "README.md", REPO / "results" / "published" / "README.md"]
-MOST_WORDS = 900
-WIDEST = 112  # characters of a line of code
 NOT_YET = {"baselines/keynorm.py", "configs/method/keynorm.yaml", "results/runs"}  # made by whoever follows the page
 DRAWN_AGAIN = ("streaming", "snapkv", "quest", "zipcache")
 
 
 def page_ids(paths: list[Path]) -> list:
     return [pytest.param(path, id=path.relative_to(REPO).as_posix()) for path in paths]
-
-
-@cache
-def prose(path: Path) -> str:
-    """A page without its fenced blocks and inline code."""
-    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"`[^`\n]*`", "", text)
 
 
 @cache
@@ -52,14 +43,6 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 # -- the README --------------------------------------------------------------------------------------------------------
-
-
-def test_the_readme_is_short() -> None:
-    """As `wc -w` counts, and as a reader does, for whom every cell of a table has its words and an address has none."""
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= MOST_WORDS
-    read = re.sub(r"<!--.*?-->|\]\([^)]*\)|^\|[-:|]+\|$", "", text, flags=re.MULTILINE).replace("|", " ")
-    assert len(read.split()) <= MOST_WORDS
 
 
 def test_the_readme_lists_every_method_with_its_kind() -> None:
@@ -157,13 +140,6 @@ def test_every_command_composes(folder: Path) -> None:
     assert wrong == []
 
 
-def test_the_table_command_works_offline(tmp_path: Path) -> None:
-    (command,) = (line for line in typed("python run.py tables=") if "values=score,tpot" in line and "budget" in line)
-    words = shlex.split(command.replace("results/runs", str(REPO / "results" / "reference" / "pocket_guard")))[2:]
-    assert folder_command.answer([*words, f"out={tmp_path}"]) == 0
-    assert {path.suffix for path in (tmp_path / "tables").iterdir()} >= {".md", ".tex", ".csv"}
-
-
 def test_scripts_modules_and_targets_exist() -> None:
     missing = [line for line in typed("python scripts/") if not (REPO / line.split()[1]).is_file()]
     missing += [line for line in typed("python -m ") if importlib.util.find_spec(line.split()[2]) is None]
@@ -171,13 +147,6 @@ def test_scripts_modules_and_targets_exist() -> None:
     missing += [line for line in typed("make ") if line.split()[1] not in targets]
     assert missing == []
     assert len(typed("make ")) > 10
-
-
-@pytest.mark.parametrize("path", page_ids(PAGES))
-def test_code_fits_on_a_page(path: Path) -> None:
-    """A wider block has to be scrolled where these pages are read."""
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert [line for block in blocks for line in block.splitlines() if len(line) > WIDEST] == []
 
 
 # -- links and paths ---------------------------------------------------------------------------------------------------

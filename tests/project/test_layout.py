@@ -50,19 +50,6 @@ def test_ci_runs_every_target_and_fails_with_any(repo: Path, tmp_path: Path, fai
         assert done.stdout.split() == targets[: targets.index(failing) + 1]
 
 
-def test_readme_names_the_commands(repo: Path) -> None:
-    text = (repo / "README.md").read_text()
-    assert "make demo" in text
-    assert "make test" in text
-    assert "make test-rest" in text
-
-
-def test_licence_is_apache_2(repo: Path) -> None:
-    text = (repo / "LICENSE").read_text()
-    assert "Apache License" in text
-    assert "Version 2.0, January 2004" in text
-
-
 @pytest.mark.parametrize("package", ["pqcache", "baselines", "pqcache.embedded"])
 def test_the_library_needs_torch_and_transformers_only(package: str) -> None:
     """Imports of the harness's packages are refused; the library must not notice."""

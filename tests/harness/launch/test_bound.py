@@ -20,6 +20,7 @@ from pqcache.measure.roofline import random_config
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, generate
 from pqcache.selective.ledger import unique_bytes
+from tests.harness.cells import Capture, Patch
 from tests.harness.launch.test_plan import planned
 
 PROMPT, NEW = 1900, 3
@@ -39,7 +40,7 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Free:
+def free(monkeypatch: Patch) -> Free:
     """Pretend that a number of bytes is free."""
     return lambda nbytes: monkeypatch.setattr(bound, "free", lambda _: nbytes)
 
@@ -114,16 +115,6 @@ def test_temporaries_are_those_of_a_forward_pass() -> None:
     assert memory.prefill_bytes(config, tokens, "float32") == pytest.approx(peak.most - cache, rel=0.35)
 
 
-def test_this_machine_has_memory(tmp_path: Path) -> None:
-    there = bound.free("cpu")
-    assert there is not None and 2**26 < there < 2**50
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    assert memory.group_limit(tmp_path) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.group_limit(tmp_path) is None
-
-
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +156,7 @@ def test_a_chunk_that_would_fit(tmp_path: Path, free: Free) -> None:
     assert plan.make(planned(tmp_path, *words, "prefill_chunk=auto"), Session()).misfits() == ({}, None)
 
 
-def test_host_memory_that_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_would_fit(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(bound, "device_of", lambda _: "cuda")
     there = {"cuda": 10**15, "cpu": 10**12}
     monkeypatch.setattr(bound, "free", lambda device: there[device])
@@ -179,7 +170,7 @@ def test_host_memory_that_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_refused_cell_loads_nothing_and_the_others_go_on(
-    tmp_path: Path, free: Free, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, free: Free, monkeypatch: Patch, capsys: Capture
 ) -> None:
     loaded = []
     load = session._load

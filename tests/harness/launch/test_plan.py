@@ -14,6 +14,7 @@ from pqcache.harness.launch import plan
 from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
+from tests.harness.cells import Capture, Patch
 
 REPO = Path(__file__).resolve().parents[3]
 SMALL = ("task=pocket_qa", "task.length=512", "limit=7", "wandb=disabled")
@@ -26,7 +27,7 @@ def planned(tmp_path: Path, *words: str) -> RunPlan:
 
 
 @pytest.fixture(autouse=True)
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_weights(monkeypatch: Patch) -> None:
     from pqcache.harness.run import session
 
     def refuse(cell: Cell) -> None:
@@ -66,9 +67,7 @@ def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> No
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "cells"), [("pqcache_table2", 11), ("kvcrush_table3", 26)])
-def test_a_papers_table_offline(
-    name: str, cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_papers_table_offline(name: str, cells: int, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     from huggingface_hub import constants
 
     import run
@@ -83,7 +82,7 @@ def test_a_papers_table_offline(
     assert not list(tmp_path.iterdir())  # nothing was written
 
 
-def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypatch: Patch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("CUDA was initialised")
 

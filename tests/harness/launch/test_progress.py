@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import json
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +13,8 @@ from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import progress
 from pqcache.harness.launch.progress import Total
-from pqcache.harness.run import runner
 from pqcache.harness.run.session import Session
-from tests.harness.cells import ONE_THREAD, REPO, Command
+from tests.harness.cells import REPO, Capture, Command, Patch
 from tests.harness.in_process import InProcess
 
 PLAN = re.compile(r"plan: 2 cells, 16 samples; memory at most .*; time: .*\n")
@@ -36,9 +25,7 @@ def planned(tmp_path: Path, *words: str) -> RunPlan:
     return make_plan(compose_all(["-m", "method=full,streaming", "task=pocket_qa", *here, *words], REPO / "configs"))
 
 
-def test_samples_weigh_what_they_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_weigh_what_they_cost(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 60.0)
     made = planned(tmp_path, "task.length=512", "limit=3", "shared_prefill=false")
     now, stream = [0.0], io.StringIO()
@@ -62,9 +49,7 @@ def test_samples_weigh_what_they_cost(
     total.end()
 
 
-def test_a_plan_that_fails_stops_nothing(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_fails_stops_nothing(command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     def broken(*_: object, **__: object) -> None:
         raise KeyError("x\ny")
 
@@ -75,28 +60,13 @@ def test_a_plan_that_fails_stops_nothing(
     assert not any(line.startswith("plan") for line in lines[1:])
 
 
-class Reporting(InProcess):
-    """Tells what it was told of samples."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.seen: list[Any] = []
-
-    def run(self, job: Any, units: Sequence[Any], report: Any, *, alone: bool) -> None:
-        super().run(job, units, lambda event: (self.seen.append(event), report(event))[1], alone=alone)
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    where: str,
+    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture, on: Any, where: str
 ) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    monkeypatch.setattr(runner, "engine_for", lambda _: Reporting())
+    on(InProcess(2))
     more = ["launch=ray"] if where == "elsewhere" else []
     assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0
     said = capsys.readouterr()
@@ -114,9 +84,7 @@ def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
     assert "samples, " not in said.err
 
 
-def test_a_cell_that_does_not_apply_disturbs_no_other(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_that_does_not_apply_disturbs_no_other(command: Command, monkeypatch: Patch, capsys: Capture) -> None:
     """ZipCache has no codes of a tenth of 16 bits. Its cell ends first, and is none of those that the plan counts."""
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     assert command("-m", "method=zipcache,streaming", "budget=0.1") == 0
@@ -125,49 +93,3 @@ def test_a_cell_that_does_not_apply_disturbs_no_other(
     assert [line.partition(", score")[0] for line in said.err.splitlines() if "/3 samples" in line][-1] == (
         "3/3 samples, 1/1 cells, 0 s left"
     )
-
-
-@pytest.mark.rest
-def test_on_a_terminal_the_bar_is_the_lowest_line(tiny: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))  # lines and columns
-    words = ["-m", "method=full,streaming", "model=hf", f"model.path={tiny}", "task.length=256"]
-    words += ["limit=8", f"out={tmp_path / 'out'}", f"cache_dir={tmp_path}", "wandb=disabled"]
-    process = subprocess.Popen(
-        [sys.executable, "run.py", *words], cwd=REPO, env=ONE_THREAD, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    text = b""
-    while select.select([ours], [], [], 120)[0]:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # the terminal's other end is closed
-            break
-        text += part
-    os.close(ours)
-    assert process.wait(60) == 0
-    shown = text.decode()
-    assert re.search(r"16/16 samples \|.*2/2 cells.*score", shown) or re.search(r"1\d/16 samples \|.*score", shown)
-    screen = render(shown)
-    assert "\n[2/2] streaming" in screen
-    assert "samples |" not in screen  # the bar leaves nothing behind
-    assert PLAN.match(screen)
-    assert json.loads(next((tmp_path / "out").glob("*streaming*/row.json")).read_text())["n_samples"] == 8
-
-
-def render(text: str) -> str:
-    """What a terminal shows of carriage returns, line feeds and steps upwards."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+|\x1b[^A]*?[A-Za-z]", text):
-        if part == "\x1b[A":
-            row -= 1
-        elif part == "\r":
-            column = 0
-        elif part == "\n":
-            row, column = row + 1, column
-            lines += [""] * (row + 1 - len(lines))
-        elif not part.startswith("\x1b"):
-            old = lines[row].ljust(column)
-            lines[row] = old[:column] + part + old[column + len(part) :]
-            column += len(part)
-    return "\n".join(line.rstrip() for line in lines)

@@ -15,6 +15,7 @@ from lm_eval import evaluate
 from pqcache.harness.tasks import gsm8k_cot_long as cot_long
 from pqcache.harness.tasks import task_of
 from pqcache.harness.tasks.gsm8k_cot import problem
+from tests.harness.cells import Patch
 from tests.harness.tasks.building import Answer, build, request_of, write_rows
 
 
@@ -117,7 +118,7 @@ def test_short_prompt_and_its_two_readings(tokenizer: Any) -> None:
     assert set(task.process_results(doc, [gold + "."]).values()) == {1}  # the filter's full stop is ignored
 
 
-def test_the_hub_is_asked_for_the_right_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_the_right_rows(monkeypatch: Patch) -> None:
     requested: list[tuple] = []
 
     def load(repo: str, config: str | None, *, split: str, revision: str | None) -> list[dict]:

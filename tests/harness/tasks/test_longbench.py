@@ -16,6 +16,7 @@ from pqcache.harness.tasks import TASKS, task_of
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
 from pqcache.harness.tasks.longbench.data_sets import DATASETS, fill, score
+from tests.harness.cells import Patch
 from tests.harness.tasks.building import build, write_rows
 
 ROW = {
@@ -88,7 +89,7 @@ def test_answers_lengths_and_groups_are_the_official_ones() -> None:
     assert {"longbench", "longbench_e", *(f"longbench_{name}" for name in DATASETS)} <= set(TASKS)
 
 
-def test_another_template_than_the_official_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_template_than_the_official_one_is_refused(monkeypatch: Patch) -> None:
     changed = {**DATASETS, "qasper": data_sets.Official("qa_f1", 128, "0" * 16)}
     monkeypatch.setattr(data_sets, "DATASETS", changed)
     data_sets.template.cache_clear()

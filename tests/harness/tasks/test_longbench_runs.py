@@ -6,7 +6,6 @@ import hashlib
 import json
 import socket
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +13,26 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-import run
 from pqcache.harness.report.rows import Row, read_row
-from pqcache.harness.run import adapter as lm
-from pqcache.harness.run import answers, models
+from pqcache.harness.run import answers
 from pqcache.harness.tasks.longbench.constructed import construct
 from pqcache.harness.tasks.longbench.data_sets import DATASETS, UNWRAPPED
+from tests.harness.cells import Capture, Command, Patch, error_of
 from tests.harness.tasks.test_longbench import make_row, write_files
 
 # -- whole runs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def start(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """run.py without any way to the network; answers end after 8 tokens."""
+def start(command: Command, monkeypatch: Patch) -> Command:
+    """run.py without any way to the network."""
 
     def no_network(*_: Any, **__: Any) -> None:
         raise AssertionError("something used the network")
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    original = lm.generate
-
-    def short(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
-        return original(*arguments, max_new_tokens=min(8, max_new_tokens), **options)
-
-    monkeypatch.setattr(lm, "generate", short)
-
-    def call(*arguments: str, model: str = f"model=hf model.path={tiny}") -> int:
-        base = [*model.split(), "method=full", f"out={tmp_path / 'out'}", "wandb=disabled"]
-        return run.main([*base, f"cache_dir={tmp_path / 'cache'}", *arguments])
-
-    return call
+    return lambda *arguments: command("method=full", *arguments)
 
 
 def only_row(folder: Path) -> Row:
@@ -55,16 +42,14 @@ def only_row(folder: Path) -> Row:
     return row
 
 
-def test_every_data_set_on_the_embedded_model(
-    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, capsys: Capture) -> None:
     files = {}
     for dataset in DATASETS:
         rows = construct(dataset, 2, 200, 7, lambda text: len(text) // 4)
         files[dataset.replace("-", "_")] = rows
     folder = write_files(tmp_path / "data", **files)
     arguments = ["task=longbench", f"task.source={folder}", "limit=1", "task.max_length=160"]
-    assert start(*arguments, model="model=embedded") == 0
+    assert start(*arguments, "model=embedded") == 0
     row = only_row(tmp_path)
     assert list(row["tasks"]) == [f"longbench_{name}" for name in DATASETS]
     assert row["n_samples"] == 16
@@ -90,9 +75,7 @@ def test_every_data_set_on_the_embedded_model(
     assert row["data"]["sha256"]["hotpotqa.jsonl"] == hashlib.sha256(content).hexdigest()
 
 
-def test_the_mean_over_data_sets_does_not_count_rows(
-    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_over_data_sets_does_not_count_rows(start: Command, tmp_path: Path, monkeypatch: Patch) -> None:
     rows = [make_row(input=f"Who{i}?", answers=["cat"]) for i in range(3)]
     folder = write_files(tmp_path / "data", hotpotqa=rows, qasper=rows[:1], gov_report=rows)
     given = iter(["cat", "dog", "dog", "cat"])
@@ -107,7 +90,7 @@ def test_the_mean_over_data_sets_does_not_count_rows(
     assert set(row["data"]["sha256"]) == {"hotpotqa.jsonl", "qasper.jsonl"}  # the others are not read
 
 
-def test_longbench_e_has_a_sub_task_per_bucket(start: Callable[..., int], tmp_path: Path) -> None:
+def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -> None:
     rows = [make_row(input=f"Who{n}?", length=n) for n in (9000, 3999, 4000, 100, 8000, 200)]
     folder = write_files(tmp_path / "data", hotpotqa_e=rows, lcc_e=rows[1:2])
     arguments = ["task=longbench_e", "task.datasets=[hotpotqa,lcc]", f"task.source={folder}", "limit=2"]
@@ -123,24 +106,8 @@ def test_longbench_e_has_a_sub_task_per_bucket(start: Callable[..., int], tmp_pa
 # -- where rows come from -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> None:
-        raise AssertionError("a model was loaded for a wrong command")
-
-    monkeypatch.setattr(models, "load", load)
-
-
-def one_line(start: Callable[..., int], capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert start(*arguments) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
-
-
-@pytest.mark.usefixtures("nothing_is_loaded")
-def test_wrong_folders_and_files_end_in_one_line(
-    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("no_model")
+def test_wrong_folders_and_files_end_in_one_line(start: Command, tmp_path: Path, capsys: Capture) -> None:
     folder = write_files(tmp_path / "data", qasper=[make_row()], trec=[make_row()])
     (folder / "hotpotqa.jsonl").write_text('{"input": "", \n')
     (folder / "lcc.jsonl").write_text('{"input": "", "context": ""}\n')
@@ -164,24 +131,22 @@ def test_wrong_folders_and_files_end_in_one_line(
         ("task=longbench_qaspr",): ["did you mean longbench_qasper?"],
     }
     for arguments, expected in cases.items():
-        line = one_line(start, capsys, *arguments)
+        line = error_of(capsys, start(*arguments))
         assert all(word in line for word in expected), line
 
 
-@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.usefixtures("no_model")
 def test_offline_without_the_archive_ends_in_one_line_that_says_what_to_do(
-    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    start: Command, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    line = one_line(start, capsys, "task=longbench")
+    line = error_of(capsys, start("task=longbench"))
     assert "data.zip of zai-org/LongBench" in line
     assert "HF_HUB_OFFLINE" in line and "task.source" in line
 
 
-def test_rows_of_the_hub_are_the_archives(
-    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_the_hub_are_the_archives(start: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     folder = tmp_path / "hub" / "snapshots" / "0123abcd"
     folder.mkdir(parents=True)
     with zipfile.ZipFile(folder / "data.zip", "w") as archive:
@@ -204,4 +169,4 @@ def test_rows_of_the_hub_are_the_archives(
     }
     assert row["n_samples"] == 2
     capsys.readouterr()
-    assert "is not LongBench's archive" in one_line(start, capsys, "task=longbench_trec", "task.revision=0123")
+    assert "is not LongBench's archive" in error_of(capsys, start("task=longbench_trec", "task.revision=0123"))

@@ -45,9 +45,6 @@ def ends():
 
 def large():
     return bytearray(1 << 34)
-
-def longer(split):
-    return split.map(lambda row: {"text": row["text"] * 2})
 """
 
 
@@ -113,14 +110,6 @@ def test_a_call_without_a_value(name: str, seconds: float, said: str, lost: bool
     assert not lost or gone(first)
 
 
-def test_data_sets_cross_as_rows(functions: Functions) -> None:
-    from datasets import Dataset
-
-    longer = math_process._remote(functions, "longer")
-    made = longer(Dataset.from_list([{"text": "ab", "level": 1}, {"text": "c", "level": None}]))
-    assert made.to_list() == [{"text": "abab", "level": 1}, {"text": "cc", "level": None}]
-
-
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_process_ends_with_its_parent(busy: bool, functions: Functions) -> None:
     """Killed with no chance to say goodbye, between two calls or in the middle of one."""
@@ -131,9 +120,7 @@ def test_the_process_ends_with_its_parent(busy: bool, functions: Functions) -> N
         f"{last}\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, functions.file, functions.folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", program, functions.file, functions.folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert parent.stdout is not None
@@ -146,19 +133,6 @@ def test_the_process_ends_with_its_parent(busy: bool, functions: Functions) -> N
     finally:
         parent.kill()
         parent.communicate()
-
-
-def test_an_answer_without_a_score_is_wrong_and_counted(functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_process, "SECONDS", 0.3)
-    (functions.file).write_text(
-        FILE + "\ndef process_results(doc, results):\n    hangs() if doc['n'] else 0\n    return {'m': 1}\n"
-    )
-    unscored: list[str] = []
-    scored = math_process.forgiving(math_process._remote(functions, "process_results"), ["m", "other"], unscored)
-    functions.start()
-    assert scored({"n": 0}, ["a"]) == {"m": 1} and unscored == []
-    assert scored({"n": 1}, ["a"]) == {"m": 0, "other": 0}
-    assert unscored == ["not done after 0.3 seconds"]
 
 
 def test_no_score_is_made_up_where_a_package_is_missing(functions: Functions) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pqcache.harness.tasks import metrics
+from tests.harness.cells import Patch
 
 
 def test_normalization() -> None:
@@ -24,7 +25,7 @@ def test_rouge_l() -> None:
     assert metrics.rouge_l("a b. ", "a b c") == pytest.approx(0.667, abs=1e-3)
 
 
-def test_a_sentence_too_long_for_the_package_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_too_long_for_the_package_scores_nothing(monkeypatch: Patch) -> None:
     def too_deep(*_: object, **__: object) -> None:
         raise RecursionError  # what `rouge` ends in for two sentences of some 1500 words
 

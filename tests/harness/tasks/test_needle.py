@@ -65,15 +65,6 @@ def test_the_needle_stands_after_a_sentence_end_at_its_depth(tokenizer) -> None:
         assert (after == "") == (depth == 100)
 
 
-@pytest.mark.parametrize(
-    ("target", "inserted_after"),
-    [(8, ""), (15, ""), (16, "About 3.5 miles."), (30, "About 3.5 miles."), (31, 'About 3.5 miles. She said "no."')],
-)
-def test_insertion_point(target: int, inserted_after: str) -> None:
-    text = 'About 3.5 miles. She said "no." and then left without a stop'
-    assert task.insert_needle(text, target, 50) == inserted_after + task.NEEDLE + text.removeprefix(inserted_after)
-
-
 def test_tokenizers_without_offsets() -> None:
     class Slow:
         is_fast = False

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import tracemalloc
-from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +12,8 @@ import pytest
 
 import run
 from pqcache.harness.tasks import sandbox
-from pqcache.harness.tasks.process import wire
 from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
+from tests.harness.cells import Patch
 from tests.harness.tasks.building import needs_isolation
 from tests.harness.tasks.hostile import FILES, FORGERIES, KERNEL, PROCESSES
 
@@ -117,7 +115,7 @@ def _parent(process: str) -> int | None:
 
 
 @pytest.fixture
-def without_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_namespaces(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
     """A machine that refuses the first namespace that is asked for, and has no bubblewrap."""
     shutil.copytree(sandbox.HERE, tmp_path / "process")
     file = tmp_path / "process" / "isolate.py"
@@ -137,52 +135,3 @@ def test_a_machine_that_cannot_isolate_refuses_and_says_what_is_missing(capsys: 
         judged("def f(x): pass", "f", WANTS_A_NUMBER, "")
     assert run.main(["task=humaneval", "task.execute=true", "method=full"]) == 2
     assert "this machine cannot isolate programs: unshare: " in capsys.readouterr().err
-
-
-class Equal(int):
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = int.__hash__
-
-
-VALUES = [
-    None, True, 0, -(10**30), 10**5000, 0.1, float("inf"), 1 + 2j, "", "é\ud800\n", b"\x00\xff", [], [1, [2]], (1,), (), {1, 2},
-    frozenset({3}), {}, {(1, 2): [3], None: "x"}, {1: {2: {3: 4}}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_plain_data_keeps_its_type(value: object) -> None:
-    back = wire.load(wire.dump(value))
-    assert back == value
-    assert type(back) is type(value)
-
-
-def test_nothing_but_plain_data_crosses() -> None:
-    point = namedtuple("point", "x y")
-    arriving = {tuple: point(1, 2), int: Equal(3)}
-    for kind, value in arriving.items():
-        assert type(wire.load(wire.dump(value))) is kind
-    assert wire.load(wire.dump(Counter("aab"))) == {"a": 2, "b": 1}
-    assert wire.load(wire.dump(OrderedDict(a=1))) == {"a": 1}
-    assert list(wire.load(wire.dump(x for x in range(3)))) == [0, 1, 2]  # type: ignore[call-overload]
-    assert repr(wire.load(wire.dump(float("nan")))) == "nan"
-    for refused in (object(), len, Equal, [object()]):
-        with pytest.raises(TypeError, match="no plain data"):
-            wire.dump(refused)
-    for too_long in (itertools.count(), "x" * wire.LINE):
-        with pytest.raises(ValueError, match="more than"):
-            wire.dump(too_long)
-    for line in (
-        b"",
-        b"{}",
-        b"[1]",
-        b'{"int": 3}',
-        b'{"eval": "1"}',
-        b'{"int": "1", "list": []}',
-        b"\xff",
-        b"[" * 10**5,
-    ):
-        with pytest.raises(ValueError, match="not plain data"):
-            wire.load(line)

@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from pqcache.harness.tasks import hub, sources, task_of
+from tests.harness.cells import Patch
 
 
 def http_error(kind: type[Exception]) -> Exception:
@@ -33,9 +34,7 @@ def http_error(kind: type[Exception]) -> Exception:
         (None, ["refused at length", "check the network"]),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(
-    error: type[Exception] | None, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_refuses_is_one_line(error: type[Exception] | None, words: list[str], monkeypatch: Patch) -> None:
     def download(*_: Any, **__: Any) -> str:
         raise ConnectionError("refused\nat length") if error is None else http_error(error)
 
@@ -48,7 +47,7 @@ def test_what_the_hub_refuses_is_one_line(
     assert all(word in str(refused.value) for word in words)
 
 
-def test_a_data_set_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_cannot_be_had_is_one_line(monkeypatch: Patch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the Hub\nmuch more")
 
@@ -71,7 +70,7 @@ def test_rows_of_packed_and_table_files(tmp_path: Path) -> None:
             sources.read_rows(tmp_path / name, fields=("c",))
 
 
-def test_damaged_and_endless_files_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_and_endless_files_are_one_line(tmp_path: Path, monkeypatch: Patch) -> None:
     whole = gzip.compress(b'{"a": 1}\n' * 5000)
     # the first megabytes of a line that would be far longer
     bomb = gzip.compress(b'{"a": "' + b"x" * (1 << 22) + b'"}')
@@ -93,10 +92,9 @@ def test_damaged_and_endless_files_are_one_line(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(ValueError, match=r"^task\.source: ") as error:
             sources.read_rows(tmp_path / name)
         assert "\n" not in str(error.value) and name in str(error.value), name
-    print(f"tried {len(files)} damaged files of rows, held {len(files)}")
 
 
-def test_damaged_archives_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_archives_are_one_line(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "data.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data/qasper.jsonl", b"{}\n" * 5000)
@@ -118,4 +116,3 @@ def test_damaged_archives_are_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ValueError, match=r"^task\.source") as error:
             task_of("longbench_qasper", {"source": "hub"}).prepare(limit=1)
         assert "\n" not in str(error.value), name
-    print(f"tried {len(kinds)} damaged archives, held {len(kinds)}")

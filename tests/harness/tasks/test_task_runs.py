@@ -8,33 +8,25 @@ from typing import Any
 
 import pytest
 
-import run
-from pqcache.harness.report.rows import Row, read_row
+from pqcache.harness.report.rows import Row
 from pqcache.harness.run import adapter as lm
-from tests.harness.cells import on_model
+from tests.harness.cells import Capture, Command, Patch
+from tests.harness.cells import rows as stored
 
 
 @pytest.fixture
-def call(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run one command with constructed rows and answers of 8 tokens: method -> row."""
-    original = lm.generate
-
-    def short(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
-        return original(*arguments, max_new_tokens=min(8, max_new_tokens), **options)
-
-    monkeypatch.setattr(lm, "generate", short)
+def call(command: Command, tmp_path: Path) -> Any:
+    """Run one command with constructed rows: method -> row."""
 
     def answer(*typed: str) -> dict[str, Row]:
-        base = on_model(tiny, tmp_path / "out")
         source = [] if "task=needle" in typed else ["task.source=constructed"]
-        assert run.main([*base, *source, "limit=2", *typed]) == 0
-        rows = [read_row(path) for path in (tmp_path / "out").glob("*/row.json")]
-        return {row["method"]: row for row in rows if row is not None}
+        assert command(*source, "limit=2", *typed) == 0
+        return {row["method"]: row for row in stored(tmp_path / "out").values()}
 
     return answer
 
 
-def test_perplexity_exact(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_perplexity_exact(call: Any, tmp_path: Path, capsys: Capture) -> None:
     rows = call("-m", "task=pg19", "task.tokens=400", "task.stride=200", "method=full,pqcache", "budget=1.0")
     full, everything = (rows[name]["tasks"]["pg19"]["metrics"]["perplexity"] for name in ("full", "pqcache"))
     assert everything == pytest.approx(full, rel=1e-3)
@@ -59,7 +51,7 @@ def test_perplexity_streaming(call: Any) -> None:
     assert row["tpot_p50_ms"] > 0
 
 
-def test_answers_begin_inside_the_models_turn(call: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_begin_inside_the_models_turn(call: Any, tiny: Path, monkeypatch: Patch) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -78,13 +70,15 @@ def test_answers_begin_inside_the_models_turn(call: Any, tiny: Path, monkeypatch
     assert all(text.index("provided text?") < text.rindex("provided text is") for text in prompts if "magic" in text)
 
 
-def test_figures_are_drawn_beside_the_row(call: Any, tmp_path: Path) -> None:
-    call("task=needle", "task.lengths=[512]", "task.depths=[0,100]", "method=full")
+def test_figures_are_drawn_beside_the_row(call: Any, tmp_path: Path, capsys: Capture) -> None:
+    row = call("task=needle", "task.lengths=[512]", "task.depths=[0,50,100]", "method=full")["full"]
+    assert "needle: 2 of 3 grid cells; limit=null for all" in capsys.readouterr().out
+    assert row["tasks"]["needle"]["metrics"].keys() == {"accuracy", "word_fraction"}
     (folder,) = (tmp_path / "out").iterdir()
     assert {"heatmap.png", "heatmap_words.png"} <= {path.name for path in folder.iterdir()}
     for name in ("heatmap", "heatmap_words"):
         samples = json.loads((folder / f"{name}.json").read_text())["samples"]
-        assert [sample["meta"]["depth"] for sample in samples] == [0, 100]
+        assert [sample["meta"]["depth"] for sample in samples] == [0, 50]
 
 
 def test_prompts_without_a_chat(call: Any) -> None:
@@ -98,7 +92,7 @@ def test_both_readings_are_in_the_row(call: Any) -> None:
     assert set(row["tasks"]["gsm8k_cot"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
 
 
-def test_programs_are_run_only_when_allowed(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_are_run_only_when_allowed(call: Any, tmp_path: Path, capsys: Capture) -> None:
     with pytest.raises(AssertionError):
         call("task=humaneval", "method=full")
     (line,) = capsys.readouterr().err.splitlines()
