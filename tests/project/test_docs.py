@@ -22,12 +22,11 @@ from pqcache.registry import METHODS, method_class
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.retrieval import RetrievalMethod
-from scripts import draw_kept, write_docs
+from scripts import write_docs
 from tests.project.pages import FILLED_IN, PAGES, REPO, typed
 
 LINKED = [*PAGES, REPO / "results" / "reference" / "README.md", REPO / "results" / "published" / "README.md"]
 NOT_YET = {"baselines/keynorm.py", "configs/method/keynorm.yaml", "results/runs"}  # made by whoever follows the page
-DRAWN_AGAIN = ("streaming", "snapkv", "quest", "zipcache")
 
 
 def page_ids(paths: list[Path]) -> list:
@@ -75,23 +74,6 @@ def test_made_pages_are_up_to_date() -> None:
 def test_the_picture_is_of_the_committed_rows() -> None:
     with Image.open(write_docs.PICTURE) as picture:
         assert picture.text["Description"] == trade_off.digest(write_docs.points()), "make picture draws it again"
-
-
-def test_every_method_has_a_drawing() -> None:
-    drawn = {path.stem for path in draw_kept.FOLDER.glob("*.svg")}
-    assert drawn == set(METHODS)
-
-
-@pytest.mark.parametrize("name", DRAWN_AGAIN)
-def test_drawings_are_what_the_methods_do(name: str) -> None:
-    steps = draw_kept.seen(name, draw_kept.small_model())
-    assert [len(cells) for cells in steps] == list(range(draw_kept.PROMPT + 1, draw_kept.PROMPT + draw_kept.STEPS + 1))
-    assert all(kept or not attended for cells in steps for kept, attended, _ in cells)
-    dropped = {at for at, (kept, _, _) in enumerate(steps[0]) if not kept}
-    assert bool(dropped) == issubclass(method_class(name), EvictionMethod)
-    assert all(not cells[at][0] for cells in steps for at in dropped)  # dropped for good
-    committed = (draw_kept.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
-    assert committed == draw_kept.svg(name, steps), "make docs draws it again"
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
