@@ -108,7 +108,7 @@ _run: Any = intrinsic(_generate_run)
 
 # numba's cache on disk looks at a kernel's own file and at what it encloses, not at other files whose code becomes part of it
 _SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
-_STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
+STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
 def _template(stamp: str) -> Any:
@@ -135,7 +135,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
     """
 
     def make(function: Any) -> Kernel:
-        template, code = _template(_STAMP), function.__code__
+        template, code = _template(STAMP), function.__code__
         compiled = numba.njit(nogil=True, **options)(function)
         launch = FunctionType(
             template.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno),

@@ -11,7 +11,7 @@ The softmax is that of a running maximum, tile by tile. Its plain-torch equal is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numba
@@ -29,8 +29,8 @@ from pqcache.kernels.packed.keys import (
     score_outliers,
     see_block,
 )
-from pqcache.kernels.packed.memory import ADDED, HIGH, MASS, STREAM, TILE, WINDOW, laid_out, sizes_of
-from pqcache.kernels.packed.tiles import MOST_HEADS, READ
+from pqcache.kernels.packed.memory import ADDED, HIGH, MASS, STREAM, WINDOW, laid_out, sizes_of
+from pqcache.kernels.packed.tiles import MOST_HEADS, READ, TILE, compiled, products, weighted
 from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ def _pair(step: torch.Tensor | None, low: torch.Tensor | None) -> tuple[int, ...
     )  # fmt: skip
 
 
-def _stream(codes: Codes) -> tuple[int, ...]:
-    """The description as the numbers of STREAM. The tensors must outlive it."""
+def _stream(codes: Codes, loop: Callable[..., Callable[..., None]], heads: int) -> tuple[int, ...]:
+    """The description as the numbers of STREAM. The tensors must outlive it. loop, heads: see tiles.py."""
     outliers, low_rank = codes.outliers, codes.low_rank
     sparse: tuple[int, ...] = (0,) * 9
     factors: tuple[int, ...] = (0,) * 9
@@ -188,8 +188,10 @@ def _stream(codes: Codes) -> tuple[int, ...]:
         factors, length = (low_rank.a.shape[3], a[0], *a[2:], b[0], *b[2:]), low_rank.length
     strides = [stride * codes.codes.element_size() for stride in codes.codes.stride()[:3]]
     groups = 0 if codes.token_step is None else codes.token_step.shape[3]
+    read = _read_as(codes)
+    tile = compiled(loop, read, codes.d * min(read, 8) // 8, groups if groups and read == codes.bits else 1, heads)
     return (
-        codes.bits, codes.d, _read_as(codes), codes.codes.data_ptr(), *strides,
+        codes.bits, codes.d, read, tile.address, codes.codes.data_ptr(), *strides,
         groups, *_pair(codes.token_step, codes.token_low),
         codes.span if codes.channel_step is not None else codes.codes.shape[2] + 1, codes.offset,
         *_pair(codes.channel_step, codes.channel_low), *sparse, *factors, length,
@@ -265,8 +267,8 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     padded_group = -(-group // block) * block
     blocks = padded_group // block
     k, v = (
-        np.array([_stream(codes) for codes in of_all], STREAM)
-        for of_all in zip(*((r.k, r.v) for r in runs), strict=True)
+        np.array([_stream(codes, loop, block) for codes in of_all], STREAM)
+        for loop, of_all in zip((products, weighted), zip(*((r.k, r.v) for r in runs), strict=True), strict=True)
     )
     tasks, places = _tasks(runs, n, h_kv, blocks)
     padded = np.zeros((n, h_kv, padded_group, d), np.float32)

@@ -13,16 +13,15 @@ from pqcache.kernels.packed.memory import (
     CURSOR,
     FACTORS,
     FOLDED,
-    LINE,
     LOGITS,
     LOWS,
     NEAR,
+    NUMBERS,
     ONE,
     QUERY,
     SEEN,
     STEPS,
     SUMS,
-    TILE,
     code_at,
     half_at,
     planes,
@@ -31,7 +30,7 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     read_tile,
 )
-from pqcache.kernels.packed.tiles import Rows, Soon, products
+from pqcache.kernels.packed.tiles import LINE, TILE, call
 
 
 @numba.njit(nogil=True)
@@ -46,43 +45,32 @@ def read_query(k, q, heads, mem):
 
 @numba.njit(nogil=True, fastmath=FAST)
 def _fold(k, row, head, segment, heads, mem):
-    """Queries times the channel steps of a segment, sums over their groups, and their products with its lows."""
-    per, width = planes(k)
-    groups = max(1, k.groups)
-    each = width // groups
+    """Queries times the channel steps of a segment, their sums, and their products with its lows."""
     read_channels(k, row * k.channel_row + head * k.channel_head + segment * k.channel_segment, mem)
     step, low = floats(mem[CHANNELS], k.d), floats(mem[CHANNELS] + 4 * k.d, k.d)
-    sums = floats(mem[SUMS], (1 + groups, len(heads)))
+    sums = floats(mem[SUMS], (2, len(heads)))
     for a in range(len(heads)):
         query, folded = floats(mem[QUERY] + 4 * a * k.d, k.d), floats(mem[FOLDED] + 4 * a * k.d, k.d)
-        added = np.float32(0)
+        added = summed = np.float32(0)
         for j in range(k.d):
-            folded[j] = query[j] * step[j]
+            value = query[j] * step[j]
+            folded[j] = value
+            summed += value
             added += query[j] * low[j]
-        sums[0, a] = added
-        for group in range(groups):
-            summed = np.float32(0)
-            for plane in range(per):
-                for c in range(plane * width + group * each, plane * width + (group + 1) * each):
-                    summed += folded[c]
-            sums[1 + group, a] = summed
+        sums[0, a], sums[1, a] = added, summed
 
 
 @numba.njit(nogil=True)
-def _next_tile(k, v, row, head, token):
-    """Where the codes are that follow a token's by a tile."""
-    keys = k.codes + row * k.codes_row + head * k.codes_head + (token + TILE) * k.codes_token
-    values = v.codes + row * v.codes_row + head * v.codes_head + (token + TILE) * v.codes_token
-    return Soon(keys, k.codes_token, values, v.codes_token)
+def _codes_of(stream, row, head, token):
+    """Where a token's codes are."""
+    return stream.codes + row * stream.codes_row + head * stream.codes_head + token * stream.codes_token
 
 
 @numba.njit(nogil=True, fastmath=FAST)
 def score_codes(k, v, row, head, start, count, segment, heads, mem):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
-    groups = k.groups if k.read == k.bits else 0  # those that decoding has not applied
-    rows, (_, width) = read_tile(k, row, head, start, count, mem), planes(k)
-    steps, lows = floats(mem[STEPS], TILE * max(1, groups)), floats(mem[LOWS], TILE * max(1, groups))
-    sums = floats(mem[SUMS], (1 + max(1, groups), len(heads)))
+    codes, stride = read_tile(k, row, head, start, count, mem)
+    steps, lows, sums = floats(mem[STEPS], TILE), floats(mem[LOWS], TILE), floats(mem[SUMS], (2, len(heads)))
     first = 0
     while first < count:
         here = (k.offset + start + first) // k.span
@@ -90,22 +78,20 @@ def score_codes(k, v, row, head, start, count, segment, heads, mem):
         if here != segment:
             _fold(k, row, head, here, heads, mem)
             segment = here
-        some = Rows(rows.address + first * rows.stride, rows.stride, rows.scales and rows.scales + 4 * first * width)
-        soon = _next_tile(k, v, row, head, start + first)
-        products(k.read, width, some, last - first, mem[FOLDED], mem[LOGITS] + 4 * first, LINE, soon, heads)
+        soon, pair = start + first + TILE, 4 * first * k.groups
+        call(k.tile, (
+            codes + first * stride, stride, last - first, mem[STEPS] + pair, mem[LOWS] + pair, mem[NUMBERS],
+            mem[FOLDED], mem[LOGITS] + 4 * first,
+            _codes_of(k, row, head, soon), k.codes_token, _codes_of(v, row, head, soon), v.codes_token,
+        ))  # fmt: skip
         for a in range(len(heads)):
-            logits, added = floats(mem[LOGITS] + 4 * a * LINE, LINE), sums[0, a]
-            if groups == 1:
-                whole = sums[1, a]
+            logits, added, whole = floats(mem[LOGITS] + 4 * a * LINE, LINE), sums[0, a], sums[1, a]
+            if k.groups == 1 and k.read == k.bits:  # else decoding has applied them
                 for i in range(first, last):
                     logits[i] = logits[i] * steps[i] + lows[i] * whole + added
             else:
                 for i in range(first, last):
                     logits[i] += added
-                for group in range(groups):
-                    whole = sums[1 + group, a]
-                    for i in range(first, last):
-                        logits[i] += lows[i * groups + group] * whole
         first = last
     return segment
 
@@ -113,9 +99,10 @@ def score_codes(k, v, row, head, start, count, segment, heads, mem):
 @numba.njit(nogil=True)
 def _near(k, row, head, token, channel):
     """What the code of a key's channel stands for."""
-    address = k.codes + row * k.codes_row + head * k.codes_head + token * k.codes_token
     of = row * k.channel_row + head * k.channel_head + token // k.span * k.channel_segment + 2 * channel
-    return code_at(address, k.bits, channel) * half_at(k.channel_step + of) + half_at(k.channel_low + of)
+    return code_at(_codes_of(k, row, head, token), k.bits, channel) * half_at(k.channel_step + of) + half_at(
+        k.channel_low + of
+    )
 
 
 @numba.njit(nogil=True)

@@ -8,10 +8,8 @@ import numba
 import numpy as np
 
 from pqcache.kernels.numeric import at, floats, half, widen
-from pqcache.kernels.packed.tiles import Rows
+from pqcache.kernels.packed.tiles import LINE, TILE
 
-TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
-LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
 WINDOW = 512  # tokens whose outliers are read at a time; a multiple of TILE
 
 # Codes of K or V as numbers: addresses, strides in bytes (of row, KV head, token, ...), sizes. Address 0: there is none.
@@ -19,6 +17,7 @@ _FIELDS = (
     "bits",
     "d",
     "read",  # bits of a code as the tiles read it: `bits`, or 32 after decoding
+    "tile",  # address of the compiled loop over a tile's codes, see tiles.py
     *("codes", "codes_row", "codes_head", "codes_token"),
     "groups",  # of a token; 0: no steps and lows per token
     *("token_step", "token_low", "token_row", "token_head", "token_token"),
@@ -39,13 +38,13 @@ STREAM = np.dtype([(name, np.int64) for name in _FIELDS])
 LOGITS = 0  # (heads, LINE); later the probabilities
 BESIDE = 1  # (TILE, heads): the probabilities, a token's heads side by side
 AHEAD = 2  # (WINDOW, heads): what outliers add to the logits of this tile and the next ones
-NUMBERS = 3  # (TILE, d): what codes stand for, or (TILE, bytes) a scale of each byte
+NUMBERS = 3  # (TILE, d): what codes stand for, or (2, TILE, bytes): a step and a low of each byte
 STEPS, LOWS = 4, 5  # (TILE, groups): of the tile's tokens
 CHANNELS = 6  # (2, d): steps (1 where there are none) and lows of a segment's channels, by planes
 QUERY = 7  # (heads, d), by planes
 FOLDED = 8  # (heads, d): times the segment's steps
 BESIDE_QUERY = 9  # (d, heads): a channel's heads side by side, channels in order
-SUMS = 10  # (1 + groups, heads): of the query times the segment's lows, of each group of the folded query
+SUMS = 10  # (2, heads): of the query times the segment's lows, of the folded query
 FACTORS = 11  # (rank, TILE): low-rank factors of the tile's tokens
 SEEN = 12  # (rank, heads): the query times the other factor of the block
 ONE = 13  # (d,)
@@ -54,7 +53,7 @@ NEAR = 15  # (d,): what the code stands for that outliers of a channel have in t
 ADDED = 16  # what a task adds up begins here: (heads, d) weighted codes, by planes
 DENSE = 17  # (heads, d): the low-rank part
 SPARSE = 18  # (d, heads): outliers' differences
-WEIGHTED = 19  # (heads, groups): weighted lows of tokens
+WEIGHTED = 19  # (heads,): weighted lows of tokens with one group
 LOW_RANK = 20  # (rank, heads): weighted factors of the current block
 HIGH, MASS = 21, 22  # (heads,): the running maximum, and the sum of weights
 
@@ -65,8 +64,8 @@ def sizes_of(k: Any, v: Any, d: int, heads: int) -> np.ndarray:
     ahead = WINDOW * heads if k["outliers"].any() else 0
     tile = TILE * groups
     return np.array([
-        heads * LINE, TILE * heads, ahead, TILE * d, tile, tile, 2 * d, heads * d, heads * d, d * heads, (1 + groups) * heads,
-        rank * TILE, rank * heads, d, d, d, heads * d, heads * d, d * heads, heads * groups, rank * heads, heads, heads,
+        heads * LINE, TILE * heads, ahead, 2 * TILE * d, tile, tile, 2 * d, heads * d, heads * d, d * heads, 2 * heads,
+        rank * TILE, rank * heads, d, d, d, heads * d, heads * d, d * heads, heads, rank * heads, heads, heads,
     ], np.int64)  # fmt: skip
 
 
@@ -113,22 +112,29 @@ def position_at(positions, size, entry):
     return np.int64(at(positions + 4 * entry, 1, np.int32(0))[0])
 
 
+@numba.njit(nogil=True, inline="always")
+def _by_planes(per, source, d, line):
+    """Fill `line` with the fp16 numbers of d channels, by planes. per: a constant to the compiler."""
+    halves, width = at(source, d, np.int16(0)), d // per
+    for plane in range(per):
+        for c in range(width):
+            line[plane * width + c] = half(halves[c * per + plane])
+
+
 @numba.njit(nogil=True)
 def read_channels(stream, offset, mem):
     """A segment's channel steps and lows, by planes; their place is `offset` bytes from the first ones."""
-    per, width = planes(stream)
-    lines = floats(mem[CHANNELS], (2, stream.d))
+    per, _ = planes(stream)
     for which, source in enumerate((stream.channel_step, stream.channel_low)):
-        line = lines[which]
+        line = floats(mem[CHANNELS] + 4 * which * stream.d, stream.d)
         if not source:
             line[:] = 1 - which
         elif per == 1:
             widen(source + offset, line)
+        elif per == 2:
+            _by_planes(2, source + offset, stream.d, line)
         else:
-            halves = at(source + offset, stream.d, np.int16(0))
-            for plane in range(per):
-                for c in range(width):
-                    line[plane * width + c] = half(halves[c * per + plane])
+            _by_planes(4, source + offset, stream.d, line)
 
 
 @numba.njit(nogil=True)
@@ -147,7 +153,7 @@ def _decode(stream, base, count, mem):
 
 @numba.njit(nogil=True)
 def read_tile(stream, row, head, start, count, mem):
-    """Read a tile's steps and lows, and its codes as Rows: in place, with scales if tokens have groups, or decoded."""
+    """Read a tile's steps and lows; the address of its codes, or of what they stand for, and bytes from token to token."""
     groups = stream.groups
     if groups:
         place = row * stream.token_row + head * stream.token_head + start * stream.token_token
@@ -158,18 +164,10 @@ def read_tile(stream, row, head, start, count, mem):
                 for i in range(count):
                     widen(source + place + i * stream.token_token, floats(to + 4 * i * groups, groups))
     codes = stream.codes + row * stream.codes_row + head * stream.codes_head + start * stream.codes_token
-    if stream.read != stream.bits:
-        _decode(stream, codes, count, mem)
-        return Rows(mem[NUMBERS], 4 * stream.d, 0)
-    if groups < 2:
-        return Rows(codes, stream.codes_token, 0)
-    _, width = planes(stream)
-    scales, steps, each = floats(mem[NUMBERS], (TILE, width)), floats(mem[STEPS], (TILE, groups)), width // groups
-    for i in range(count):
-        for group in range(groups):
-            for c in range(group * each, (group + 1) * each):
-                scales[i, c] = steps[i, group]
-    return Rows(codes, stream.codes_token, mem[NUMBERS])
+    if stream.read == stream.bits:
+        return codes, stream.codes_token
+    _decode(stream, codes, count, mem)
+    return mem[NUMBERS], 4 * stream.d
 
 
 @numba.njit(nogil=True)

@@ -1,40 +1,34 @@
 """Products of query heads with packed codes, and their weighted sums: codes are unpacked in registers only.
 
 A byte holds 1, 2 or 4 codes, `per` of them. Queries and sums have their channels in the order of planes: first the channels whose
-codes are the lowest in their bytes, then the next ones. So a loop over bytes meets channels side by side in every plane.
+codes are the lowest in their bytes, then the next ones. So a loop over bytes meets channels side by side in every plane. Codes of
+32 bits are the numbers themselves.
 
-`heads`, here and in the other modules, is a tuple of zeros, one for each query head of a block: its length is known when a
-kernel is compiled, and loops over it become so many accumulators. Codes of 32 bits are the numbers themselves.
+Each loop is compiled apart for the bits of a code, the bytes of a token, its groups of channels and the query heads of a block,
+when codes like that are first met: loops of unknown length would spend half their time on their ends, and one kernel with all of
+them would take long to compile. The kernel calls them by their addresses.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
+from pqcache.kernels.launch import STAMP
 from pqcache.kernels.numeric import FAST, at, fetch, floats, tuple_setitem, whole_registers
 
+TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
+LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
 MOST_HEADS = 4  # query heads of a block
 READ = (2, 4, 8, 32)  # bits of codes that are read in place
-
-
-class Rows(NamedTuple):
-    """Codes of a tile's tokens."""
-
-    address: Any
-    stride: Any  # bytes from token to token
-    scales: Any  # address of a factor per token and byte, fp32; 0: none
-
-
-class Soon(NamedTuple):
-    """Codes to be read soon. The processor fetches on its own only within a page of memory, and a tile fills a few pages."""
-
-    keys: Any  # address of those of the tile's first token
-    key_size: Any  # bytes of a token
-    values: Any
-    value_size: Any
+_LONG = 16  # bytes of a group that have a loop of their own
 
 
 @numba.njit(nogil=True, inline="always")
@@ -51,99 +45,124 @@ def _number(bits, row, c, plane):
     return np.float32(np.uint8((np.uint8(row[c]) >> np.uint8(plane * bits)) & np.uint8((1 << min(bits, 8)) - 1)))
 
 
-@numba.njit(nogil=True, inline="always", fastmath=FAST)
-def _products(bits, width, scaled, rows, count, q, out, out_step, soon, heads):
-    """By bits, bytes of a token, and whether there are scales, all constants to the compiler."""
-    per = max(1, 8 // bits)
+@numba.njit(nogil=True, inline="always")
+def _per_byte(each, count, numbers, space):
+    """The address of `count` numbers of groups; of small groups, of a number of each of their bytes, written to `space`."""
+    if each >= _LONG:
+        return numbers
+    source, out = floats(numbers, count), floats(space, count * each)
     for i in range(count):
-        fetch(soon.keys + i * soon.key_size, soon.key_size)
-        fetch(soon.values + i * soon.value_size, soon.value_size)
-        row, scales = _row(bits, rows.address + i * rows.stride, width), floats(rows.scales + 4 * i * width, width)
-        sums = heads
-        for c in range(width):
-            for plane in range(per):
-                x = _number(bits, row, c, plane)
-                if scaled:
-                    x *= scales[c]
-                for a in range(len(heads)):
-                    sums = tuple_setitem(sums, a, sums[a] + q[(a * per + plane) * width + c] * x)
-        for a in range(len(heads)):
-            out[a * out_step + i] = sums[a]
+        number = source[i]
+        for c in range(each):
+            out[i * each + c] = number
+    return space
 
 
-@numba.njit(nogil=True, inline="always", fastmath=FAST)
-def _accumulate(bits, width, scaled, rows, count, p, p_step, out, heads):
-    """As _products, four tokens at a time."""
-    per = max(1, 8 // bits)
-    for i in range(0, count, 4):
-        last = count - 1
-        i1, i2, i3 = min(i + 1, last), min(i + 2, last), min(i + 3, last)
-        first, step = rows.address, rows.stride
-        r0, r1 = _row(bits, first + i * step, width), _row(bits, first + i1 * step, width)
-        r2, r3 = _row(bits, first + i2 * step, width), _row(bits, first + i3 * step, width)
-        at0, size = rows.scales, 4 * width
-        s0, s1 = floats(at0 + i * size, width), floats(at0 + i1 * size, width)
-        s2, s3 = floats(at0 + i2 * size, width), floats(at0 + i3 * size, width)
-        p0 = p1 = p2 = p3 = heads
-        for a in range(len(heads)):
-            p0, p1 = tuple_setitem(p0, a, p[a * p_step + i]), tuple_setitem(p1, a, p[a * p_step + i + 1])
-            p2, p3 = tuple_setitem(p2, a, p[a * p_step + i + 2]), tuple_setitem(p3, a, p[a * p_step + i + 3])
-        for c in range(width):
-            for plane in range(per):
-                x0, x1 = _number(bits, r0, c, plane), _number(bits, r1, c, plane)
-                x2, x3 = _number(bits, r2, c, plane), _number(bits, r3, c, plane)
-                if scaled:
-                    x0, x1, x2, x3 = x0 * s0[c], x1 * s1[c], x2 * s2[c], x3 * s3[c]
-                for a in range(len(heads)):
-                    out[(a * per + plane) * width + c] += p0[a] * x0 + p1[a] * x1 + p2[a] * x2 + p3[a] * x3
+def products(bits: int, width: int, groups: int, heads: int, stamp: str) -> Callable[..., None]:
+    """Write q_a . x_i of `count` tokens from an address on to out[a, i] (heads, LINE). width: bytes of a token, or numbers.
+
+    steps, lows (count, groups), used where a token has several; space for two floats per byte. The codes of as many keys and
+    values are fetched meanwhile: the processor fetches on its own only within a page of memory, and a tile fills a few.
+    """
+    per, each, zeros = max(1, 8 // bits), width // groups, (np.float32(0),) * heads
+    short = groups > 1 and each < _LONG
+    # loops over a token's bytes, bytes of a loop, steps of a token
+    loops, span, size = (1, width, width) if short else (groups, each, groups)
+
+    def run(address, stride, count, steps, lows, space, query, out_at, keys, key_size, values, value_size):
+        stamp  # noqa: B018
+        whole_registers()
+        q, out = floats(query, heads * width * per), floats(out_at, heads * LINE)
+        if groups > 1:
+            steps = _per_byte(each, count * groups, steps, space)
+            lows = _per_byte(each, count * groups, lows, space + 4 * count * width)
+        for i in range(count):
+            fetch(keys + i * key_size, key_size)
+            fetch(values + i * value_size, value_size)
+            row = _row(bits, address + i * stride, width)
+            step, low, sums = floats(steps + 4 * i * size, size), floats(lows + 4 * i * size, size), zeros
+            for loop in range(loops):
+                s, l = step[loop], low[loop]  # noqa: E741
+                for c in range(loop * span, (loop + 1) * span):
+                    for plane in range(per):
+                        x = _number(bits, row, c, plane)
+                        if groups > 1:
+                            x = x * (step[c] if short else s) + (low[c] if short else l)
+                        for a in range(heads):
+                            sums = tuple_setitem(sums, a, sums[a] + q[(a * per + plane) * width + c] * x)
+            for a in range(heads):
+                out[a * LINE + i] = sums[a]
+
+    return run
 
 
-# compiled for the common sizes of a token: short loops of unknown length would spend half their time on their ends
-@numba.njit(nogil=True, fastmath=FAST)
-def products(bits, width, rows, count, query, out_at, out_step, soon, heads):
-    """Write q_a . x_i of `count` tokens to out[a * out_step + i]. width: bytes of a token, or numbers. Addresses of fp32."""
-    whole_registers()
-    q, out = floats(query, len(heads) * width * max(1, 8 // bits)), floats(out_at, len(heads) * out_step)
-    if bits == 2 and width == 32 and rows.scales == 0:
-        _products(2, 32, False, rows, count, q, out, out_step, soon, heads)
-    elif bits == 4 and width == 64 and rows.scales == 0:
-        _products(4, 64, False, rows, count, q, out, out_step, soon, heads)
-    elif bits == 8 and width == 128 and rows.scales == 0:
-        _products(8, 128, False, rows, count, q, out, out_step, soon, heads)
-    elif bits == 2 and width == 32:
-        _products(2, 32, True, rows, count, q, out, out_step, soon, heads)
-    elif bits == 4 and width == 64:
-        _products(4, 64, True, rows, count, q, out, out_step, soon, heads)
-    elif bits == 2:
-        _products(2, width, rows.scales != 0, rows, count, q, out, out_step, soon, heads)
-    elif bits == 4:
-        _products(4, width, rows.scales != 0, rows, count, q, out, out_step, soon, heads)
-    elif bits == 8:
-        _products(8, width, rows.scales != 0, rows, count, q, out, out_step, soon, heads)
-    else:
-        _products(32, width, False, rows, count, q, out, out_step, soon, heads)
+def weighted(bits: int, width: int, groups: int, heads: int, stamp: str) -> Callable[..., None]:
+    """Add to out (heads, channels by planes) the sum over `count` tokens of p[a, i] x_i, four tokens at a time.
+
+    p (heads, LINE) is 0 from `count` up to a multiple of 4. Otherwise as `products`.
+    """
+    per, each, zeros = max(1, 8 // bits), width // groups, (np.float32(0),) * heads
+    short = groups > 1 and each < _LONG
+    # loops over a token's bytes, bytes of a loop, steps of a token
+    loops, span, size = (1, width, width) if short else (groups, each, groups)
+
+    def run(address, stride, count, steps, lows, space, weights, out_at):
+        stamp  # noqa: B018
+        whole_registers()
+        out, p = floats(out_at, heads * width * per), floats(weights, heads * LINE)
+        if groups > 1:
+            steps = _per_byte(each, count * groups, steps, space)
+            lows = _per_byte(each, count * groups, lows, space + 4 * count * width)
+        for i in range(0, count, 4):
+            last = count - 1
+            i1, i2, i3 = min(i + 1, last), min(i + 2, last), min(i + 3, last)
+            r0, r1 = _row(bits, address + i * stride, width), _row(bits, address + i1 * stride, width)
+            r2, r3 = _row(bits, address + i2 * stride, width), _row(bits, address + i3 * stride, width)
+            at0, at1, at2, at3 = 4 * i * size, 4 * i1 * size, 4 * i2 * size, 4 * i3 * size
+            s0, s1 = floats(steps + at0, size), floats(steps + at1, size)
+            s2, s3 = floats(steps + at2, size), floats(steps + at3, size)
+            l0, l1 = floats(lows + at0, size), floats(lows + at1, size)
+            l2, l3 = floats(lows + at2, size), floats(lows + at3, size)
+            p0 = p1 = p2 = p3 = zeros
+            for a in range(heads):
+                p0, p1 = tuple_setitem(p0, a, p[a * LINE + i]), tuple_setitem(p1, a, p[a * LINE + i + 1])
+                p2, p3 = tuple_setitem(p2, a, p[a * LINE + i + 2]), tuple_setitem(p3, a, p[a * LINE + i + 3])
+            for loop in range(loops):
+                t0, t1, t2, t3 = s0[loop], s1[loop], s2[loop], s3[loop]
+                u0, u1, u2, u3 = l0[loop], l1[loop], l2[loop], l3[loop]
+                for c in range(loop * span, (loop + 1) * span):
+                    for plane in range(per):
+                        x0, x1 = _number(bits, r0, c, plane), _number(bits, r1, c, plane)
+                        x2, x3 = _number(bits, r2, c, plane), _number(bits, r3, c, plane)
+                        if short:
+                            x0, x1 = x0 * s0[c] + l0[c], x1 * s1[c] + l1[c]
+                            x2, x3 = x2 * s2[c] + l2[c], x3 * s3[c] + l3[c]
+                        elif groups > 1:
+                            x0, x1, x2, x3 = x0 * t0 + u0, x1 * t1 + u1, x2 * t2 + u2, x3 * t3 + u3
+                        for a in range(heads):
+                            out[(a * per + plane) * width + c] += p0[a] * x0 + p1[a] * x1 + p2[a] * x2 + p3[a] * x3
+
+    return run
 
 
-@numba.njit(nogil=True, fastmath=FAST)
-def accumulate(bits, width, rows, count, weights, p_step, out_at, heads):
-    """Add to out (heads, channels by planes) the sum over tokens of p[a * p_step + i] x_i; p is 0 up to a multiple of 4."""
-    whole_registers()
-    out, p = floats(out_at, len(heads) * width * max(1, 8 // bits)), floats(weights, len(heads) * p_step)
-    if bits == 2 and width == 32 and rows.scales == 0:
-        _accumulate(2, 32, False, rows, count, p, p_step, out, heads)
-    elif bits == 4 and width == 64 and rows.scales == 0:
-        _accumulate(4, 64, False, rows, count, p, p_step, out, heads)
-    elif bits == 8 and width == 128 and rows.scales == 0:
-        _accumulate(8, 128, False, rows, count, p, p_step, out, heads)
-    elif bits == 2 and width == 32:
-        _accumulate(2, 32, True, rows, count, p, p_step, out, heads)
-    elif bits == 4 and width == 64:
-        _accumulate(4, 64, True, rows, count, p, p_step, out, heads)
-    elif bits == 2:
-        _accumulate(2, width, rows.scales != 0, rows, count, p, p_step, out, heads)
-    elif bits == 4:
-        _accumulate(4, width, rows.scales != 0, rows, count, p, p_step, out, heads)
-    elif bits == 8:
-        _accumulate(8, width, rows.scales != 0, rows, count, p, p_step, out, heads)
-    else:
-        _accumulate(32, width, False, rows, count, p, p_step, out, heads)
+@cache
+def compiled(make: Callable[..., Callable[..., None]], bits: int, width: int, groups: int, heads: int) -> Any:
+    """`products` or `weighted` of these constants, compiled; its `address` is what `call` takes."""
+    function = make(bits, width, groups, heads, STAMP)
+    signature = types.void(*[types.intp] * function.__code__.co_argcount)
+    return numba.cfunc(signature, cache=True, fastmath=FAST)(function)
+
+
+def _generate_call(typingctx: Any, address: Any, args: Any) -> Any:
+    """Call the function of `compiled` at an address, with a tuple of integers."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers = cgutils.unpack_tuple(builder, values[1])
+        kind = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.UniTuple(types.intp, args.count)), generate
+
+
+call: Any = intrinsic(_generate_call)

@@ -13,15 +13,14 @@ from pqcache.kernels.packed.memory import (
     DENSE,
     FACTORS,
     HIGH,
-    LINE,
     LOGITS,
     LOW_RANK,
     LOWS,
     MASS,
+    NUMBERS,
     ONE,
     SPARSE,
     STEPS,
-    TILE,
     WEIGHTED,
     code_at,
     planes,
@@ -30,19 +29,17 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     read_tile,
 )
-from pqcache.kernels.packed.tiles import accumulate
+from pqcache.kernels.packed.tiles import LINE, TILE, call
 
 
 @numba.njit(nogil=True, fastmath=FAST)
 def _shrink(v, a, factor, heads, mem):
     """Scale what head a has added up."""
-    groups = max(1, v.groups)
     codes, dense = floats(mem[ADDED] + 4 * a * v.d, v.d), floats(mem[DENSE] + 4 * a * v.d, v.d)
-    weighted, mass = floats(mem[WEIGHTED] + 4 * a * groups, groups), floats(mem[MASS], len(heads))
+    weighted, mass = floats(mem[WEIGHTED], len(heads)), floats(mem[MASS], len(heads))
     sparse, low_rank = floats(mem[SPARSE], (v.d, len(heads))), floats(mem[LOW_RANK], (max(1, v.rank), len(heads)))
     mass[a] *= factor
-    for group in range(groups):
-        weighted[group] *= factor
+    weighted[a] *= factor
     for j in range(v.d):
         codes[j] *= factor
     if v.rank:
@@ -71,26 +68,22 @@ def softmax(v, count, heads, mem):
 @numba.njit(nogil=True, fastmath=FAST)
 def add_codes(v, row, head, start, count, heads, mem):
     """Add the tile's weighted values: codes, steps and lows."""
-    groups = v.groups if v.read == v.bits else 0  # those that decoding has not applied
-    rows, (_, width) = read_tile(v, row, head, start, count, mem), planes(v)
-    steps, lows = floats(mem[STEPS], TILE * max(1, groups)), floats(mem[LOWS], TILE * max(1, groups))
+    codes, stride = read_tile(v, row, head, start, count, mem)
+    steps, lows, weighted = floats(mem[STEPS], TILE), floats(mem[LOWS], TILE), floats(mem[WEIGHTED], len(heads))
     beside = floats(mem[BESIDE], (TILE, len(heads)))
     for a in range(len(heads)):
         weights = floats(mem[LOGITS] + 4 * a * LINE, LINE)
         if v.outliers:  # they are added for all KV heads at once
             for i in range(count):
                 beside[i, a] = weights[i]
-        weighted = floats(mem[WEIGHTED] + 4 * a * max(1, v.groups), max(1, v.groups))
-        for group in range(groups):
+        if v.groups == 1 and v.read == v.bits:  # else decoding has applied them. The weights are not needed any more
             added = np.float32(0)
             for i in range(count):
-                added += weights[i] * lows[i * groups + group]
-            weighted[group] += added
-        if groups == 1:  # the weights are not needed any more
-            for i in range(count):
+                added += weights[i] * lows[i]
                 weights[i] *= steps[i]
+            weighted[a] += added
         weights[count : count + 4] = 0
-    accumulate(v.read, width, rows, count, mem[LOGITS], LINE, mem[ADDED], heads)
+    call(v.tile, (codes, stride, count, mem[STEPS], mem[LOWS], mem[NUMBERS], mem[LOGITS], mem[ADDED]))
 
 
 @numba.njit(nogil=True, fastmath=FAST)
@@ -152,15 +145,15 @@ def end_block(v, row, head, block, heads, mem):
 @numba.njit(nogil=True, fastmath=FAST)
 def result(v, row, head, heads, mem, out):
     """All that was added up, for channels in order, times their step: out (heads, d), to be divided by the sums' mass."""
-    (per, width), groups = planes(v), max(1, v.groups)
+    per, width = planes(v)
     codes, dense = floats(mem[ADDED], (len(heads), v.d)), floats(mem[DENSE], (len(heads), v.d))
-    sparse, weighted = floats(mem[SPARSE], (v.d, len(heads))), floats(mem[WEIGHTED], (len(heads), groups))
+    sparse, weighted = floats(mem[SPARSE], (v.d, len(heads))), floats(mem[WEIGHTED], len(heads))
     mass, lines = floats(mem[MASS], len(heads)), floats(mem[CHANNELS], (2, v.d))
     read_channels(v, row * v.channel_row + head * v.channel_head, mem)
     for a in range(len(heads)):
         for j in range(v.d):
             place = j % per * width + j // per
-            value = codes[a, place] + weighted[a, j * groups // v.d]
+            value = codes[a, place] + weighted[a]
             if v.rank:
                 value += dense[a, j]
             if v.outliers:
