@@ -36,12 +36,3 @@ def test_a_latency_row_and_its_rerun(tmp_path: Path, capsys: Capture) -> None:
     assert row["bytes_per_step"]["demand_fetch"] > 0 and row["resident_bytes"]["host"] > 0
     before = path.stat().st_mtime_ns
     assert run.main(argv) == 0 and path.stat().st_mtime_ns == before  # nothing was measured again
-
-
-@pytest.mark.rest
-def test_an_experiment_ends_with_its_picture(tmp_path: Path, capsys: Capture) -> None:
-    argv = ["experiment=zipcache_fig6", "task.length=64,96", *TINY, f"out={tmp_path}"]
-    assert run.main(argv) == 0
-    picture = tmp_path / "tables" / "zipcache_fig6.png"
-    assert str(picture) in capsys.readouterr().out and picture.stat().st_size > 10_000
-    assert len(list(tmp_path.glob("*/row.json"))) == 6  # three methods at two lengths

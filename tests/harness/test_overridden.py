@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from pqcache.harness.run import runner
-from tests.harness.cells import Capture, Command, Patch, rows, status
+from tests.harness.cells import Capture, Command, rows, status
+from tests.harness.in_process import InProcess
 
 NEEDLE = ("task=needle", "task.lengths=[256]", "task.depths=[0,50]", "limit=2")
 PAGES = ("method=quest", "method.page=100000")
@@ -41,14 +39,7 @@ def test_other_tasks_decide_at_the_first_sample(
     assert len(generated) == 2
 
 
-def test_a_driver_gives_its_workers_no_such_cell(command: Command, tmp_path: Path, monkeypatch: Patch) -> None:
-    class Engine:
-        workers = 1
-        run: Callable[..., None] = staticmethod(lambda *_, **__: pytest.fail("a unit was made"))
-
-        def close(self) -> None:
-            """Nothing is open."""
-
-    monkeypatch.setattr(runner, "engine_for", lambda _: Engine())
+def test_a_driver_gives_its_workers_no_such_cell(command: Command, tmp_path: Path, on: Any) -> None:
+    engine = on(InProcess())
     assert command(*NEEDLE, *PAGES, "launch=ray") == 2
-    assert status(tmp_path / "out")["quest"]["status"] == "not applicable"
+    assert status(tmp_path / "out")["quest"]["status"] == "not applicable" and not engine.units

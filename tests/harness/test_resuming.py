@@ -20,7 +20,7 @@ from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, rows,
 
 
 def test_rerun_skips_finished_samples_and_larger_limit_extends(
-    command: Command, tmp_path: Path, generated: list[int]
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=oracle", "limit=2") == 0
     first = rows(tmp_path / "out")["oracle 0.2"]
@@ -33,6 +33,14 @@ def test_rerun_skips_finished_samples_and_larger_limit_extends(
     assert row["n_samples"] == 5
     old, new = first["sample_scores"]["needle_pocket"], row["sample_scores"]["needle_pocket"]
     assert old.items() <= new.items()
+    path = next((tmp_path / "out").glob("*/row.json"))
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    capsys.readouterr()
+    assert command("method=oracle", "limit=3") == 0  # prints its figures and leaves the row
+    shown = capsys.readouterr().out
+    assert "3 samples" in shown and "row.json keeps" in shown
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before and len(generated) == 5
+    assert status(tmp_path / "out")["oracle"]["n_samples"] == 5
 
 
 def test_a_resumed_row_states_what_was_measured(
@@ -90,22 +98,6 @@ def test_other_weights_under_the_same_path_are_computed_again(
         assert path.stat().st_size == facts.st_size
         assert command("method=full", f"model.path={copy}", "limit=1") == 0
         assert len(generated) == count, name
-
-
-def test_smaller_limit_prints_its_figures_and_leaves_the_row(
-    command: Command, tmp_path: Path, capsys: Capture, generated: list[int]
-) -> None:
-    assert command("method=full", "limit=4") == 0
-    path = next((tmp_path / "out").glob("*/row.json"))
-    before = path.read_bytes(), path.stat().st_mtime_ns
-    capsys.readouterr()
-    assert command("method=full", "limit=2") == 0
-    shown = capsys.readouterr().out
-    assert "2 samples" in shown
-    assert "row.json keeps" in shown
-    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-    assert status(tmp_path / "out")["full"]["n_samples"] == 4
-    assert len(generated) == 4
 
 
 def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path, generated: list[int]) -> None:

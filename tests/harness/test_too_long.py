@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import units
-from pqcache.harness.run.models import LoadedModel
-from tests.harness.cells import Capture, Command, Patch, definition
+from tests.harness.cells import Capture, Command, definition
 from tests.harness.in_process import InProcess
 
 SENTENCE = "The old man walked over the hill and found a lamp near the river. "
@@ -81,23 +79,3 @@ def test_log_likelihoods(call: Command, tmp_path: Path, capsys: Capture) -> None
 def test_a_task_of_which_nothing_is_left_fails_and_says_so(call: Command, tmp_path: Path, capsys: Capture) -> None:
     assert call("method=full", "task.name=my_answers", longest=9) == 1
     assert "all 5 samples are too long" in capsys.readouterr().err
-
-
-@pytest.mark.rest
-def test_a_prompt_is_tokenized_once_for_all_cells(call: Command, on: Any, monkeypatch: Patch) -> None:
-    read: Counter[str] = Counter()
-    encode = LoadedModel.encode
-
-    def counted(self: LoadedModel, text: str) -> list[int]:
-        read[text] += SENTENCE in text
-        return encode(self, text)
-
-    monkeypatch.setattr(LoadedModel, "encode", counted)
-    on(InProcess())
-    sweep = ["-m", "method=full,snapkv,streaming", "budget=0.5", "task.name=my_answers"]
-    assert call(*sweep, out="here") == 0
-    assert sorted(count for count in read.values() if count) == [1, 1, 1, 1, 2]  # the plan counts the longest one
-    assert call(*sweep, "launch=ray", out="there") == 0
-    assert sorted(count for count in read.values() if count) == [3, 3, 3, 3, 5]  # by the driver and by its worker
-    assert call(*sweep, "launch=ray", out="there") == 0  # the rows alone
-    assert sorted(count for count in read.values() if count) == [4, 4, 4, 4, 7]

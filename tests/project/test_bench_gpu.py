@@ -66,6 +66,7 @@ def measured(folder: Path, repo: Path, names: list[str], seconds: float, limit: 
     return bench_gpu.read(file)
 
 
+@pytest.mark.rest
 def test_whatever_fails_the_others_are_measured(tmp_path: Path, repo: Path) -> None:
     """An exception, a refusal, a process that dies and one that hangs."""
     names = ["good", "wrong", "refused", "dead", "stuck", "last"]

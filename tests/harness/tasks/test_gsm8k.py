@@ -10,13 +10,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from lm_eval import evaluate
 
 from pqcache.harness.tasks import gsm8k_cot_long as cot_long
 from pqcache.harness.tasks import task_of
 from pqcache.harness.tasks.gsm8k_cot import problem
 from tests.harness.cells import Patch
-from tests.harness.tasks.building import Answer, build, request_of, write_rows
+from tests.harness.tasks.building import build, write_rows
 
 
 @pytest.mark.shared
@@ -103,16 +102,6 @@ def test_short_prompt_and_its_two_readings(tokenizer: Any) -> None:
     assert prompt.startswith("Q: There are 15 trees in the grove.")
     assert prompt.count("Q: ") == 9
     assert prompt.endswith(f"\n\nQ: {doc['question']}\nA:")
-
-    def read(response: str) -> dict[str, str]:
-        _, loaded = task_of("gsm8k_cot", {"source": "constructed"}).load(request_of(tokenizer, limit=1))
-        results = evaluate(Answer(response), loaded, limit=1, bootstrap_iters=0, log_samples=True)
-        assert results is not None
-        return {sample["filter"]: sample["filtered_resps"][0] for sample in results["samples"]["gsm8k_cot"]}
-
-    assert read("So 5. The answer is 540.") == {"strict-match": "540", "flexible-extract": "540."}
-    assert read("The answer is 540") == {"strict-match": "54", "flexible-extract": "540"}
-    assert read("The answer is 3") == {"strict-match": "[invalid]", "flexible-extract": "3"}
     gold = doc["answer"].split("#### ")[1]
     assert task.process_results(doc, [gold])["exact_match"] == 1
     assert set(task.process_results(doc, [gold + "."]).values()) == {1}  # the filter's full stop is ignored

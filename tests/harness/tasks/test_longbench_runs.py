@@ -11,7 +11,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import answers
@@ -133,17 +132,6 @@ def test_wrong_folders_and_files_end_in_one_line(start: Command, tmp_path: Path,
     for arguments, expected in cases.items():
         line = error_of(capsys, start(*arguments))
         assert all(word in line for word in expected), line
-
-
-@pytest.mark.usefixtures("no_model")
-def test_offline_without_the_archive_ends_in_one_line_that_says_what_to_do(
-    start: Command, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    line = error_of(capsys, start("task=longbench"))
-    assert "data.zip of zai-org/LongBench" in line
-    assert "HF_HUB_OFFLINE" in line and "task.source" in line
 
 
 def test_rows_of_the_hub_are_the_archives(start: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
