@@ -6,7 +6,7 @@ A class is imported when its method is used, so that an unknown name is refused 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pqcache import places
 
@@ -40,6 +40,14 @@ METHODS: dict[str, str] = {
     "coded": "baselines.combined:Coded",
     "kvcrush_mixed": "baselines.combined:KVCrushMixed",
     "evict_retrieve": "baselines.combined:EvictRetrieve",
+}
+
+# Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.
+RETIRED: dict[str, dict[str, Any]] = {
+    "clusterkv": {"recent_ratio": 0.0},
+    "infinigen": {"n_sink": 0, "recent_ratio": 0.0},
+    "infllm": {"policy": "lru"},
+    "quest": {"n_sink": 0, "recent_ratio": 0.0},
 }
 
 

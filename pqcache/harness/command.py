@@ -15,8 +15,6 @@ from pqcache.places import CONFIGS
 
 HELP = {"--help", "-h"}
 HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
-OF_FOLDERS = ("report=", "tables=")  # commands that read rows: report/folder_command.py
-QUESTIONS = {"list", "explain"}  # commands of lookup
 # What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
 NEEDS = {
     "datasets": "datasets",
@@ -72,14 +70,23 @@ def main(argv: list[str]) -> int:
         return 2
 
 
+def of_folders(argv: list[str]) -> bool:
+    """Whether a command line reads rows: report= and tables=."""
+    return any(word.startswith(("report=", "tables=")) for word in argv)
+
+
+def asks(argv: list[str]) -> bool:
+    """Whether a command line is a question: list= and explain=."""
+    return any(word.partition("=")[0] in ("list", "explain") for word in argv)
+
+
 def _run(argv: list[str]) -> int:
     """Answer, plan or run what was typed. Raises Refused."""
-    keys = {word.partition("=")[0] for word in argv}
-    if any(word.startswith(OF_FOLDERS) for word in argv):
+    if of_folders(argv):
         from pqcache.harness.report import folder_command
 
         return _guarded(lambda: folder_command.answer(argv))
-    if QUESTIONS & keys:
+    if asks(argv):
         from pqcache.harness import lookup
 
         return _guarded(lambda: lookup.answer(argv))

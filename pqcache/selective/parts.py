@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import METHODS, RETIRED, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
 
@@ -74,7 +74,8 @@ class ComposedMethod(Method):
         The user may not set a key of `common`. Raises ValueError with one line that begins with `option`, and NotApplicable
         where the part does.
         """
-        options: dict[str, Any] = getattr(self, option)
+        gone = RETIRED.get(cls.name, {})
+        options = {key: value for key, value in getattr(self, option).items() if key not in gone or value != gone[key]}
         known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
         for key, value in options.items():
             if key in common:

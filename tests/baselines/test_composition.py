@@ -98,3 +98,11 @@ def test_refusals_name_what_fits() -> None:
         with pytest.raises(ValueError, match="allowed is ") as caught:
             cls(**{option: "?"})
         assert names <= set(str(caught.value).split("allowed is ")[1].split(", "))
+
+
+def test_a_part_takes_options_that_had_one_value() -> None:
+    """As folders of older versions name them."""
+    part = EvictRetrieve(retrieve="quest", retrieve_options={"n_sink": 0, "page": 8}).parts()[1]
+    assert (part.name, part.page) == ("quest", 8)
+    with pytest.raises(ValueError, match="quest has no n_sink"):
+        EvictRetrieve(retrieve="quest", retrieve_options={"n_sink": 4})

@@ -13,6 +13,7 @@ from PIL import Image
 
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
 from pqcache.embedded import load_model, load_tokenizer
+from pqcache.harness import command as command_line
 from pqcache.harness import lookup
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
@@ -105,16 +106,12 @@ def test_every_command_composes(folder: Path) -> None:
             line = line.replace(words, filling.format(folder=folder))
         words = shlex.split(line)[2:]
         try:
-            if lookup.asked(words):
+            if command_line.asks(words):
                 assert lookup.answer(words) == 0
-            elif folder_command.asked(words):
+            elif command_line.of_folders(words):
                 folder_command._read(words)
             elif "task=lm_eval" in words:  # making it would read the thousands of definitions of lm-eval
                 assert compose_all([*words, f"out={folder}"], REPO / "configs").composed
-            elif lookup.asked(words):
-                lookup.answer(words)
-            elif words == ["--help"]:
-                continue
             else:
                 assert make_plan(compose_all([*words, f"out={folder}"], REPO / "configs")).cells
         except Refused as error:

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import run
-from pqcache.harness import lookup
+from pqcache.harness import command as command_line
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.report import folder_command
 from tests.harness.conftest import make_tiny_model
 from tests.project.pages import FILLED_IN, REPO, typed
 
@@ -95,9 +94,9 @@ class Reader:
         command = command.replace("someone/model", str(self.folder)).replace("results/runs", str(self.out / "smoke"))
         words = shlex.split(command)
         words = words[2:] if words[0] == "python" else words[1:]
-        if not words or "--help" in words or lookup.asked(words):
+        if not words or "--help" in words or command_line.asks(words):
             return words
-        if folder_command.asked(words):
+        if command_line.of_folders(words):
             return [*words, f"out={self.out}"]
         task = compose_all(words, run.CONFIGS).composed[0].config["task"]["name"]
         keys = {word.partition("=")[0]: word.partition("=")[2] for word in words}

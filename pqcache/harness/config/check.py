@@ -16,7 +16,7 @@ from pqcache.fields import added_options, coerce, literals, option_fields
 from pqcache.harness import tasks
 from pqcache.harness.config import smoke
 from pqcache.harness.config.compose import Composed
-from pqcache.harness.config.identity import RETIRED, Group, Identity, Options, identify, without_index
+from pqcache.harness.config.identity import Group, Identity, Options, identify, without_index
 from pqcache.harness.config.options import (
     DECODE,
     GROUPS,
@@ -34,7 +34,7 @@ from pqcache.harness.config.options import (
 )
 from pqcache.harness.config.rules import wrong_decode, wrong_model, wrong_run
 from pqcache.naming import closest, suggestion
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import METHODS, RETIRED, method_class
 
 LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
 COMMON = ("budget", "dense_layers", "protocol", "budget_rule", "budget_of")  # of every Method, and top-level keys

@@ -6,7 +6,7 @@ authors of options:
 - An option of a new method or task is a plain dataclass field. Every value enters the hash, defaults too.
 - An option added to something that has results already is `name: type = added(default, absent=old)` (pqcache.fields). `old` is
   the behaviour before the option existed. Only another value enters the hash.
-- A hyper-parameter with one legal value left is removed, and named in RETIRED: it stays in the hash and in rows.
+- A hyper-parameter with one legal value left is removed, and named in registry.RETIRED: it stays in the hash and in rows.
 - What decides where or how much is run, not what, is named in options.NOT_HASHED; the index of a device (model.device=cuda:1),
   options.PLACES of a model and `launch` are no part of it either.
 - A method whose algorithm changes, so that the same options give other results, sets `revision: ClassVar[int]` to one more. A
@@ -25,15 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness.config.options import masked, plain, show, without_secrets
+from pqcache.registry import RETIRED
 
 Options = dict[str, Any]
-# Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.
-RETIRED: dict[str, Options] = {
-    "clusterkv": {"recent_ratio": 0.0},
-    "infinigen": {"n_sink": 0, "recent_ratio": 0.0},
-    "infllm": {"policy": "lru"},
-    "quest": {"n_sink": 0, "recent_ratio": 0.0},
-}
 MAX_NAME = 200  # characters of a folder's name before the hash, which tells apart names that are cut
 
 

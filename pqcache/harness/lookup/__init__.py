@@ -84,11 +84,6 @@ OTHER_KEYS = {
 }
 
 
-def asked(argv: Sequence[str]) -> bool:
-    """Whether a command line is list= or explain=."""
-    return any(word.partition("=")[0] in COMMANDS for word in argv)
-
-
 def answer(argv: Sequence[str]) -> int:
     """Print what such a command line asks for. Raises Refused."""
     words = [word.partition("=") for word in argv if word not in SWEEPS]

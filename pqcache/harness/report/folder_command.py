@@ -22,11 +22,6 @@ TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out")}  # 
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
 
 
-def asked(argv: Sequence[str]) -> bool:
-    """Whether a command line is one of these."""
-    return any(word.partition("=")[0] in TAKES for word in argv if "=" in word)
-
-
 def answer(argv: Sequence[str]) -> int:
     """Do what such a command line asks for. Raises Refused."""
     from pqcache.harness.report.rows import rows_or_refused  # imports numpy, and every command asks `asked`
