@@ -230,3 +230,7 @@ def main(argv: list[str], description: str | None = __doc__) -> None:
         figures |= {f"{label}_prefill": row["prefill_ratio"] for label, row in figures["prefill"].items()}
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], __doc__)
