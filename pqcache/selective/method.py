@@ -184,10 +184,6 @@ class Method:
         """A prompt's compression against 16 bits as the method's paper counts it, beside measured bytes. None: not published."""
         return None
 
-    def unused(self) -> tuple[str, ...]:
-        """Hyper-parameters without effect under the others. They are shown only where they are not at their default."""
-        return ()
-
     def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
         """The layer object of transformer layer `layer_idx` (never one of the dense layers). Default: one that keeps all."""
         return DenseLayer(layer_idx, shape)

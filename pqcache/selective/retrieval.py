@@ -109,11 +109,6 @@ class RetrievalMethod(Method):
         self.require("cache_topk", self.cache_topk >= 1, "an int >= 1")
         self.require_one_of("cache_policy", POLICIES)
 
-    def unused(self) -> tuple[str, ...]:
-        if self.store == "block_cache":
-            return ("cache_block", "cache_topk") if self.cache_policy == "paying" else ()
-        return ("cache_block", "cache_tokens", "cache_topk", "cache_policy")
-
     def check_budget(self) -> None:
         if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + 1:
             raise NotApplicable(

@@ -21,14 +21,6 @@ def add_machine_options(
         parser.add_argument("--json", type=Path, default=None, help="write the figures here")
 
 
-def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """--prompt, --heads, --kv-heads and --dim of one layer; the defaults are Mistral-7B's."""
-    parser.add_argument("--prompt", type=int, default=8192, help="prompt tokens")
-    parser.add_argument("--heads", type=int, default=32, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128, help="head dimension")
-
-
 def refuse_below(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
     """End the command in one line if an option (a number, a list of numbers or None) is smaller than allowed."""
     for name, minimum in least.items():

@@ -80,13 +80,3 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def spread(values: Sequence[float]) -> str:
     """Smallest and largest value."""
     return f"{min(values):.3f} .. {max(values):.3f}"
-
-
-def gaps(marks: Sequence[float]) -> list[float]:
-    """Differences of neighbouring marks: the seconds of each step."""
-    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
-
-
-def step_seconds(marks: Sequence[float]) -> float:
-    """Median seconds of a decode step, from the marks of the first token and of each step after it."""
-    return statistics.median(gaps(marks)[DROPPED_STEPS:])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pqcache.pq import PQCache
 from pqcache.store.host import HostStore
 from pqcache.store.row_cache import KEPT, RowCacheStore
 
@@ -137,8 +136,3 @@ def test_credits_are_those_of_the_naive_model(seed: int) -> None:
                 credit = store.credit[row, head, ours[ours >= 0].long()].double().sort().values
                 theirs = torch.tensor([one.credit[i] for i in one.held], dtype=torch.float64).sort().values
                 torch.testing.assert_close(credit, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_options_without_effect_are_not_shown() -> None:
-    assert PQCache(**OPTIONS).unused() == ("cache_block", "cache_topk")
-    assert PQCache(**{**OPTIONS, "cache_policy": "lfu"}).unused() == ()
