@@ -1,3 +1,4 @@
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -25,10 +26,11 @@ def advised(data: torch.Tensor) -> bool:
 
 
 @linux
-def test_a_large_buffer_asks_for_large_pages_and_a_small_one_does_not() -> None:
-    small = Buffer(1, 2, (64,), torch.float32, torch.device("cpu"))
-    small.reserve(256)
-    assert not advised(small.data)
+def test_a_large_buffer_asks_for_large_pages_and_a_small_tensor_gets_none() -> None:
+    fresh = mmap.mmap(-1, 1 << 17)  # memory of the allocator may have been a large buffer's before
+    small = torch.frombuffer(fresh, dtype=torch.float32)
+    pages.advise(small)
+    assert not advised(small)
     large = Buffer(1, 2, (64,), torch.float32, torch.device("cpu"))
     large.reserve(100_000)
     assert advised(large.data)
@@ -38,7 +40,8 @@ def test_a_large_buffer_asks_for_large_pages_and_a_small_one_does_not() -> None:
 @linux
 def test_on_another_system_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    data = torch.empty(16 << 20)
+    fresh = mmap.mmap(-1, 64 << 20)  # memory of the allocator may have been a buffer's before
+    data = torch.frombuffer(fresh, dtype=torch.float32)
     pages.advise(data)
     assert not advised(data)
 
