@@ -68,7 +68,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<folder of .txt files> for real prose
+heatmaps: $(INSTALLED) ## needle heat maps; HAYSTACK=<book, or a folder of .txt files> for real prose
 	$(RUN) run.py -m method=full,pqcache,streaming budget=0.2 task=needle limit=null out=$(OUT)/heatmaps wandb=disabled \
 	    $(if $(HAYSTACK),"task.haystack='$(HAYSTACK)'")
 	$(RUN) -m pqcache.harness.report.sample_figures $(OUT)/heatmaps

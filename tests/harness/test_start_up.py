@@ -77,6 +77,8 @@ LACKING = {
     "task=lm_eval task.name=arc_easy task.include=/no/folder": "task.include=/no/folder: is no folder",
     "model=hf model.path=nobody/nothing": f"model.path=nobody/nothing: cannot be loaded: {NOWHERE}",
     "task=gsm8k_cot": f"task.source=hub: openai/gsm8k/main, split test, cannot be had: {NOWHERE}",
+    "task=pg19": f"task.source=hub: emozilla/pg19-test, split test, cannot be had: {NOWHERE}; check network and access, or "
+    "set task.source to a folder with test.jsonl, or to book (which is shipped) or constructed",
     "task=longbench_qasper": f"task.source=hub: data.zip of zai-org/LongBench cannot be had: {NOWHERE}",
 }
 

@@ -69,7 +69,7 @@ class AnyLmEvalOptions:
         require(shots is None or shots >= 0, "num_fewshot", shots, "must be 0 or more")
         require(most >= 1, "max_new_tokens", most, "must be at least 1")
         require(longest is None or longest >= 1, "answer_tokens", longest, "must be at least 1, or null")
-        check_source(self.source, constructed=False)
+        check_source(self.source, words=[HUB])
 
 
 @cache

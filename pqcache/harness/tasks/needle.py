@@ -2,9 +2,10 @@
 
     python run.py task=needle task.lengths=[1024,2048] task.depths=[0,50,100] limit=null
 
-The haystack is generated prose, or the .txt files of `task.haystack` (sorted by name, concatenated, repeated to the
-length). Each answer has two values: `accuracy`, 1 if all three keywords are in it, and `word_fraction`, the share of the
-needle's words. The paper publishes no scorer; the keyword rule agrees with an LLM judge's verdicts (a test shows it).
+The haystack is generated prose, a shipped book (`task.haystack=book`), or the .txt files of a folder (sorted by name,
+concatenated). Book and files are repeated to the length. Each answer has two values: `accuracy`, 1 if all three keywords
+are in it, and `word_fraction`, the share of the needle's words. The paper publishes no scorer; the keyword rule agrees with
+an LLM judge's verdicts (a test shows it).
 
 Deviations from the first needle test (G. Kamradt, 2023), which counts tokens of the bare context:
 - A length is the whole prompt's, with wrapper, question and chat template; it is never exceeded.
@@ -23,6 +24,7 @@ from typing import Any
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
+from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
@@ -40,7 +42,7 @@ EMBEDDED_GRID = ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
 GRID = ([1000 + 2900 * i for i in range(11)], [10 * i for i in range(11)])  # 1000..30000 x 0..100 percent
 
 SMALLEST_HAYSTACK = 1000  # characters; a shorter text would be repeated too often
-_SENTENCE_END = re.compile(r"\.[\"')\]]*(?=[\sA-Z]|$)")
+_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)\.[\"')\]’”]*(?=[\sA-Z]|$)")
 
 
 @dataclass(kw_only=True)
@@ -49,7 +51,7 @@ class NeedleOptions:
     lengths: list[int] | None = None
     # percent of the text before the needle, a line of the grid each; null: the model's default grid
     depths: list[int] | None = None
-    # folder of .txt files; null: generated prose
+    # book (the shipped one), or a folder of .txt files; null: generated prose
     haystack: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +94,8 @@ class Needle(Task[NeedleOptions]):
             meta = {"length": length, "depth": depth, "tokens": count}
             docs.append({"prompt": prompt, "answer": ANSWER, "meta": meta})
         note = f"{len(grid)} of {len(whole)} grid cells; limit=null for all" if len(grid) < len(whole) else None
-        return self.spec(docs, process_results, ["accuracy", "word_fraction"], note=note)
+        data = book_facts() if self.options.haystack == BOOK else None
+        return self.spec(docs, process_results, ["accuracy", "word_fraction"], data=data, note=note)
 
     def _haystack(self, tokenizer: Any, seed: int, length: int) -> _Tokens:
         """A text of at least `length` tokens."""
@@ -109,11 +112,13 @@ class Needle(Task[NeedleOptions]):
 
 
 def read_haystack(folder: str) -> str:
-    """All .txt files of the folder, in the order of their names, one line break between two."""
+    """The book, or all .txt files of the folder, in the order of their names, one line break between two."""
+    if folder == BOOK:
+        return book_text()
     path = Path(folder).expanduser()
-    require(path.is_dir(), "haystack", folder, "is no folder; must be a folder of .txt files")
+    require(path.is_dir(), "haystack", folder, "is no folder; must be book, or a folder of .txt files")
     files = sorted(path.glob("*.txt"))
-    require(bool(files), "haystack", folder, "holds no .txt file; must be a folder of .txt files")
+    require(bool(files), "haystack", folder, "holds no .txt file; must be book, or a folder of .txt files")
     text = "\n".join(f.read_text(encoding="utf-8", errors="replace") for f in files)
     allowed = f"holds {len(text)} characters of text; must hold at least {SMALLEST_HAYSTACK}"
     require(len(text) >= SMALLEST_HAYSTACK, "haystack", folder, allowed)

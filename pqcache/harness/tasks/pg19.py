@@ -2,6 +2,7 @@
 
     python run.py task=pg19 budget=1024 method=clusterkv task.tokens=32000 limit=null      # exact, every 250th position
     python run.py task=pg19 budget=1024 method=clusterkv task.mode=stream      # one pass over the book
+    python run.py task=pg19 budget=1024 method=clusterkv task.source=book      # a book that is shipped, without the hub
     python -m pqcache.harness.report.sample_figures results/runs      # the curves of all runs in one picture
 
 exact   At position i: a fresh, exact prefill of the first i tokens, one decode step with token i under the budget, and the
@@ -26,15 +27,21 @@ from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, in_memory, require
+from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
 from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts, digest, file_facts
 
-DATA = DataSet("emozilla/pg19-test", fields=("short_book_title", "text"), files=("test.jsonl", "test.parquet"))
+DATA = DataSet(
+    "emozilla/pg19-test",
+    fields=("short_book_title", "text"),
+    files=("test.jsonl", "test.parquet"),
+    offline=f"{BOOK} (which is shipped) or {CONSTRUCTED}",
+)
 TOKENS, EMBEDDED_TOKENS = 32_000, 2048
 
 
 @dataclass(kw_only=True)
 class PG19Options:
-    # hub, constructed, a .txt file (one book), or a folder of .txt files or with test.jsonl
+    # hub, book (the shipped one), constructed, a .txt file (one book), or a folder of .txt files or with test.jsonl
     source: str = HUB
     # exact: a fresh prefill per position; stream: one pass over the book
     mode: Literal["exact", "stream"] = "exact"
@@ -50,7 +57,7 @@ class PG19Options:
     book: int = 0
 
     def __post_init__(self) -> None:
-        check_source(self.source)
+        check_source(self.source, words=(HUB, BOOK, CONSTRUCTED))
         for name, least in (("tokens", 3), ("stride", 1), ("start", 0), ("prefill", 1), ("book", 0)):
             value = getattr(self, name)
             require(value is None or value >= least, name, value, f"must be at least {least}")
@@ -94,6 +101,9 @@ class PG19(Task[PG19Options]):
         if source == CONSTRUCTED:
             text = filler_text(Random(f"pg19/{seed}/{book}"), 6 * (self.options.tokens or TOKENS))
             return f"made {book}", text, constructed_facts([{"text": text}], seed)
+        if source == BOOK:
+            require(book == 0, "book", book, "task.source=book is one book, number 0")
+            return TITLE, book_text(), book_facts()
         path = Path(source).expanduser()
         files = [path] if path.suffix == ".txt" else sorted(path.glob("*.txt")) if path.is_dir() else []
         if files:

@@ -45,9 +45,8 @@ DAMAGED = (
 )  # fmt: skip
 
 
-def check_source(source: str, *, constructed: bool = True, file: bool = True) -> None:
-    """Refuse a source that is not hub, constructed (if the task constructs rows), a folder, or with `file` a file."""
-    words = [HUB, CONSTRUCTED] if constructed else [HUB]
+def check_source(source: str, *, words: Sequence[str] = (HUB, CONSTRUCTED), file: bool = True) -> None:
+    """Refuse a source that is not one of the words, a folder, or with `file` a file."""
     if source not in words:
         path = Path(source).expanduser()
         allowed = f"is no folder; must be {' or '.join(words)}, or the path of a local folder"
@@ -84,6 +83,8 @@ class DataSet:
     # Keys that every row has.
     fields: tuple[str, ...] = ()
     files: tuple[str, ...] = ("test.jsonl", "test.jsonl.gz", "test.parquet")
+    # What task.source may be without the hub, beside a folder.
+    offline: str = CONSTRUCTED
 
     def read(self, source: str, limit: int | None = None) -> tuple[Rows, Facts]:
         """(the first `limit` rows, the facts of their source). Rows are read once per process."""
@@ -100,7 +101,7 @@ class DataSet:
 def _read_hub(data: DataSet) -> tuple[Rows, Facts]:
     name = data.repo + (f"/{data.config}" if data.config else "")
     refused = f"task.source=hub: {name}, split {data.split}, cannot be had"
-    help_ = f"check network and access, or set task.source to a folder with {data.files[0]}, or to constructed"
+    help_ = f"check network and access, or set task.source to a folder with {data.files[0]}, or to {data.offline}"
     if not _has_stored_tables() and (why := hub.without(data.repo)):
         raise ValueError(f"{refused}: {why}; {help_}")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks import needle as task
 from pqcache.harness.tasks import task_of
+from pqcache.harness.tasks.book import book_text
 from tests.harness.tasks.building import build, count_tokens
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
@@ -103,6 +105,21 @@ def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> 
     assert prompt.index("First file.") < prompt.index("Second file.")
     assert prompt.count("First file.") > 1
     assert "No text file." not in prompt
+
+
+def test_haystack_of_the_book(tokenizer) -> None:
+    spec, tasks = build("needle", {"lengths": [1024], "depths": [0, 50], "haystack": "book"}, tokenizer)
+    whole, half = (doc["prompt"].removeprefix(task.HEAD).removesuffix(task.TAIL) for doc in tasks["needle"][1])
+    book = whole.removeprefix(task.NEEDLE).removesuffix("\n")
+    assert book_text().startswith(book)
+    before, _, after = half.partition(task.NEEDLE)
+    assert book_text().startswith((before + after).removesuffix("\n")) and re.search(r"(?<!Mr)(?<!Mrs)\.”?$", before)
+    assert spec.data["source"] == "book"
+
+
+def test_a_sentence_ends_neither_at_a_title_nor_before_its_quotation_mark() -> None:
+    text = "“Yes.” Mr. Bennet and Mrs. Long went"
+    assert task.insert_needle(text, len(text), 50) == "“Yes.”" + task.NEEDLE + " Mr. Bennet and Mrs. Long went"
 
 
 def test_bad_haystacks_are_refused_before_anything_is_built(tmp_path: Path) -> None:
