@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pqcache.harness.tasks import task_of
-from pqcache.harness.tasks.ruler import found_share, process_results
-from pqcache.harness.tasks.ruler.constructed import FAMILIES, constructed_row, make_rows, prompt_of
+from pqcache.harness.tasks.book import book_words
+from pqcache.harness.tasks.ruler import constructed, found_share, process_results
+from pqcache.harness.tasks.ruler.constructed import FAMILIES, NEW_TOKENS, NIAH, constructed_row, make_rows, prompt_of
 from pqcache.harness.tasks.ruler.files import from_generator
 from tests.harness.tasks.building import build, count_tokens, write_rows
 
@@ -40,6 +41,34 @@ def test_ruler_rows_have_their_answers_and_fit(tokenizer: Any) -> None:
                 words = text.rsplit("ones that appear most often.", 1)[-1].split()
                 counts = {word: words.count(word) for word in set(words) if word.isalpha()}
                 assert set(sorted(counts, key=counts.__getitem__)[-len(row["answer"]) :]) == set(row["answer"])
+
+
+def test_ruler_over_the_shipped_book(tokenizer: Any) -> None:
+    options = {"source": "constructed", "haystack": "book", "length": 2048}
+    spec, tasks = build("ruler", options, tokenizer, limit=2)
+    assert spec.data["haystack"] == "book" and sorted(spec.data["sha256"]) == ["pride_and_prejudice.txt", "rows"]
+    own = build("ruler", {**options, "haystack": None}, tokenizer, limit=2)[1]
+    for name, (_, docs) in tasks.items():
+        family = name.removeprefix("ruler_")
+        for doc, other in zip(docs, own[name][1], strict=True):
+            used = count_tokens(tokenizer, doc["prompt"] + doc["answer_prefix"]) + NEW_TOKENS[family]
+            assert 1400 <= used <= 2048, family
+            assert family == "fwe" or all(reference in doc["prompt"] for reference in doc["references"][:1])
+            if "essay" in NIAH.get(family, ()) or family in ("qa_1", "qa_2"):
+                assert "It is a truth universally acknowledged" in doc["prompt"], family
+            elif family != "cwe":
+                assert doc["prompt"] == other["prompt"], family
+    with pytest.raises(ValueError, match=r"^task\.haystack=book: task\.source=hub "):
+        task_of("ruler", {"haystack": "book"}).check()
+
+
+def test_long_rows_have_words_enough() -> None:
+    """131072 tokens ask for more keys and words than this package has: keys get longer, cwe takes the book's words."""
+    keys = constructed._distinct(Random(0), "words", 2000, ["red-lamp"])
+    assert len(set(keys)) == 2000
+    words = constructed._words(Random(0), 3000, "book")
+    assert len(set(words)) == 3000 and len(set(words) & set(book_words())) > 2800
+    assert len(constructed._prose(Random(0), 20_000, "book")) == 20_000
 
 
 def test_the_example_of_common_words_has_no_space_before_its_solution() -> None:

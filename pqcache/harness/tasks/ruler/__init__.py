@@ -2,6 +2,7 @@
 
     python run.py task=ruler task.length=8192 limit=null
     python run.py task=ruler task.families=[niah_single_2,vt] task.source=constructed task.length=1024
+    python run.py task=ruler task.source=constructed task.haystack=book task.length=65536
 
 The score is the unweighted mean of the tasks. An answer's metric `found` is the share of the references that it contains.
 For the two question answering tasks it is 1 if the answer contains any of them. lm-eval averages there, which marks down
@@ -10,7 +11,8 @@ stands after the chat template, at the start of the model's turn.
 
 source=hub reads simonjegou/ruler. Its rows have 4096, 8192 or 16384 tokens of Llama-3.1's tokenizer; other models see more
 or fewer. A folder may also hold what RULER's own generator writes (`<task>/validation.jsonl`; see files.py). Constructed rows
-are counted in the model's own tokens. They use RULER's templates with this package's essays, words and questions.
+are counted in the model's own tokens. They have RULER's templates; constructed.py says what stands in for the texts that cannot
+be shipped. With `task.haystack=book` essays, words and documents come from the shipped book.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from pqcache.fields import added
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.book import BOOK, book_facts
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, NEW_TOKENS, make_rows, prompt_of
 from pqcache.harness.tasks.ruler.files import read
 from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, Facts, Rows, check_source, constructed_facts
@@ -39,6 +43,8 @@ class RulerOptions:
     length: int = 4096
     # which of the 13 tasks; null: all
     families: list[str] | None = None
+    # prose of constructed rows: book (the shipped one); null: constructed sentences
+    haystack: Literal["book"] | None = added(None, absent=None)
 
     def __post_init__(self) -> None:
         check_source(self.source)
@@ -57,6 +63,13 @@ class Ruler(Task[RulerOptions]):
         known = self.options.source != HUB or self.options.length in ON_HUB
         allowed = "source=hub has 4096, 8192 and 16384; source=constructed any"
         require(known, "length", self.options.length, allowed)
+        made = self.options.source == CONSTRUCTED or self.options.haystack is None
+        require(
+            made,
+            "haystack",
+            self.options.haystack,
+            f"task.source={self.options.source} brings its own; only constructed has one",
+        )
 
     def families(self) -> list[str]:
         return list(dict.fromkeys(self.options.families or FAMILIES))
@@ -71,9 +84,15 @@ class Ruler(Task[RulerOptions]):
         return read(self.options.source, self.options.length, self.families())
 
     def construct(self, request: TaskRequest) -> tuple[dict[str, Rows], Facts]:
-        count, length, seed = request.samples(DEFAULT_SAMPLES), self.options.length, request.seed
-        rows = {family: make_rows(family, count, length, seed, request.count_tokens) for family in self.families()}
-        return rows, constructed_facts([row for family_rows in rows.values() for row in family_rows], seed)
+        count, seed, options = request.samples(DEFAULT_SAMPLES), request.seed, self.options
+        rows = {
+            family: make_rows(family, count, options.length, seed, request.count_tokens, options.haystack)
+            for family in self.families()
+        }
+        facts = constructed_facts([row for family_rows in rows.values() for row in family_rows], seed)
+        if options.haystack == BOOK:
+            facts = {**facts, "haystack": BOOK, "sha256": {**facts["sha256"], **book_facts()["sha256"]}}
+        return rows, facts
 
     def prepare(self, *, limit: int | None) -> None:
         if self.options.source != CONSTRUCTED:

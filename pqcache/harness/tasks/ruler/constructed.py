@@ -1,8 +1,17 @@
-"""Rows in the format of simonjegou/ruler, made here: RULER's templates around this package's essays, words and questions.
+"""Rows in the format of simonjegou/ruler, made here: RULER's templates around texts that this package may ship.
 
     make_rows("vt", 3, length=4096, seed=0, count_tokens=lambda text: len(tokenizer(text)["input_ids"]))
 
-Row i depends on (family, seed, length, i) and the tokenizer alone.
+Row i depends on (family, seed, length, i, haystack) and the tokenizer alone.
+
+| RULER's text | where | in its place | with haystack=book |
+|---|---|---|---|
+| Paul Graham's essays (copyright) | niah, essay | constructed sentences | the book, repeated if it ends |
+| wonderwords (no dependency) | cwe, niah's keys | this package's words | cwe: also the book's |
+| SQuAD (CC BY-SA 4.0) | qa_1 | a constructed fact per document | it stands among the book's sentences |
+| HotpotQA (CC BY-SA 4.0) | qa_2 | the same, and a fact that leads to one | the same |
+
+niah_single_1, niah_multikey_2, niah_multikey_3, vt and fwe need no such text.
 """
 
 from __future__ import annotations
@@ -15,6 +24,7 @@ from typing import Any
 
 from pqcache.embedded import documents
 from pqcache.harness.tasks.base import require
+from pqcache.harness.tasks.book import BOOK, book_sentences, book_words
 from pqcache.harness.tasks.sources import published_texts
 
 # family -> haystack, kind of key, kind of value, keys, values per key, keys in the question
@@ -48,12 +58,24 @@ def _drawn(rng: Random, kind: str) -> str:
 
 
 def _distinct(rng: Random, kind: str, count: int, taken: Sequence[str] = ()) -> list[str]:
-    """`count` different values that are not in `taken`."""
+    """`count` different values that are not in `taken`. Where there are too few words, each gets further adjectives."""
     values: dict[str, None] = {}
+    there, more = len(documents.ADJECTIVES) * len(documents.THINGS + documents.PLACES), 0
+    while kind == "words" and there < count:
+        there, more = there * len(documents.ADJECTIVES), more + 1
     while len(values) < count:
-        if (value := _drawn(rng, kind)) not in taken:
+        value = "-".join([*rng.choices(documents.ADJECTIVES, k=more), _drawn(rng, kind)])
+        if value not in taken:
             values[value] = None
     return list(values)
+
+
+def _prose(rng: Random, count: int, haystack: str | None) -> list[str]:
+    """`count` sentences. haystack: None: constructed; book: the book's, again from its start after its end."""
+    if haystack == BOOK:
+        book = book_sentences()
+        return [*book * (count // len(book)), *book[: count % len(book)]]
+    return [documents.filler_sentence(rng) for _ in range(count)]
 
 
 def _spread(rng: Random, sentences: list[str], inserted: Sequence[str], ordered: bool = False) -> list[str]:
@@ -65,7 +87,7 @@ def _spread(rng: Random, sentences: list[str], inserted: Sequence[str], ordered:
     return sentences
 
 
-def niah(rng: Random, family: str, units: int) -> dict[str, Any]:
+def niah(rng: Random, family: str, units: int, prose: str | None) -> dict[str, Any]:
     """Needles in a haystack of `units` sentences."""
     haystack, key_kind, kind, n_keys, n_values, n_queried = NIAH[family]
     texts = published_texts("ruler")
@@ -76,7 +98,7 @@ def niah(rng: Random, family: str, units: int) -> dict[str, Any]:
     if haystack == "noise":
         hay = [texts["noise"]] * units
     elif haystack == "essay":
-        hay = [documents.filler_sentence(rng) for _ in range(units)]
+        hay = _prose(rng, units, prose)
     else:
         hay = [
             texts["needle"].format(kind=kind, key=_distinct(rng, key_kind, 1, keys)[0], value=_drawn(rng, kind))
@@ -128,16 +150,18 @@ def vt(rng: Random, units: int) -> dict[str, Any]:
     }
 
 
-def _words(rng: Random, count: int) -> list[str]:
-    """Different words of this package, and pairs of them where it has too few."""
-    plain = documents.ADJECTIVES + documents.PEOPLE + documents.THINGS + documents.PLACES + list(documents.ATTRIBUTES)
-    plain = list(dict.fromkeys(plain))
+def _words(rng: Random, count: int, haystack: str | None) -> list[str]:
+    """Different words of this package. Where there are too few, also the book's most frequent ones, then pairs of words."""
+    own = documents.ADJECTIVES + documents.PEOPLE + documents.THINGS + documents.PLACES + list(documents.ATTRIBUTES)
+    plain = list(dict.fromkeys(own))
+    if haystack == BOOK:
+        plain = list(dict.fromkeys([*plain, *book_words()]))[: max(count, len(plain))]
     while len(plain) < count:
         plain = list(dict.fromkeys([*plain, *(rng.choice(plain) + rng.choice(plain) for _ in range(count))]))
     return rng.sample(plain, count)
 
 
-def cwe(rng: Random, units: int, length: int) -> dict[str, Any]:
+def cwe(rng: Random, units: int, length: int, haystack: str | None) -> dict[str, Any]:
     """Common words: ten appear often, the others seldom. One worked example comes first."""
     texts = published_texts("ruler")
     often, seldom, example_often, example_seldom, example_words = (
@@ -145,7 +169,7 @@ def cwe(rng: Random, units: int, length: int) -> dict[str, Any]:
     )
     parts = []
     for count, high, low in ((example_words, example_often, example_seldom), (10 + units, often, seldom)):
-        words = _words(rng, count)
+        words = _words(rng, count, haystack)
         listed = words[:10] * high + words[10:] * low
         rng.shuffle(listed)
         parts.append((texts["cwe"].format(context=" ".join(f"{i + 1}. {w}" for i, w in enumerate(listed))), words[:10]))
@@ -179,7 +203,7 @@ def fwe(rng: Random, units: int, length: int) -> dict[str, Any]:
     }
 
 
-def qa(rng: Random, units: int, hops: int) -> dict[str, Any]:
+def qa(rng: Random, units: int, hops: int, haystack: str | None) -> dict[str, Any]:
     """A question over documents. With two hops, one document names the one that answers."""
     texts = published_texts("ruler")
     keys = _distinct(rng, "words", units + 2)
@@ -193,7 +217,8 @@ def qa(rng: Random, units: int, hops: int) -> dict[str, Any]:
     else:
         question, answer = f"What is the emblem of {town}?", facts[town]
     rng.shuffle(sentences)
-    pages = [f"{documents.filler_sentence(rng)} {fact} {documents.filler_sentence(rng)}" for fact in sentences]
+    prose = _prose(rng, 2 * len(sentences), haystack)
+    pages = [f"{before} {fact} {after}" for before, fact, after in zip(prose[::2], sentences, prose[1::2], strict=True)]
     context = "\n\n".join(f"Document {i + 1}:\n{page}" for i, page in enumerate(pages))
     return {
         "context": texts["qa"].format(context=context),
@@ -203,24 +228,28 @@ def qa(rng: Random, units: int, hops: int) -> dict[str, Any]:
     }
 
 
-def constructed_row(family: str, rng: Random, units: int, length: int) -> dict[str, Any]:
-    """One row with the fields of simonjegou/ruler. units: size of its haystack."""
+def constructed_row(family: str, rng: Random, units: int, length: int, haystack: str | None = None) -> dict[str, Any]:
+    """One row with the fields of simonjegou/ruler. units: size of its haystack; haystack: None or book."""
     if family in NIAH:
-        row = niah(rng, family, units)
+        row = niah(rng, family, units, haystack)
     elif family == "vt":
         row = vt(rng, units)
-    elif family in ("cwe", "fwe"):
-        row = (cwe if family == "cwe" else fwe)(rng, units, length)
+    elif family == "cwe":
+        row = cwe(rng, units, length, haystack)
+    elif family == "fwe":
+        row = fwe(rng, units, length)
     else:
-        row = qa(rng, units, hops=1 if family == "qa_1" else 2)
+        row = qa(rng, units, 1 if family == "qa_1" else 2, haystack)
     return {**row, "task": family, "max_new_tokens": NEW_TOKENS[family]}
 
 
-def make_rows(family: str, count: int, length: int, seed: int, count_tokens: Callable[[str], int]) -> list[dict]:
+def make_rows(
+    family: str, count: int, length: int, seed: int, count_tokens: Callable[[str], int], haystack: str | None = None
+) -> list[dict]:
     """Rows whose prompt and answer have at most `length` tokens. The first row sets the size of all haystacks."""
 
     def row(number: int, units: int) -> dict[str, Any]:
-        return constructed_row(family, Random(f"ruler/{family}/{seed}/{number}"), units, length)
+        return constructed_row(family, Random(f"ruler/{family}/{seed}/{number}"), units, length, haystack)
 
     def fits(one: dict[str, Any]) -> bool:
         return count_tokens(prompt_of(one) + one["answer_prefix"]) + NEW_TOKENS[family] <= length
