@@ -6,8 +6,8 @@
     python scripts/write_docs.py check       name the pages that differ from the code; exit code 1 if there are any
 
 docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options,
-docs/row.md from the class Row. In README.md the parts between
-`<!-- results` or `<!-- methods` and `<!-- end -->` are written, the rest is kept.
+docs/row.md from the class Row. In README.md the parts between `<!-- results` or `<!-- methods` and `<!-- end -->` are written, in
+docs/findings.md that after `<!-- findings`; the rest is kept.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pqcache.harness.config.options import (  # noqa: E402
     RunOptions,
 )
 from pqcache.harness.lookup import row_fields  # noqa: E402
+from pqcache.harness.report import findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
-from pqcache.harness.report import trade_off  # noqa: E402
 from pqcache.harness.report.frame import group_rows  # noqa: E402
 from pqcache.harness.report.rows import rows_under  # noqa: E402
 from pqcache.harness.tasks import TASKS, task_class  # noqa: E402
@@ -45,6 +45,7 @@ from pqcache.selective import Method  # noqa: E402
 DOCS = ROOT / "docs"
 PICTURE = DOCS / "pocket.png"
 ROWS, HOST_ROWS, TIMED_ROWS = (ROOT / "results" / "reference" / f"pocket{part}" for part in ("", "_host", "_times"))
+REAL_ROWS = ROOT / "results" / "reference" / "real"
 MADE = "Made by `make docs`; do not edit."
 # what a docstring does not say, because it is of this project's runs
 NOTES = {
@@ -284,7 +285,7 @@ def points() -> Any:
 def filled(text: str, mark: str, table: str) -> str:
     """The text with `table` between `<!-- <mark>...-->` and the next `<!-- end -->`."""
     found = re.compile(rf"(<!-- {mark}\b[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-    assert len(found.findall(text)) == 1, f"README.md: one part `<!-- {mark} ... -->` is needed"
+    assert len(found.findall(text)) == 1, f"one part `<!-- {mark} ... -->` is needed"
     return found.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text)
 
 
@@ -302,6 +303,9 @@ def pages() -> dict[Path, str]:
         DOCS / "methods.md": methods_page(),
         DOCS / "options.md": options_page(),
         DOCS / "row.md": row_page(),
+        DOCS / "findings.md": filled(
+            (DOCS / "findings.md").read_text(encoding="utf-8"), "findings", findings.page(REAL_ROWS)
+        ),
         ROOT / "README.md": readme(),
     }
 
