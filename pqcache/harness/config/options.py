@@ -217,8 +217,10 @@ class DecodeOptions:
 class ModelOptions:
     """`model.*`: which weights, and how they are run."""
 
-    # a hub id or a local folder; the embedded model has none
+    # a hub id, a local folder or a GGUF file; the embedded model has none
     path: str | None = None
+    # the GGUF file to read, of a folder that holds several, or of a hub id
+    gguf: str | None = added(None, absent=None)
     # branch, tag or commit on the hub; null: the newest
     revision: str | None = None
     # auto (the checkpoint's; embedded: float32; random: float16 on CUDA, else float32) | float32 | bfloat16 | float16

@@ -82,8 +82,13 @@ def wrong_model(options: Options, names: dict[str, str]) -> Iterator[str]:
         yield f"model.path={path}: the embedded model has no path; use model=hf model.path={path}"
     if is_random and path is not None:
         yield f"model.path={path}: model=random takes model.geometry"
+    if options["gguf"] is not None and not path:
+        yield f"model.gguf={options['gguf']}: goes with model.path, a folder or a hub id"
     if path and Path(path).expanduser().is_file():
-        yield f"model.path={path}: is a file; must name a folder, or a model of the hub"
+        if not path.endswith(".gguf"):
+            yield f"model.path={path}: is a file; must name a folder, a .gguf file, or a model of the hub"
+        elif options["gguf"] is not None:
+            yield f"model.gguf={options['gguf']}: goes with a folder or a hub id; model.path={path} is a file"
     elif path and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
         yield f"model.path={path}: there is no such folder"
     if isinstance(longest := options["max_length"], int) and longest < 1:

@@ -18,7 +18,7 @@ from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.escaping import printable
 
-SCHEMA = 1
+SCHEMA = 2
 ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference keeps them
 # what no reader goes without; null in another field costs its column
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
@@ -76,6 +76,7 @@ class Row(TypedDict):
     # what was run
     model: str  # "embedded", or the model's group name or path
     model_options: dict[str, Any]  # the rest of model.*
+    model_file: dict[str, str] | None  # of a GGUF checkpoint: file, sha256, quantization; null for others
     method: str
     hyper_parameters: dict[str, Any]  # the rest of method.*, defaults filled in
     task: str
@@ -110,6 +111,8 @@ class Row(TypedDict):
     # each with score, score_interval, n_samples, metrics (lm-eval's means), paired_difference, paired_interval and paired_p
     tasks: dict[str, dict[str, Any]]  # by sub-task
     sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
+    # the same of each metric, where the task compares them (fidelity); else null: sub-task -> metric -> sample -> value
+    sample_metrics: dict[str, dict[str, dict[str, float]]] | None
     # where tokens were drawn; else null. A sample's score above is the mean over its answers, and n_samples counts documents
     answer_scores: dict[str, dict[str, list[float]]] | None  # sub-task -> sample -> score of each answer drawn
     # k -> chance, in %, that one of k answers is right; null too where answers have scores between 0 and 100
@@ -304,6 +307,7 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
         "timed_samples": timed, "timed_alone": bool(timed), "decode": asdict(DecodeOptions()),
         **dict.fromkeys(("diagnostics", "source", "library", "budget_rule", "answer_scores", "pass_at")),
         **dict.fromkeys(("pass_at_interval", "paired_p", "paired_with", "paired_reason")),
+        **dict.fromkeys(("model_file", "sample_metrics")),
     }  # fmt: skip
     row = {**missing, **value, "schema": SCHEMA}
     scores = row.get("sample_scores")

@@ -32,7 +32,9 @@ from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import DEFAULT_NEW_TOKENS, Prepared, PromptFacts, Prompts, Reader, Text, TokenTask
 from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, prompt_marks, target_marks
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
+from pqcache.registry import method_class
 from pqcache.selective import GenerationResult, NonFinite, generate, likelihood
+from pqcache.selective.fidelity import Fidelity, Reference, read_reference, write_reference
 from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
@@ -201,26 +203,57 @@ class HarnessLM(LM):
         stop_ids, not_first = self.ends(prepared)
         self.begin(task, doc_id, ids)
         self.within.begin(f"{task} sample {doc_id}", prepared.new_tokens)
-        chunk = self.chunks.of(self.loaded.model, len(ids) - prepared.question)
+        model, prompt = self.loaded.model, torch.tensor([ids], device=self.loaded.device)
+        chunk = self.chunks.of(model, len(ids) - prepared.question)
+        watchers = self.recorder.watchers(task, doc_id) if self.recorder is not None else ()
+        how: dict[str, Any] = {
+            "question_tokens": prepared.question,
+            "attn": self.attn,
+            "prefill": prefill,
+            "prefill_chunk": chunk,
+            "graph": self.graph,
+            "kernels": self.kernels,
+        }
+        if prepared.beside_full:
+            reference = self._reference(prepared, prompt, stop_ids, how)
+            read = read_reference(model, self.method, prompt, reference, watchers=watchers, **how)
+            read.result.extra.update(self.chunks.fact(chunk))
+            return self._beside_full(prepared, doc, read)
         result = generate(
-            self.loaded.model,
+            model,
             self.method,
-            torch.tensor([ids], device=self.loaded.device),
+            prompt,
             max_new_tokens=prepared.new_tokens,
             eos_token_ids=stop_ids,
             stop=self.stopper(prepared),
-            question_tokens=prepared.question,
             not_first=not_first,
             sampling=prepared.sampling,
-            attn=self.attn,
-            watchers=self.recorder.watchers(task, doc_id) if self.recorder is not None else (),
-            prefill=prefill,
-            prefill_chunk=chunk,
-            graph=self.graph,
-            kernels=self.kernels,
+            watchers=watchers,
+            **how,
         )
         result.extra.update(self.chunks.fact(chunk))
         return self.sample_of(prepared, doc, result, stop_ids)
+
+    def _reference(self, prepared: Prepared, prompt: torch.Tensor, end: Collection[int], how: dict) -> Reference:
+        """Full's answer to a prompt, written once for all cells of a session that read it in turn."""
+        known, key = self.reader.known, (prepared.mark, self.attn, self.graph, self.kernels)
+        if known.reference is None or known.reference[0] != key:
+            full = method_class("full")()
+            made = write_reference(self.loaded.model, full, prompt, tokens=prepared.new_tokens, end=end, **how)
+            known.reference = key, made
+        return known.reference[1]
+
+    def _beside_full(self, prepared: Prepared, doc: dict, read: Fidelity) -> Sample:
+        """The sample of an answer of Full that the method has read: its response has each step's numbers."""
+        steps = {
+            "kl": [float(f"{value:.6g}") for value in read.kl],
+            "equal": [int(value) for value in read.equal],
+            "logprobs": [round(value, 6) for value in read.logprobs],
+            "text": answers.decode(self.loaded.tokenizer, read.result.token_ids, thinking=False),
+        }
+        response = json.dumps(steps, ensure_ascii=False)
+        score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
+        return self._line(prepared, response, score, prepared.question, read.result)
 
     def begin(self, task: str, doc_id: int, ids: Sequence[int]) -> None:
         """Warm the kernels up once, and seed.

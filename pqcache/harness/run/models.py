@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
-from pqcache.harness.run import answers, device_map, model_files
+from pqcache.harness.run import answers, device_map, gguf, model_files
 from pqcache.harness.tasks import hub
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class LoadedModel:
     weights: str = ""  # identifies the weights and configuration behind the name: see model_files.weights_mark
     old_weights: str = ""  # the same as older samples have it; empty: no other
     thinking: bool | None = None  # model.thinking
+    file: dict[str, str] | None = None  # of a GGUF checkpoint: see gguf.facts
 
     def __post_init__(self) -> None:
         self.old_weights = self.old_weights or self.weights
@@ -271,7 +272,15 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     config = model.config.get_text_config(decoder=True)
     limit, thinks = longest(config, options), options.get("thinking")
     return LoadedModel(
-        name, model, tokenizer, chat, options["system"], limit, *_marks(name, options, model.config), thinks
+        name,
+        model,
+        tokenizer,
+        chat,
+        options["system"],
+        limit,
+        *_marks(name, options, model.config),
+        thinks,
+        _file(name, options),
     )
 
 
@@ -319,7 +328,9 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
         )
     chat = wraps_chat(name, options, tokenizer)
     marks_of, thinks = _marks(name, options, config), options.get("thinking")
-    return LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, *marks_of, thinks)
+    return LoadedModel(
+        name, nothing, tokenizer, chat, options["system"], limit, *marks_of, thinks, _file(name, options)
+    )
 
 
 def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tuple[str, str]:
@@ -329,6 +340,11 @@ def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tupl
         commit = str(getattr(config, "_commit_hash", None) or "")
         return commit, commit
     return model_files.weights_mark(folder), model_files.old_mark(folder, by_content=name in WEIGHTS)
+
+
+def _file(name: str, options: dict[str, Any]) -> dict[str, str] | None:
+    """What a row says of a GGUF checkpoint; None for any other."""
+    return None if name in WEIGHTS else gguf.facts(Path(local_or_hub(options)))
 
 
 def random_dtype(options: dict[str, Any]) -> str:
@@ -371,7 +387,9 @@ def device_error(device: str, option: str = "model.device") -> str | None:
 
 
 def local_or_hub(options: dict[str, Any]) -> str:
-    """A local folder with `~` resolved, or a hub id."""
+    """A local folder with `~` resolved, that of a dequantized GGUF file, or a hub id. Raises Unusable."""
+    if (folder := gguf.converted(options)) is not None:
+        return str(folder)
     path = str(options["path"])
     local = Path(path).expanduser()
     return str(local) if local.is_dir() else path

@@ -47,6 +47,7 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
     others = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+    others += [name for name, task in tasks["tasks"].items() if task.config.generation_kwargs.get("beside_full")]
     if cell.run.batch > 1 and others:
         raise ValueError(f"batch={cell.run.batch}: {others[0]} scores given texts, which works with batch=1 only")
     cell.method.know_tokenizer(loaded.tokenizer)
@@ -156,6 +157,8 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         data={**spec.data, **_unscored(spec, cell)},
         n_skipped=sum(map(len, skipped.values())),
         answer_scores=each if cell.decode.drawn else None,
+        sample_metrics=_sample_metrics(answers, spec.paired),
+        model_file=lm.loaded.file,
     )
     path = cell.folder / "row.json"
     full = [other for other in full_rows(path.parent.parent) if other["folder"] != cell.name]
@@ -169,6 +172,15 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         return replace(_ended(old, failed), loaded=True)  # the row stays as it is
     write_row(path, row)
     return replace(_ended(row, failed), loaded=not computed)
+
+
+def _sample_metrics(answers: Iterable[dict[str, Any]], names: Sequence[str]) -> dict[str, dict] | None:
+    """lm-eval task -> metric -> sample -> value; None where the task names no metric."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for answer in answers:
+        for name in names:
+            found.setdefault(answer["task"], {}).setdefault(name, {})[answer["key"]] = answer["metrics"][name]
+    return found or None
 
 
 def _unscored(spec: TaskSpec, cell: Cell) -> dict[str, int]:

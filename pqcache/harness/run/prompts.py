@@ -34,6 +34,8 @@ from pqcache.selective.support import sliding_window
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+    from pqcache.selective.fidelity import Reference
+
 DEFAULT_NEW_TOKENS = 256
 KEPT_TOKENS = 1 << 24  # token ids that a session keeps: 64 MiB
 TokenTask = Callable[[dict], tuple[list[int], int, int]]  # see TaskSpec.tokens
@@ -74,6 +76,7 @@ class Prepared:
     old_mark: str  # the same as older lines have it
     draw: int = 0  # the answer's number
     sampling: Sampling | None = None  # how its tokens are drawn; None: greedy
+    beside_full: bool = False  # Full writes the answer, and the method reads it
 
     @property
     def question(self) -> int:
@@ -135,6 +138,9 @@ class Prompts:
         self._last: tuple[bytes, list[int]] | None = None
         self._room = KEPT_TOKENS
         self._group = ""
+        self.reference: tuple[tuple, Reference] | None = (
+            None  # the last answer of Full that methods read, and what it is of
+        )
 
     def begin(self, group: str) -> Prompts:
         """A cell of this group is about to run. Token ids of another group are dropped."""
@@ -202,6 +208,8 @@ class Reader:
         rules = {"until": until, "max_new_tokens": new_tokens, "weights": loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
+        if beside_full := bool(settings.get("beside_full")):
+            rules["beside_full"] = True
         begin = _beginning(request)
         side = [loaded.name, loaded.old_weights, loaded.chat, loaded.system, loaded.max_length]
         parts = prompt, begin, settings, rules, side, self.question_as_decode, self.smoke, self.max_new_tokens
@@ -214,6 +222,7 @@ class Reader:
         self._check(task, doc_id, known.tokens, new_tokens)
         ids = self.known.ids(key, made) if tokens else []
         prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, known.mark, known.old_mark)
+        prepared = replace(prepared, beside_full=beside_full)
         return self.numbered(prepared, draw)
 
     def numbered(self, prepared: Prepared, draw: int) -> Prepared:

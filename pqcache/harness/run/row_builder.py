@@ -36,6 +36,8 @@ def build_row(
     data: dict[str, Any] | None = None,
     n_skipped: int = 0,
     answer_scores: Answers | None = None,
+    sample_metrics: dict[str, dict[str, dict[str, float]]] | None = None,
+    model_file: dict[str, str] | None = None,
 ) -> Row:
     """The row of a finished cell, not yet compared to Full. `Row` says what each field is.
 
@@ -59,6 +61,7 @@ def build_row(
     row = {
         "schema": SCHEMA,
         **without_secrets(_configuration(cell)),
+        "model_file": model_file,
         "data": without_secrets(dict(data or {})),
         "seed": cell.identity["seed"],
         "n_samples": sum(len(s) for s in scores.values()),
@@ -76,6 +79,7 @@ def build_row(
         "dense_layers": cell.identity["dense_layers"] or 0,
         "smoke": cell.identity["smoke"],
         **_quality(scores, metrics or {}, published.cell_score(cell), failed),
+        "sample_metrics": sample_metrics,
         **_drawn(answer_scores, whole=not any(failed.values())),
         **_budget_and_tokens(cell, samples),
         **_bytes(samples),

@@ -34,7 +34,9 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "phi-3-mini-4k-instruct": ("phi3", 1, {"sliding_window": 2047}),
     "glm4-9b-chat": ("glm", 16, {"attention_bias": True}),
     "qwen2.5-7b-instruct": ("qwen2", 7, {}),
+    "qwen2.5-coder-0.5b-instruct": ("qwen2", 7, {}),
     "qwen3-8b": ("qwen3", 4, {}),
+    "smollm2-135m-instruct": ("llama", 3, {}),
 }
 HEAD_DIM = 64
 LAYERS = 3

@@ -39,6 +39,7 @@ LONGBENCH = (
 ).split()
 # name -> "module:class" below this package; one class may have several names. A class is imported when its task is used.
 TASKS: dict[str, str] = {
+    "fidelity": "fidelity:Fidelity",
     "needle": "needle:Needle",
     "needle_pocket": "needle_pocket:NeedlePocket",
     "pocket": "pocket:Pocket",

@@ -93,6 +93,8 @@ class TaskSpec:
     data: dict[str, Any] = field(default_factory=dict)
     # Why answers could not be scored, one line for each. They count as wrong. The runner empties it before a cell.
     unscored: list[str] = field(default_factory=list)
+    # The metrics that the row has of each sample, in `sample_metrics`.
+    paired: Sequence[str] = ()
     # For log-likelihoods of token ids: document -> (token ids, position of the first scored one, tokens of the prefill)
     tokens: Callable[[dict], tuple[list[int], int, int]] | None = None
 

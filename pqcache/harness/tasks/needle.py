@@ -97,17 +97,17 @@ class Needle(Task[NeedleOptions]):
         data = book_facts() if self.options.haystack == BOOK else None
         return self.spec(docs, process_results, ["accuracy", "word_fraction"], data=data, note=note)
 
-    def _haystack(self, tokenizer: Any, seed: int, length: int) -> _Tokens:
+    def _haystack(self, tokenizer: Any, seed: int, length: int) -> Tokens:
         """A text of at least `length` tokens."""
         if self.options.haystack is None:
             characters = 4 * length
-            while len(tokens := _Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))) < length:
+            while len(tokens := Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))) < length:
                 characters *= 2
             return tokens
         text = read_haystack(self.options.haystack)
-        tokens = _Tokens(tokenizer, text)
+        tokens = Tokens(tokenizer, text)
         if len(tokens) < length:
-            tokens = _Tokens(tokenizer, "\n".join([text] * (length // len(tokens) + 1)))
+            tokens = Tokens(tokenizer, "\n".join([text] * (length // len(tokens) + 1)))
         return tokens
 
 
@@ -135,7 +135,7 @@ def insert_needle(context: str, target: int, depth: int) -> str:
     return context[:at] + NEEDLE + context[at:]
 
 
-class _Tokens:
+class Tokens:
     """A text cut at token boundaries."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
@@ -158,7 +158,7 @@ class _Tokens:
         return min(len(self._tokenizer.decode(self._ids[:n])), len(self.text))
 
 
-def make_prompt(tokens: _Tokens, count_tokens: Callable[[str], int], length: int, depth: int) -> tuple[str, int]:
+def make_prompt(tokens: Tokens, count_tokens: Callable[[str], int], length: int, depth: int) -> tuple[str, int]:
     """The longest prompt of at most `length` tokens with the needle at `depth` percent, and its token count."""
     bare = count_tokens(HEAD + NEEDLE + TAIL)
     require(bare <= length, "lengths", length, f"is too short; the needle and the question alone take {bare} tokens")
