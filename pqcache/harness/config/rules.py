@@ -154,8 +154,8 @@ def wrong_decode(decode: DecodeOptions, task: str, run: RunOptions) -> Iterator[
     if task == "latency":
         if run.diagnostics:
             yield f"diagnostics={show(run.diagnostics)}: task=latency measures times, which diagnostics slow"
-        if run.shared_prefill is True:
-            yield "shared_prefill=true: task=latency measures prefills, so each runs its own"
+        if run.shared_prefill in (True, "all"):
+            yield f"shared_prefill={show(run.shared_prefill)}: task=latency measures prefills, so each runs its own"
         if run.batch > 1:
             yield f"batch={run.batch}: task=latency has task.batch"
         if run.question_as_decode:

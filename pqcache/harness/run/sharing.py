@@ -45,18 +45,18 @@ def place_of(
     tokens: int,
     dtype: str,
     device: torch.device,
-    shared: Literal["auto"] | bool,
+    shared: Literal["auto", "all"] | bool,
 ) -> Place:
-    """Where the recording of a prompt of `tokens` tokens is kept. shared=true always records."""
+    """Where the recording of a prompt of `tokens` tokens is kept. shared=true and all always record."""
     if shared is False:
         return "off"
     free, recording = free_bytes(device), recording_bytes(config, tokens, dtype)
     if free is None or recording + _beside_bytes(config, tokens, dtype) <= SHARE_OF_FREE * free:
         return "device"
     if device.type == "cpu":
-        return "device" if shared is True else "off"
+        return "device" if shared in (True, "all") else "off"
     room = free_bytes(torch.device("cpu"))
-    return "host" if shared is True or room is None or recording <= SHARE_OF_FREE * room else "off"
+    return "host" if shared in (True, "all") or room is None or recording <= SHARE_OF_FREE * room else "off"
 
 
 def recording_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
@@ -80,7 +80,7 @@ class Sharing:
     A prompt that cannot be recorded, or at which a cell fails, is named once, and the others are shared.
     """
 
-    def __init__(self, shared: Literal["auto"] | bool) -> None:
+    def __init__(self, shared: Literal["auto", "all"] | bool) -> None:
         self.shared = shared
         self.prompts = 0  # recorded
         self.served = 0  # samples that were answered from a recording

@@ -124,12 +124,13 @@ def may_share(group: Sequence[Cell]) -> bool:
     return sum(cell.decode.samples for cell in group) > 1
 
 
-def own_documents(tasks: int, batch: int = 1) -> int:
+def own_documents(group: Sequence[Cell], tasks: int) -> int:
     """First documents of each of a task's lm-eval tasks that every cell computes with a prefill of its own, for its times.
 
-    None where several are computed at once: these have no times.
+    None where several are computed at once or shared_prefill=all: these have no times.
     """
-    return math.ceil(OWN_PREFILLS / tasks) if batch == 1 else 0
+    run = group[0].run
+    return math.ceil(OWN_PREFILLS / tasks) if run.batch == 1 and run.shared_prefill != "all" else 0
 
 
 def local_units(group: Sequence[Cell], tasks: int) -> list[Unit]:
@@ -138,7 +139,7 @@ def local_units(group: Sequence[Cell], tasks: int) -> list[Unit]:
     units = [Unit((cell.name,), cell.label, timed=True, whole=whole) for cell in group]
     if may_share(group):
         names = tuple(cell.name for cell in group)
-        own = own_documents(tasks, group[0].run.batch)
+        own = own_documents(group, tasks)
         units.insert(0, Unit(names, f"{len(group)} cells", timed=True, shared="only", own=own))
     return units
 
@@ -153,7 +154,7 @@ def ranges(group: Sequence[Cell], *, documents: int, tasks: int, workers: int) -
     label = f"{task}, {len(group)} cells" if len(group) > 1 else group[0].label
     if task == "latency":
         return [Unit(names, label, timed=True, whole=True)]
-    own = 0 if group[0].run.diagnostics else min(documents, own_documents(tasks, batch))
+    own = 0 if group[0].run.diagnostics else min(documents, own_documents(group, tasks))
     units = [Unit(names, label, 0, own, timed=True)] if own else []
     start = own
     for size in range_sizes(documents - own, workers, batch):
