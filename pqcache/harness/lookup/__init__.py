@@ -220,13 +220,13 @@ def _about_method(name: str) -> str:
 def _about_task(name: str) -> str:
     from pqcache.embedded.families import FAMILIES
     from pqcache.harness.tasks import task_class
-    from pqcache.harness.tasks.longbench.data_sets import DATASETS
+    from pqcache.harness.tasks.longbench.data_sets import OFFICIAL
 
     family, dataset = name.removeprefix("pocket_"), name.removeprefix("longbench_")
     if family != name:
         return f"PocketBench, one family. {FAMILIES[family].about}"
-    if dataset in DATASETS:
-        return f"LongBench's {dataset}, scored by {DATASETS[dataset].metric.replace('_', ' ')}."
+    if dataset in OFFICIAL:
+        return f"LongBench's {dataset}, scored by {OFFICIAL[dataset].metric.replace('_', ' ')}."
     if dataset != name:
         return "LongBench-E: the data sets of LongBench in three buckets of length."
     return _first(sys.modules[task_class(name).__module__].__doc__).removeprefix(f"`{name}`: ")

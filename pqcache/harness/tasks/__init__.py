@@ -35,7 +35,7 @@ PREFIX = "lm_eval:"  # of the names of lm-eval's own tasks
 POCKET = "qa hop decisions labels passages count chain code".split()
 LONGBENCH = (
     "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique gov_report qmsum multi_news trec triviaqa samsum"
-    " passage_count passage_retrieval_en repobench-p lcc"
+    " passage_count passage_retrieval_en repobench-p lcc multifieldqa_zh passage_retrieval_zh"
 ).split()
 # name -> "module:class" below this package; one class may have several names. A class is imported when its task is used.
 TASKS: dict[str, str] = {

@@ -10,6 +10,10 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from pqcache.harness.tasks.sources import published_texts
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -22,7 +26,34 @@ def normalized(text: str) -> str:
 
 def qa_f1(prediction: str, gold: str) -> float:
     """F1 of the two bags of normalized words."""
-    predicted, expected = normalized(prediction).split(), normalized(gold).split()
+    return _f1(normalized(prediction).split(), normalized(gold).split())
+
+
+def qa_f1_zh(prediction: str, gold: str) -> float:
+    """F1 of the two bags of words that jieba cuts the texts into, lower case, without punctuation and white space."""
+    return _f1(_words_zh(prediction), _words_zh(gold))
+
+
+@cache
+def _jieba() -> tuple[Any, dict[int, None]]:
+    """(jieba with its own dictionary, the punctuation to drop). jieba alone would take any dictionary of the machine's
+    temporary folder, and log that it does.
+    """
+    import jieba
+
+    cutter = jieba.Tokenizer()
+    cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())
+    cutter.initialized = True
+    return cutter, dict.fromkeys(map(ord, string.punctuation + published_texts("longbench")["punctuation_zh"]))
+
+
+def _words_zh(text: str) -> list[str]:
+    cutter, punctuation = _jieba()
+    words = ("".join(word.lower().translate(punctuation).split()) for word in cutter.cut(text))
+    return [word for word in words if word]
+
+
+def _f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
     common = sum((Counter(predicted) & Counter(expected)).values())
     if common == 0:
         return 0.0
@@ -56,8 +87,8 @@ def _share_of_numbers(prediction: str, expected: str) -> float:
 
 
 def retrieval(prediction: str, gold: str) -> float:
-    """Share of the answer's numbers that are the paragraph's; gold is `Paragraph <number>`."""
-    return _share_of_numbers(prediction, re.findall(r"Paragraph (\d+)", gold)[0])
+    """Share of the answer's numbers that are the paragraph's; gold is `Paragraph <number>`, in Chinese `段落<number>`."""
+    return _share_of_numbers(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", gold)[0])
 
 
 def count(prediction: str, gold: str) -> float:

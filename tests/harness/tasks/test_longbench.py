@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pqcache.harness.run.models import question_start
-from pqcache.harness.tasks import TASKS, task_of
+from pqcache.harness.tasks import TASKS, sources, task_of
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
-from pqcache.harness.tasks.longbench.data_sets import DATASETS, fill, score
+from pqcache.harness.tasks.longbench.data_sets import CHINESE, DATASETS, OFFICIAL, fill, score
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import build, write_rows
 
@@ -46,6 +46,8 @@ PROMPTS = {
     "passage_retrieval_en": "5bc91e93ad4090b7",
     "repobench-p": "29d512cdfabaee02",
     "lcc": "e938a9f8fdbd350f",
+    "multifieldqa_zh": "4e8c165532919380",
+    "passage_retrieval_zh": "bed46c5f452300b3",
 }
 NEW_TOKENS = {
     **dict.fromkeys(["narrativeqa", "qasper", "samsum"], 128),
@@ -76,7 +78,7 @@ def digest(*texts: str) -> str:
 # -- prompts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("dataset", OFFICIAL)
 def test_prompts_are_the_official_ones_to_the_byte(dataset: str) -> None:
     assert digest(fill(dataset, ROW)) == PROMPTS[dataset]
 
@@ -86,12 +88,20 @@ def test_answers_lengths_and_groups_are_the_official_ones() -> None:
     assert len(DATASETS) == 16
     assert set(task_of("longbench").datasets()) == set(DATASETS)
     assert set(task_of("longbench_e").datasets()) == set(DATASETS) - {"narrativeqa", "musique", "qmsum"}
+    chinese = {name: task_of(f"longbench_{name}") for name in CHINESE}
+    assert {name: task.max_new_tokens for name, task in chinese.items()} == {
+        "multifieldqa_zh": 64,
+        "passage_retrieval_zh": 32,
+    }
+    assert task_of("longbench", {"datasets": [*CHINESE, "lcc"]}).datasets() == (*CHINESE, "lcc")
+    with pytest.raises(ValueError, match=r"^task\.datasets=multifieldqa_zh: unknown data set"):
+        task_of("longbench_e", {"datasets": ["multifieldqa_zh"]})
     assert {"longbench", "longbench_e", *(f"longbench_{name}" for name in DATASETS)} <= set(TASKS)
 
 
 def test_another_template_than_the_official_one_is_refused(monkeypatch: Patch) -> None:
-    changed = {**DATASETS, "qasper": data_sets.Official("qa_f1", 128, "0" * 16)}
-    monkeypatch.setattr(data_sets, "DATASETS", changed)
+    changed = {**OFFICIAL, "qasper": data_sets.Official("qa_f1", 128, "0" * 16)}
+    monkeypatch.setattr(data_sets, "OFFICIAL", changed)
     data_sets.template.cache_clear()
     with pytest.raises(ValueError, match=r"qasper.*install lm-eval"):
         data_sets.template("qasper")
@@ -177,7 +187,7 @@ def test_the_best_answer_counts_and_few_shot_answers_end_with_their_first_line()
     assert score("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], None) == 1.0
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("dataset", OFFICIAL)
 def test_constructed_rows_have_the_format_and_the_length(dataset: str, tokenizer: Any) -> None:
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -196,3 +206,17 @@ def test_constructed_rows_have_the_format_and_the_length(dataset: str, tokenizer
     assert (rows[0]["input"] == "") == (dataset in ("gov_report", "multi_news", "passage_count", "lcc"))
     perfect = score(dataset, rows[0]["answers"][0], rows[0]["answers"], rows[0]["all_classes"])
     assert perfect == pytest.approx(1.0)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("dataset", CHINESE)
+def test_real_chinese_rows_score_their_own_answers_only(dataset: str, shared_data: Path) -> None:
+    for folder, count in (("longbench", 5), ("longbench_200", 200)):
+        rows = sources.read_rows(shared_data / folder / f"{dataset}.jsonl", fields=data_sets.FIELDS)
+        assert len(rows) == count
+        for number, row in enumerate(rows):
+            data_sets.check_row(dataset, row, f"row {number}")
+            assert row["context"] in fill(dataset, row)
+            assert all(score(dataset, gold, row["answers"], None) == 1.0 for gold in row["answers"])
+            wrong = next(gold for other in rows for gold in other["answers"] if gold not in row["answers"])
+            assert score(dataset, wrong, row["answers"], None) < 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_the_mean_over_data_sets_does_not_count_rows(start: Command, tmp_path: P
     }
     assert row["score"] == pytest.approx((100 / 3 + 100) / 2)
     assert set(row["data"]["sha256"]) == {"hotpotqa.jsonl", "qasper.jsonl"}  # the others are not read
+
+
+def test_the_chinese_data_sets(start: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    folder = write_files(
+        tmp_path / "data",
+        multifieldqa_zh=[make_row(context="白河的书院是红色的。", input="书院是什么颜色的？", answers=["红色。"])],
+        passage_retrieval_zh=[make_row(context="段落1：书院。\n段落2：石桥。", input="桥", answers=["段落2"])],
+    )
+    given = iter(["红色", "段落1和2"])
+    monkeypatch.setattr(answers, "cut", lambda text, until, thinking: next(given))
+    typed = ["task=longbench", f"task.source={folder}", "task.datasets=[multifieldqa_zh,passage_retrieval_zh]"]
+    assert start(*typed, "limit=null") == 0
+    scores = {name: t["score"] for name, t in only_row(tmp_path)["tasks"].items()}
+    assert scores == {"longbench_multifieldqa_zh": 100.0, "longbench_passage_retrieval_zh": 50.0}
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    said = error_of(capsys, start("task=longbench_multifieldqa_zh", f"task.source={folder}"))
+    assert said == "error: task=longbench_multifieldqa_zh: its score needs jieba; pip install 'pqcache-lab[zh]'\n"
 
 
 def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -> None:

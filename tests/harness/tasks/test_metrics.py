@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
+
 import pytest
 
 from pqcache.harness.tasks import metrics
@@ -16,6 +20,21 @@ def test_qa_f1() -> None:
     assert metrics.qa_f1("The red cat.", "red cat") == 1.0
     assert metrics.qa_f1("red red dog", "red cat") == pytest.approx(0.4)  # P = 1/3, R = 1/2
     assert metrics.qa_f1("", "cat") == metrics.qa_f1("dog", "cat") == 0.0
+
+
+def test_chinese_metrics_are_lm_evals(monkeypatch: Patch) -> None:
+    fuzzywuzzy = types.ModuleType("fuzzywuzzy")  # of its code metric, which is not compared
+    fuzzywuzzy.fuzz = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fuzzywuzzy", fuzzywuzzy)
+    theirs = importlib.import_module("lm_eval.tasks.longbench.metrics")
+    texts = ["厦门大学。", "在厦门大学举办的。", "6.5亿元。", "约６.５亿元", "郗鉴拒绝了外戚庾亮废王导的建议。", "“庾亮”的 建议",
+             "《长生殿》、iPhone\t和IPHONE", "人民币57081.86元", "……", ""]  # fmt: skip
+    values = {(a, b): metrics.qa_f1_zh(a, b) for a in texts for b in texts}
+    assert values == {(a, b): theirs.qa_f1_zh_score(a, b) for a in texts for b in texts}
+    assert values[texts[0], texts[0]] == 1.0 and 0 < values[texts[1], texts[0]] < 1 and values[texts[0], texts[2]] == 0
+    assert metrics.retrieval("段落12", "段落12") == 1.0
+    for answer in ("段落12", "12", "段落1和段落12", "段落", "段落3"):
+        assert metrics.retrieval(answer, "段落12") == theirs.retrieval_zh_score(answer, "段落12")
 
 
 def test_rouge_l() -> None:

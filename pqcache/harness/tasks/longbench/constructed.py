@@ -27,6 +27,9 @@ _NAMES = (
 _THINGS = "harbour bridge archive mill orchard theatre quarry station garden chapel market library".split()
 _VALUES = "amber cobalt crimson emerald ivory jade maroon ochre pearl russet scarlet silver teal umber violet".split()
 _TOWNS = "Ashford Brightwater Colwick Dunmere Eastmoor Fernley Greystone Highfield Inverlea Kingsport".split()
+_TOWNS_ZH = "白河 青石 东林 南桥 高塘 云岭 金沙 柳湾".split()
+_THINGS_ZH = "书院 钟楼 车站 石桥 市场 花园 学校 剧院".split()
+_VALUES_ZH = "红色 蓝色 绿色 黄色 白色 黑色 灰色 紫色".split()
 _CLASSES = {
     "Food": "What do the people of {t} eat in winter ?",
     "Date": "When was the {o} of {t} opened ?",
@@ -188,6 +191,25 @@ def _retrieval(writer: _Writer) -> Row:
     return _row(_number(paragraphs), told, f"Paragraph {at + 1}")
 
 
+def _sentence_zh(writer: _Writer) -> str:
+    return f"{writer.one(_TOWNS_ZH)}的{writer.one(_THINGS_ZH)}建于{writer.rng.randrange(1200, 2000)}年。"
+
+
+def _document_zh(writer: _Writer) -> Row:
+    place, colour = f"{writer.one(_TOWNS_ZH)}的{writer.one(_THINGS_ZH)}", writer.one(_VALUES_ZH)
+    fact, question = f"{place}是{colour}的。", f"{place}是什么颜色的？"
+    return _row(
+        "".join(writer.put(fact, writer.fill(lambda i: _sentence_zh(writer), fact + question))), question, f"{colour}。"
+    )
+
+
+def _retrieval_zh(writer: _Writer) -> Row:
+    writer.room -= max(48, writer.room // 16)  # as in _retrieval
+    paragraphs = writer.fill(lambda i: f"段落{i + 1}：{_sentence_zh(writer)}", "", least=2)
+    number, _, told = writer.one(paragraphs).partition("：")
+    return _row("\n".join(paragraphs), f"据说{told}", number)
+
+
 def _function(writer: _Writer) -> str:
     thing, colour = writer.pick(_THINGS, 2), writer.one(_VALUES)
     return f"def {thing[0]}_{colour}({thing[1]}):\n    return {thing[1]} + {writer.rng.randrange(100)}\n"
@@ -219,6 +241,8 @@ _LAYOUTS: dict[str, Callable[[_Writer], Row]] = {
     "passage_retrieval_en": _retrieval,
     "repobench-p": _repository,
     "lcc": _code,
+    "multifieldqa_zh": _document_zh,
+    "passage_retrieval_zh": _retrieval_zh,
 }
 
 
@@ -245,7 +269,7 @@ def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: 
         facts = {
             "length": NOMINAL_WORDS[i % len(NOMINAL_WORDS)] if e else words,
             "dataset": dataset,
-            "language": "en" if dataset not in ("repobench-p", "lcc") else "python",
+            "language": "python" if dataset in ("repobench-p", "lcc") else "zh" if dataset.endswith("_zh") else "en",
             "all_classes": row.get("all_classes"),
             "_id": f"constructed-{dataset}-{seed}-{i}",
         }
