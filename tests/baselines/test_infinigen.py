@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.infinigen import COLUMN_RULES, InfiniGen, SpeculativeIndex, partial_basis, skew
+from baselines.infinigen import COLUMN_RULES, InfiniGen, SpeculativeIndex, calibrate, partial_basis, skew
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates
@@ -183,7 +183,7 @@ def transparent(architecture: str) -> PreTrainedModel:
 def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
     """Every architecture: fused projections, query norms, partial and interleaved rotary, left-padded rows."""
     model = transparent(architecture)
-    method = InfiniGen(partial_ratio=1.0, calibration_tokens=48, budget=Budget(ratio=0.2))
+    method = InfiniGen(partial_ratio=1.0, calibration_tokens=48, budget=Budget(ratio=0.2), dense_layers=1)
     cache = SelectiveCache(model, method)
     seen = []
 
@@ -212,7 +212,7 @@ def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
 def test_partial_keys_follow_the_store(llama: PreTrainedModel) -> None:
     """Rows of different length, 30 steps, a second turn, rows exchanged."""
     for store in ("resident", "host"):
-        method = InfiniGen(store=store, calibration_tokens=32, budget=Budget(ratio=0.25))
+        method = InfiniGen(store=store, calibration_tokens=32, budget=Budget(ratio=0.25), dense_layers=1)
         cache = SelectiveCache(llama, method)
         with attach(llama):
             session = Session(llama, cache, [tokens(n, n) for n in (90, 33, 5)])
@@ -232,7 +232,7 @@ def test_partial_keys_follow_the_store(llama: PreTrainedModel) -> None:
 
 
 def test_stores_agree_and_the_ledger_counts_what_alpha_chose(llama: PreTrainedModel) -> None:
-    hyper = {"calibration_tokens": 32, "alpha": 0.1, "cap": 0.3, "budget": Budget(ratio=0.5)}
+    hyper = {"calibration_tokens": 32, "alpha": 0.1, "cap": 0.3, "budget": Budget(ratio=0.5), "dense_layers": 1}
     prompt, steps = [tokens(120, 1)], [[t] for t in tokens(12, 2)]
     caches = [SelectiveCache(llama, InfiniGen(store=store, **hyper)) for store in ("resident", "host")]
     chosen: list[int] = []
@@ -291,6 +291,8 @@ def test_a_given_text_is_not_replaced(llama: PreTrainedModel) -> None:
     """SelectiveCache calls prepare, too; whoever prepared the method with a text keeps that."""
     method = InfiniGen(calibration_tokens=64, budget=Budget(ratio=0.2))
     given_text = prepared(method, llama, torch.tensor([tokens(64, 1)]))
+    inputs = calibrate(llama, torch.tensor([tokens(64, 1)]), "svd")["similarity"]
+    assert method.similarity == pytest.approx(float(inputs[2]))  # of the one layer of three that speculates
     generate(llama, method, torch.tensor([tokens(50, 2)]), max_new_tokens=2)
     assert same(given_text, [method.bases[layer.self_attn] for layer in llama.model.layers])
     fresh = InfiniGen(calibration_tokens=64, budget=Budget(ratio=0.2))
@@ -300,7 +302,7 @@ def test_a_given_text_is_not_replaced(llama: PreTrainedModel) -> None:
 
 
 def test_nothing_speculated_or_prepared_is_an_error(llama: PreTrainedModel) -> None:
-    method = InfiniGen(calibration_tokens=32, budget=Budget(ratio=0.2))
+    method = InfiniGen(calibration_tokens=32, budget=Budget(ratio=0.2), dense_layers=1)
     with attach(llama), pytest.raises(RuntimeError, match="was not prepared"):
         Session(llama, SelectiveCache(llama.config, method), [tokens(20, 1)])
     cache = SelectiveCache(llama, method)

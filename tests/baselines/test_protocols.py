@@ -29,7 +29,7 @@ DEFAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"clusters": 400, "window": 0, "window_clusters": 8, "init": "plusplus", "dense_layers": 2}),
     ("clusterkv", {"protocol": "release", "store": "host"},
      {"clusters": 200, "window": 320, "window_clusters": 8, "init": "repeated", "dense_layers": 2}),
-    ("infinigen", {}, {"dense_layers": 1, "alpha": None, "cap": None, "partial_ratio": 0.2, "column_rule": "q"}),
+    ("infinigen", {}, {"dense_layers": 2, "alpha": None, "cap": None, "partial_ratio": 0.2, "column_rule": "q"}),
     ("infinigen", {"protocol": "paper"},
      {"dense_layers": 2, "alpha": 5.0, "cap": 0.2, "partial_ratio": 0.3, "column_rule": "abs_sum"}),
     ("infinigen", {"protocol": "release"},

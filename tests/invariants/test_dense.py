@@ -96,12 +96,12 @@ def test_second_turn_of_noop_equals_stock(model: PreTrainedModel, case: Case) ->
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("cls", "aligned", "paper"),
-    [(Oracle, 0, 0), (PQCache, 0, 0), (SparQ, 0, 0), (ClusterKV, 0, 2), (Quest, 0, 2), (InfiniGen, 1, 2)],
+    [(Oracle, 0, 0), (PQCache, 0, 0), (SparQ, 0, 0), (ClusterKV, 0, 2), (Quest, 0, 2), (InfiniGen, 2, 2)],
 )
 def test_first_layers_of_retrieval_methods(
     llama: PreTrainedModel, cls: type[RetrievalMethod], aligned: int, paper: int
 ) -> None:
-    """One rule for all but the method that cannot choose in its first layer; the papers' own where they have one."""
+    """One rule for all but the method that cannot choose in its first two; the papers' own where they have one."""
     for extra, dense in (({}, aligned), ({"protocol": "paper"}, paper), ({"dense_layers": 2, "protocol": "paper"}, 2)):
         short = {"calibration_tokens": 32} if cls is InfiniGen else {}
         method = cls(budget=Budget(tokens=64), **extra, **short)
