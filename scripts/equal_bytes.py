@@ -29,9 +29,9 @@ from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.row_text import summary_line
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.table import MISSING, number, signed, spread
+from pqcache.harness.report.tables import summary_line
 from pqcache.harness.run import runner
 from pqcache.harness.run.session import Session
 from pqcache.places import CONFIGS

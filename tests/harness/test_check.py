@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import check, prose, published
+from pqcache.harness.report import check, papers, published
 from pqcache.harness.report.entries import table_entries
-from pqcache.harness.report.items import Item, items, plan_at_paper_scale, status
+from pqcache.harness.report.published import Item, items, plan_at_paper_scale, status
 
 REPEATED = list(dict.fromkeys(name for item in items() for name in item.experiments))
 
@@ -110,12 +110,12 @@ def test_every_item_and_experiment_is_listed(repo: Path) -> None:
 def test_numbers_of_the_text_agree_with_the_papers_own_tables() -> None:
     """Where a text compares two numbers of a printed table, the same comparison gives the text's number."""
     checked = 0
-    for one in prose.numbers():
+    for one in papers.text_numbers():
         if not published.numbers(one.experiment):
             continue
         table = table_entries(plan_of(one.experiment), {})
         assert any(one.metric == e.metric and one.line in e.line.split(", ") for e in table), one
-        values = prose.measured(one, table, "published")
+        values = papers.text_measured(one, table, "published")
         if not values or one.other == "":
             continue
         if one.printed_as.startswith("less than"):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pqcache.diagnostics import PROMPT_ARRAYS, scores
-from pqcache.harness.report import diagnostic_arrays, diagnostic_figures
-from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX
+from pqcache.diagnostics import PROMPT_ARRAYS, scores, summary
+from pqcache.diagnostics.summary import PROMPT_SUFFIX
+from pqcache.harness.report import diagnostic_figures
 from pqcache.harness.report.diagnostic_figures import PICTURES, by_step, smoothed
 from pqcache.harness.report.rows import Diagnostics, Row, read_row
 from pqcache.harness.run import adapter as lm
@@ -51,7 +51,7 @@ def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureF
     files = sorted((folder / result["folder"]).iterdir())
     assert [f.suffix for f in files] == [".npz"] * 3
     arrays = numpy.load(files[0])
-    assert set(arrays.files) == diagnostic_arrays.FIELDS.keys() - scores.FIELDS.keys()
+    assert set(arrays.files) == summary.FIELDS.keys() - scores.FIELDS.keys()
     assert arrays["mass"].shape[:2] == (2, 4)
     shown = capsys.readouterr().out
     assert "not measured: diagnostics slow the steps" in shown

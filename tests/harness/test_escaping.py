@@ -14,8 +14,8 @@ from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.files import CONFIGS
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report import papers
-from pqcache.harness.report.escaping import in_latex, in_markdown, printable
 from pqcache.harness.report.rows import write_row
+from pqcache.harness.report.table import in_latex, in_markdown, printable
 from pqcache.harness.report.tables import cell_label
 from pqcache.harness.run import tracking
 from pqcache.harness.run.row_builder import _times, build_row

@@ -17,8 +17,8 @@ from pqcache.harness.config.experiments import experiments
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import papers, published
 from pqcache.harness.report.entries import derive, printed_rows, table_entries
-from pqcache.harness.report.items import CONFIGS, words
-from pqcache.harness.report.items import experiments as repeating
+from pqcache.harness.report.published import CONFIGS, words
+from pqcache.harness.report.published import experiments as repeating
 from tests.thin import thin
 
 REPEATED = repeating()
@@ -70,7 +70,7 @@ def test_composes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", published.experiments())
+@pytest.mark.parametrize("name", published.with_numbers())
 def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     """A number of results/published has one place in the table: a second reading of a printed line claims none."""
     plan = plan_of(name, tmp_path)

@@ -15,8 +15,8 @@ import pytest
 import run
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
-from pqcache.harness.report.page import render
-from pqcache.harness.report.page.cells import words_of
+from pqcache.harness.report import page
+from pqcache.harness.report.page import words_of
 from tests.harness.test_any_table import make_row
 
 HOSTILE = "</script><script>document.title='caught'</script><img src=x onerror=alert(1)>"
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_page(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(render, "_library", lambda: "")
+    monkeypatch.setattr(page, "_library", lambda: "")
     assert run.main([f"report={folder}", f"out={tmp_path / 'page'}"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "page" / "report.html")
     text = (tmp_path / "page" / "report.html").read_text()
@@ -120,7 +120,7 @@ def test_a_command_repeats_its_cell(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_draws_it_without_an_error(folder: Path, tmp_path: Path, width: int) -> None:
     pytest.importorskip("plotly")
-    path = render.write(folder, tmp_path, "runs")
+    path = page.write(folder, tmp_path, "runs")
     command = [
         "chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
         f"--window-size={width},2400", "--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom", path.as_uri(),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.page.cells import cell_views, words_of
-from pqcache.harness.report.row_text import row_text
+from pqcache.harness.report.page import cell_views, words_of
 from pqcache.harness.report.rows import decode_of, find_full, read_row
+from pqcache.harness.report.tables import row_text
 from tests.harness.cells import Capture, Command, Patch, lines_of
 from tests.harness.in_process import InProcess
 

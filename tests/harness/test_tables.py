@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.report import budget_marks, tables
+from pqcache.harness.config.options import Refused
+from pqcache.harness.report import frame, tables, trade_off
 from pqcache.harness.report import rows as results
-from pqcache.harness.report.row_text import row_text, summary_line
-from pqcache.harness.report.rows import Row, write_row
+from pqcache.harness.report.rows import Row, rows_under, write_row
+from pqcache.harness.report.tables import pooled_table, row_text, summary, summary_line
 from tests.harness.made_rows import make_rows, plan, sample
+from tests.harness.test_any_table import make_row
 
 
 def line_of(table: str, method: str) -> list[str]:
@@ -186,6 +188,79 @@ def test_rows_beside_their_budget_are_marked_with_the_methods_own_rule(
 ) -> None:
     cells = plan(f"method={line}")
     (row,) = make_rows(cells, {line.split()[0]: [0.0]}, [sample(0, **values)]).values()
-    remark, text, caption = budget_marks.remark(row), row_text(row, None), tables.sweep_caption({"a": row})
+    remark, text, caption = frame.budget_remark(row), row_text(row, None), tables.sweep_caption({"a": row})
     assert words in remark and bool(words) == bool(remark)
-    assert (budget_marks.mark(row) == "*") == ("  budget    *" in text) == ("\n* " in caption) == bool(remark)
+    assert (frame.budget_mark(row) == "*") == ("  budget    *" in text) == ("\n* " in caption) == bool(remark)
+
+
+# -- pooling over seeds: samples of one number in two seeds are two samples, and each is compared with its own Full ----
+
+
+def test_seeds_pool_and_pair(tmp_path: Path) -> None:
+    for seed, full, own in ((0, [100, 100], [90, 100]), (1, [80, 100], [80, 80])):
+        make_row(tmp_path, "full", {"t": full}, seed=seed)
+        make_row(tmp_path, "pqcache", {"t": own}, seed=seed)
+    make_row(tmp_path, "pqcache", {"t": [10, 10]}, budget=0.1)
+    head, _, full, pq = pooled_table(rows_under(tmp_path)).splitlines()  # one seed of budget 0.1 is nothing to pool
+    assert head.startswith("pooled over seeds") and full.split()[:4] == ["full", "1", "4", "95.0"]
+    assert pq.split()[:4] == ["pqcache", "1", "4", "87.5"] and " -7.5 " in pq
+    next(tmp_path.glob("*full*seed1*/row.json")).unlink()
+    *_, line = pooled_table(rows_under(tmp_path)).splitlines()
+    assert line.split()[:4] == ["pqcache", "1", "4", "87.5"] and line.endswith("n/a")  # a seed without Full
+    assert pooled_table(rows_under(tmp_path)[:1]) == ""
+
+
+# -- the end of an experiment with `summary:`: one sentence about its method and a picture, from rows made by hand -----
+
+
+MIB = 2**20
+
+
+def demo_rows() -> list[Row]:
+    """Full, PQCache and StreamingLLM as the demo runs them: two scores each, 10, 8 and 5 ms a token, 64 MiB of K and V."""
+    made = plan("experiment=demo")
+    scores = {"full": [100.0, 80.0], "pqcache": [90.0, 80.0], "streaming": [10.0, 20.0]}
+    rows = make_rows(made, scores)
+    for row, step_ms, content in zip(
+        rows.values(), (10.0, 8.0, 5.0), ({"device": 64}, {"device": 16, "host": 60}, {"device": 13}), strict=True
+    ):
+        row["tpot_p50_ms"] = step_ms
+        row["resident_bytes"] = dict.fromkeys(content, 80.0 * MIB)
+        row["extra"] = {f"content_{tier}_bytes": float(mib * MIB) for tier, mib in content.items()}
+    return list(rows.values())
+
+
+def test_the_sentence_compares_with_full() -> None:
+    rows = demo_rows()
+    expected = (
+        "PQCache at 0.2: 0.80 of Full's time per token, 0.25 of its device memory (0.94 more on the host),"
+        " -5.0 points [-10.0, +0.0]."
+    )
+    assert summary(rows, "pqcache") == [expected]
+    assert summary([{**row, "smoke": True} for row in rows], "pqcache") == [f"SMOKE RUN, no result: {expected}"]
+    (streaming,) = summary(rows, "streaming")
+    assert streaming.startswith(
+        "StreamingLLM at 0.2: 0.50 of Full's time per token, 0.20 of its device memory, -75.0 points"
+    )
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    full, pqcache, _ = demo_rows()
+    untimed: Row = {**pqcache, "tpot_p50_ms": None}
+    assert summary([full, untimed], "pqcache")[0].startswith("PQCache at 0.2: 0.25 of Full's device memory (")
+    old: Row = {**untimed, "extra": {}}
+    assert summary([full, old], "pqcache") == ["PQCache at 0.2: -5.0 points [-10.0, +0.0]."]
+    assert summary([pqcache], "pqcache") == []  # nothing to compare with
+    assert summary([full], "full") == []
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = trade_off.draw_rows(demo_rows(), tmp_path / "demo.png")
+    assert path is not None and path.stat().st_size > 5000
+    nothing = make_rows(plan("method=full"), {"full": [0.0]}, [sample(0, step_s=[])])
+    assert trade_off.draw_rows(list(nothing.values()), tmp_path / "none.png") is None
+
+
+def test_a_summary_is_of_a_known_method() -> None:
+    with pytest.raises(Refused, match="summary=pqcach: unknown method; did you mean pqcache?"):
+        plan("experiment=demo summary=pqcach")

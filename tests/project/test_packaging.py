@@ -91,8 +91,8 @@ assert command.main(["method=quest", "budget=0.1", "--cfg", "job"]) == 0
 methods = {name: registry.method_class(name) for name in registry.METHODS}
 assert all(Path(sys.modules[cls.__module__].__file__).is_relative_to(site) for cls in methods.values())
 assert "baselines" not in sys.modules
-from pqcache.harness.report import items, published
-assert published.numbers("pqcache_table2") and items.items()
+from pqcache.harness.report import published, published
+assert published.numbers("pqcache_table2") and published.items()
 """
 
 

@@ -20,8 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.options import Refused, show
-from pqcache.harness.report import budget_marks, plots
-from pqcache.harness.report.frame import AVERAGE, budget_text, frame, natural, pooled_groups
+from pqcache.harness.report import plots
+from pqcache.harness.report.frame import (
+    AVERAGE,
+    BUDGET_MARK,
+    budget_mark,
+    budget_notes,
+    budget_text,
+    frame,
+    natural,
+    pooled_groups,
+)
 from pqcache.harness.report.rows import Row, batch_text
 from pqcache.harness.report.table import (
     EMPTY,
@@ -157,9 +166,9 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     if hidden:
         notes.append(f"{hidden} configurations that no option tells apart from others are not shown")
     named = [(f"{r['method']} at {budget_text(r)} ({r['task']})", r) for r in firsts]
-    marked = budget_marks.footnotes(named)
+    marked = budget_notes(named)
     more = [f"{len(marked) - MOST_MARKS} more are marked"] if len(marked) > MOST_MARKS else []
-    notes += [f"Marked {budget_marks.MARK}: {note}" for note in [*marked[:MOST_MARKS], *more]]
+    notes += [f"Marked {BUDGET_MARK}: {note}" for note in [*marked[:MOST_MARKS], *more]]
     reasons = dict.fromkeys(row["paired_reason"] for row in firsts) if "to_full" in values else {}
     notes += [f"to Full is {EMPTY}: {reason}" for reason in reasons if reason]
     if left_out:
@@ -279,7 +288,7 @@ def _field(record: Record | None, of: Measure, best: float | None, *, marked: bo
     sampled = of.name in ("score", "to_full") and bool(record["row"]["sample_scores"])
     interval = spread(value, of.interval(record), lambda x: show(x, of.digits)) if sampled else ""
     interval = f"[{MISSING}]" if interval == MISSING else interval
-    mark = budget_marks.mark(record["row"]) if marked and record["dataset"] == AVERAGE else ""
+    mark = budget_mark(record["row"]) if marked and record["dataset"] == AVERAGE else ""
     return (Bold(text) if bold else text, f" {interval}" if interval else "", mark)
 
 

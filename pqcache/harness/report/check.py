@@ -19,7 +19,7 @@ from typing import Any
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report.figure_request import key_of
-from pqcache.harness.report.items import PAPERS, Item, items, plan_at_paper_scale, reports
+from pqcache.harness.report.published import PAPERS, Item, items, plan_at_paper_scale, reports
 from pqcache.harness.report.table import Table
 
 

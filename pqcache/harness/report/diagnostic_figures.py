@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.diagnostics.summary import arrays_of
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.any_table import labels
-from pqcache.harness.report.diagnostic_arrays import arrays_of
 from pqcache.harness.report.frame import budget_text, frame
-from pqcache.harness.report.observed_figures import rank_panels
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_by_folder
+from pqcache.harness.report.special_figures import rank_panels
 from pqcache.harness.report.table import several
 
 if TYPE_CHECKING:

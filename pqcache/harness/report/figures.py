@@ -8,7 +8,7 @@
     figure: {kind: heat_maps}                                     needle: a map per method, side by side
     figure: {kind: curves}                                        pg19: perplexity over the length
 
-and those of special_figures.py and observed_figures.py. There is a panel per model and data set. Axes of scores, shares and times
+and those of special_figures.py. There is a panel per model and data set. Axes of scores, shares and times
 begin at 0. y is a column of `report.columns` or what one may be, such as row:tt2t_s. More keys:
 
     x_label, y_label, labels     names of the axes; of columns
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import observed_figures, plots, special_figures
+from pqcache.harness.report import plots, special_figures
 from pqcache.harness.report.axes import NO_BUDGET
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.figure_request import FigureRequest, cell_title, key_of
@@ -264,5 +264,4 @@ KINDS = {
     "heat_maps": _heat_maps,
     "curves": _curves,
     **special_figures.KINDS,
-    **observed_figures.KINDS,
 }

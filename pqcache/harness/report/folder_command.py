@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pqcache.harness.config.environment import keep_fonts_under
 from pqcache.harness.config.options import Refused, RunOptions, one_line
-from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.table import printable
 from pqcache.naming import suggestion
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def answer(argv: Sequence[str]) -> int:
     out = Path(options["out"]).expanduser() if "out" in options else folder
     try:
         if command == "report":
-            from pqcache.harness.report.page import render
+            from pqcache.harness.report import page
 
-            print(render.write(folder, out, folder.resolve().name))
+            print(page.write(folder, out, folder.resolve().name))
         else:
             from pqcache.harness.report import any_table
 

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.report import budget_marks
 from pqcache.harness.report.entries import status
-from pqcache.harness.report.frame import budget_text
+from pqcache.harness.report.frame import budget_notes, budget_text
 from pqcache.harness.report.rows import Row, skipped_text
 from pqcache.registry import METHODS, method_class
 
@@ -33,7 +32,7 @@ def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> dict[str, Sequence[str]
         "Chosen here, because the paper does not say": _sentences(plan, "guesses"),
         "Differs from what was printed": _sentences(plan, "notes"),
         **{f"Deviations of {name}": lines for name, lines in deviations_of(cells).items()},
-        "Tokens beside the budget": budget_marks.footnotes(named),
+        "Tokens beside the budget": budget_notes(named),
         "Not compared with Full": [f"{name}: {row['paired_reason']}" for name, row in named if row["paired_reason"]],
         "Samples": _samples(cells, rows),
     }

@@ -27,25 +27,27 @@ samples of the same run, with a 95 % bootstrap interval and a sign-flip p-value.
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report import axes, figures, items, prose, published
+from pqcache.harness.report import axes, figures, published
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.footnotes import footnotes
-from pqcache.harness.report.items import experiment_plan, experiments, words
 from pqcache.harness.report.layout import tables_of
 from pqcache.harness.report.plots import contact_sheet
+from pqcache.harness.report.published import experiment_plan, experiments, words
 from pqcache.harness.report.rows import Row, batch_text, rows_or_refused, rows_under
-from pqcache.harness.report.table import Report, document, several
+from pqcache.harness.report.table import MISSING, Report, Table, document, several
 
 FOLDER = "tables"  # under out=
 
@@ -126,12 +128,88 @@ def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
         except Exception as error:  # one broken figure must not keep the others from being written
             print(f"{name}: not written ({type(error).__name__}: {error})", file=sys.stderr)
     texts = [path.read_text(encoding="utf-8") for path in files if path.suffix == ".tex"]
-    made = {"tables.tex": document(texts), "prose.md": prose.table(tables)}
-    made["status.md"] = items.status(row["folder"] for row in rows_under(out))
+    made = {"tables.tex": document(texts), "prose.md": text_table(tables)}
+    made["status.md"] = published.status(row["folder"] for row in rows_under(out))
     for name, text in made.items():
         write_text(folder / name, text)
     sheet = contact_sheet([path for path in files if path.suffix == ".png"], folder / "contact_sheet.png")
     return [*files, *(folder / name for name in made), *([sheet] if sheet else [])]
+
+
+# -- numbers of the papers' text ---------------------------------------------------------------------------------------
+
+# results/published/prose.csv has the numbers that papers print in their text alone. A line names an experiment's entries: `line`,
+# and for a comparison `other` (several with `|`: the best of them), at equal model, setting and data set. `how` is one of:
+# value: the column itself; percent: times 100; minus: line - other; inverse: other / line; less, more: by how many % of other the
+# line is lower or higher
+HOW: Mapping[str, Callable[[float, float], float]] = {
+    "value": lambda own, _: own,
+    "percent": lambda own, _: 100.0 * own,
+    "minus": lambda own, other: own - other,
+    "inverse": lambda own, other: other / own,
+    "less": lambda own, other: 100.0 * (1.0 - own / other),
+    "more": lambda own, other: 100.0 * (own / other - 1.0),
+}
+
+
+@functools.cache
+def text_numbers() -> tuple[SimpleNamespace, ...]:
+    """The lines of the file, each with its columns: none in an installation without it.
+
+    paper, source, says, value, printed_as, then what it is of: experiment (empty: none measures it), model (empty: any), line,
+    other, budget (None: any), dataset, metric, setting (what the entry's setting contains), how.
+    """
+    lines = published.lines_of("prose")
+    numbers = ({"value": float(n["value"]), "budget": float(n["budget"]) if n["budget"] else None} for n in lines)
+    return tuple(SimpleNamespace(**{**line, **own}) for line, own in zip(lines, numbers, strict=True))
+
+
+def is_of(number: SimpleNamespace, entry: Entry) -> bool:
+    """Whether a number is of an entry's line, model, data set, budget and setting."""
+    return (
+        entry.metric == number.metric
+        and number.line in entry.line.split(", ")
+        and number.model in ("", entry.model)
+        and number.dataset in ("", entry.dataset)
+        and number.budget in (None, entry.budget)
+        and {part for part in number.setting.split(", ") if part} <= set(entry.setting.split(", "))
+    )
+
+
+def text_measured(number: SimpleNamespace, table: Sequence[Entry], field: str = "measured") -> list[float]:
+    """What an experiment's entries give for a number, one per setting and budget that it is of; empty: not measured.
+
+    field: `published` takes the paper's own table instead.
+    """
+    others = set(number.other.split("|")) if number.other else set()
+    values = []
+    for entry in (e for e in table if is_of(number, e) and getattr(e, field) is not None):
+        rivals = [
+            getattr(e, field)
+            for e in table
+            if others & set(e.line.split(", "))
+            and (e.model, e.dataset, e.metric) == (entry.model, entry.dataset, entry.metric)
+            and (e.setting == entry.setting or not {e.setting, entry.setting} - {""} or field == "published")
+            and (e.budget == entry.budget or len(others) == 1)
+            and getattr(e, field) is not None
+        ]
+        if rivals or not others:
+            values.append(HOW[number.how](getattr(entry, field), max(rivals, default=0.0)))
+    return values
+
+
+def text_table(tables: Mapping[str, Sequence[Entry]]) -> str:
+    """Markdown: each number beside what was measured. tables: experiment -> its entries."""
+    body = []
+    for one in text_numbers():
+        values = text_measured(one, tables.get(one.experiment, ())) if one.experiment else []
+        ends = sorted({f"{v:.3g}" for v in (min(values), max(values))}, key=float) if values else []
+        shown = " to ".join(ends) or ("not measured yet" if one.experiment else MISSING)
+        body.append([one.paper, one.source, one.says, one.printed_as, shown, one.experiment or "none"])
+    return Table("", ["paper", "where", "what", "printed", "measured", "experiment"], body).markdown() + "\n"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""The papers' printed numbers: results/published/<experiment>.csv, see the README there.
+"""The papers: their printed numbers, their tables and figures, and the experiments that repeat these.
+
+results/published/<experiment>.csv has the numbers, see the README there; settings.yaml every table and figure. An experiment
+file names its paper and item under `report:`. "Figure 11" stands for figures 11a and 11b, too.
 
 index("pqcache_table2")["mistral-7b-instruct-v0.2", "pqcache", 0.2, "average", "score"]     39.32
 """
@@ -7,14 +10,20 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Iterable
+import re
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from pqcache import places
-
-if TYPE_CHECKING:
-    from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.cells import Cell, RunPlan, make_plan
+from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.experiments import experiments as found
+from pqcache.harness.report.table import Table
 
 FOLDER = places.PUBLISHED
 AVERAGE = "average"
@@ -94,6 +103,106 @@ def cell_score(cell: Cell) -> float | None:
     return None
 
 
-def experiments() -> list[str]:
+def with_numbers() -> list[str]:
     """The experiments whose paper prints numbers."""
     return sorted(path.stem for path in FOLDER.glob("*.csv") if path.stem != "prose")
+
+
+# -- the papers' tables and figures ------------------------------------------------------------------------------------
+
+
+CONFIGS = places.CONFIGS
+PAPERS = {
+    "pqcache": "PQCache, arXiv 2407.12820v1",
+    "kvcrush": "KVCrush, arXiv 2503.00022",
+    "clusterkv": "ClusterKV, arXiv 2412.03213v2",
+    "zipcache": "ZipCache, arXiv 2405.14256",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One table or figure."""
+
+    paper: str
+    name: str
+    shows: str
+    drawing: bool  # nothing to measure
+    settings: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # as settings.yaml has them: source, of, words, and options with values
+    experiments: tuple[str, ...] = ()
+
+
+@functools.cache
+def items(configs: Path = CONFIGS) -> tuple[Item, ...]:
+    """All items in the papers' order, each with the experiments that repeat it; none in an installation without the file."""
+    path, repeated = places.PUBLISHED / "settings.yaml", reports(configs).items()
+    file = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    made = []
+    for paper in PAPERS:
+        for name, values in file.get(paper, {}).items():
+            own = (e for e, (of, named) in repeated if of == paper and any(covers(one, str(name)) for one in named))
+            drawing, settings = values.get("kind") == "drawing", tuple(values.get("settings") or ())
+            made.append(Item(paper, str(name), str(values["shows"]), drawing, settings, tuple(own)))
+    return tuple(made)
+
+
+def covers(named: str, item: str) -> bool:
+    """Whether an experiment of `named` repeats `item`: the same, or a figure whose panel it is."""
+    named, item = named.lower(), item.lower()
+    return named == item or (named[-1:].isdigit() and bool(re.fullmatch(re.escape(named) + "[a-z]", item)))
+
+
+def status(measured: Iterable[str]) -> str:
+    """Markdown: a line per item of the papers. measured: the folder names of the rows that there are."""
+    known, parts = {*measured}, []
+    for paper, title in PAPERS.items():
+        body = []
+        for item in (item for item in items() if item.paper == paper):
+            for name in item.experiments or [""]:
+                cells = [cell.name for cell in plan_at_paper_scale(name, "results/runs").cells] if name else []
+                done = (
+                    f"{len(known & {*cells})} of {len(cells)} cells" if cells else "a drawing" if item.drawing else ""
+                )
+                body.append([item.name, item.shows, name, done])
+        parts.append(
+            f"## {title}\n\n" + Table("", ["item", "what it shows", "experiment", "measured"], body).markdown()
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+
+
+def experiments(configs: Path = CONFIGS, *, every: bool = False) -> list[str]:
+    """The experiments that repeat a paper's table or figure (`report:`); every: all there are."""
+    return [name for name, one in found(configs).items() if every or "report" in one.values]
+
+
+@functools.cache
+def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Experiment -> (paper, items), of those that name them."""
+    named = {}
+    for name, one in found(configs).items():
+        report = one.values.get("report") or {}
+        if report.get("paper"):
+            value = report.get("item") or ()
+            named[name] = (str(report["paper"]), (value,) if isinstance(value, str) else tuple(map(str, value)))
+    return named
+
+
+def words(name: str, configs: Path = CONFIGS) -> list[str]:
+    """The words after `python run.py` in the command that an experiment's comment begins with."""
+    return shlex.split(found(configs)[name].words) or [f"experiment={name}"]
+
+
+def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> RunPlan:
+    """The cells of an experiment as `python run.py experiment=<name> out=<out>` would run them; nothing is loaded."""
+    return make_plan(compose_all([*words(name, configs), f"out={out}", f"smoke={str(smoke).lower()}"], configs))
+
+
+def plan_at_paper_scale(name: str, out: str | Path, configs: Path = CONFIGS) -> RunPlan:
+    """The cells of an experiment, at the paper's sizes where its file has both."""
+    scale = ["scale=paper"] if found(configs)[name].values.get("paper_scale") else []
+    return make_plan(compose_all([*words(name, configs), f"out={out}", *scale], configs))

@@ -16,7 +16,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, fits, one_line
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.table import printable
 
 SCHEMA = 2
 ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference keeps them

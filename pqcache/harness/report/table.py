@@ -8,13 +8,14 @@ A LaTeX fragment needs \usepackage{booktabs} and a text width of 17 cm; `documen
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pqcache.atomic import write_text
-from pqcache.harness.report.escaping import in_latex, in_markdown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,3 +219,48 @@ def _pieces(table: Table) -> list[tuple[list[int], Sequence[Sequence[Field]]]]:
         groups[-1].append(i)
     chunks = [table.body[i : i + LINES] for i in range(0, len(table.body), LINES)]
     return [([*names, *group], chunk) for chunk in chunks for group in groups]
+
+
+# -- texts of rows and of other files on disk, made harmless for where they are shown ----------------------------------
+
+
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control and format characters, half characters, line separators
+TAG = re.compile(r"<(?=[A-Za-z/!?])")
+LINK = re.compile(r"\](?=[(\[:])")  # what makes a link of brackets
+BACKSLASH = re.compile(r"\\(?=[!-/:-@\[-`{-~])")  # one that would escape what follows, and undo an escape of ours
+LATEX = {
+    "\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", "×": r"$\times$", "[": "{[}",
+    **{mark: f"\\{mark}" for mark in "&%$#_{}"},
+}  # fmt: skip
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text for a terminal: characters that move the cursor, colour, or hide others are shown as escapes."""
+    if text.isascii() and text.isprintable():
+        return text
+    shown = (c if c in keep or unicodedata.category(c) not in HIDDEN else _escaped(c) for c in text)
+    return "".join(shown)
+
+
+def in_markdown(text: str) -> str:
+    """The text for a line or a table's cell of Markdown: it makes no column, link, picture, formula or HTML."""
+    line = printable(" ".join(text.split()) if "\n" in text else text, keep="")
+    line = TAG.sub("&lt;", BACKSLASH.sub(r"\\\\", line))
+    return LINK.sub(r"]\\", line).replace("|", "\\|").replace("$", "\\$")
+
+
+def in_latex(text: str) -> str:
+    """The text for LaTeX; letters that pdflatex does not know lose their accents, or are left out."""
+    known = (
+        LATEX.get(c) or (c if c.isascii() else _without_accents(c)) for c in printable(text.replace("\n", " "), keep="")
+    )
+    return "".join(known)
+
+
+def _without_accents(letter: str) -> str:
+    return unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

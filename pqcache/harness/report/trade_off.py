@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
-from pqcache.harness.report.escaping import printable
 from pqcache.harness.report.frame import frame, group_rows
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, content, rows_under
-from pqcache.harness.report.table import Table, number, several, signed, spread
+from pqcache.harness.report.table import Table, number, printable, several, signed, spread
 
 if TYPE_CHECKING:
     import pandas as pd

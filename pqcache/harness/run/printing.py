@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pqcache.harness.config.cells import RunPlan
-from pqcache.harness.report import papers, pooling, tables, trade_off
-from pqcache.harness.report.row_text import summary
+from pqcache.harness.report import papers, tables, trade_off
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.table import MISSING
+from pqcache.harness.report.tables import summary
 from pqcache.harness.run import tracking
 from pqcache.harness.run.one_cell import Outcome
 
@@ -23,7 +23,7 @@ def print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[st
         print(f"\n{best}")
     if plan.report:
         _write_report(plan)
-    if pooled := pooling.pooled_table(rows.values()):
+    if pooled := tables.pooled_table(rows.values()):
         print(f"\n{pooled}")
     if plan.summary is not None:
         _print_summary(plan, plan.summary, rows, out)

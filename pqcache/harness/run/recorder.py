@@ -1,6 +1,6 @@
 """The files of `diagnostics=true`: an npz of measures per sample. `trace` adds a selection trace, `scores` arrays to the npz.
 
-<cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see report/diagnostic_arrays.py
+<cell>/diagnostics/<task>-<document>-<fingerprint>.npz               arrays see pqcache/diagnostics/summary.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.trace.safetensors  see pqcache/diagnostics/trace.py
 <cell>/diagnostics/<task>-<document>-<fingerprint>.prompt.safetensors see pqcache/diagnostics/prompt_maps.py (`prompt`)
 
@@ -18,8 +18,8 @@ from safetensors.torch import save as save_tensors
 
 from pqcache.atomic import write_bytes
 from pqcache.diagnostics import ARRAYS, Measures, PromptMaps, Scores, summarize
+from pqcache.diagnostics.summary import PROMPT_SUFFIX, read_arrays
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
-from pqcache.harness.report.diagnostic_arrays import PROMPT_SUFFIX, read_arrays
 from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run.samples import Sample
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
 from pqcache.harness.config.options import LocalLaunch, RayLaunch
-from pqcache.harness.report.escaping import printable
-from pqcache.harness.report.row_text import row_text, summary_line
 from pqcache.harness.report.rows import Row, match_full, pair_with_full, read_row, write_row
+from pqcache.harness.report.table import printable
+from pqcache.harness.report.tables import row_text, summary_line
 from pqcache.harness.run import one_cell, precheck
 from pqcache.harness.run.compute import Member, compute
 from pqcache.harness.run.one_cell import Outcome

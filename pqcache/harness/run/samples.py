@@ -20,12 +20,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.options import fits
@@ -174,33 +175,20 @@ class Busy(RuntimeError):
     """Another process has this cell."""
 
 
-class Claim:
-    """A cell's folder that this process owns until `release`."""
-
-    def __init__(self, lock: BaseFileLock) -> None:
-        self._lock = lock
-
-    def release(self) -> None:
-        """Give the cell back."""
-        self._lock.release()
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def claim(folder: Path) -> Claim:
-    """Own a cell's folder. Raises Busy if another process has it."""
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Inside it this process owns a cell's folder. Raises Busy if another process has it."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise Busy(f"{folder}: another process is running this cell: {_owner(folder)}") from None
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_text(folder / OWNER, json.dumps(owner) + "\n")
-    return Claim(lock)
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_text(folder / OWNER, json.dumps(owner) + "\n")
+        yield
+    finally:
+        lock.release()
 
 
 def _owner(folder: Path) -> str:
@@ -235,10 +223,12 @@ class SampleLog:
         cell: the configuration's mark. Lines of another one are not used; lines without one are, see `find`. on_sample: is
         called with each new sample, once it is on disk. owned: claim the cell, and drop the half line that a kill has left.
         """
-        self.path, self.cell, self.on_sample, self.read_only = path, cell, on_sample, read_only
+        self.path, self.cell, self.on_sample, self.owned, self.read_only = path, cell, on_sample, owned, read_only
         self.appended = 0
         self._file: IO[bytes] | None = None
-        self._claim = claim(path.parent) if owned else None
+        self._stack = ExitStack()  # what ends with the log
+        if owned:
+            self._stack.enter_context(claim(path.parent))
         try:
             if owned and path.exists():
                 _drop_half_line(path)
@@ -301,7 +291,7 @@ class SampleLog:
             self.on_sample(sample)
 
     def _open(self) -> IO[bytes]:
-        if self._claim is not None:
+        if self.owned:
             return open(self.path, "ab")
         stem = self.path.stem.rpartition("-")[0]
         for number in itertools.count():  # earlier attempts at the same unit have left files
@@ -314,8 +304,7 @@ class SampleLog:
         """Close the file and let the cell go."""
         if self._file is not None:
             self._file.close()
-        if self._claim is not None:
-            self._claim.release()
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pqcache.harness.config.options import masked
-from pqcache.harness.report.escaping import printable
+from pqcache.harness.report.table import printable
 
 
 class Stream:

@@ -1,1 +1,0 @@
-"""One HTML file that shows a folder of rows: `python run.py report=<folder>`."""
