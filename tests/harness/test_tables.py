@@ -78,7 +78,7 @@ def test_few_samples_are_said(tmp_path: Path) -> None:
     assert results.read_row(tmp_path / "row.json") == oracle
     several = {"a": {"0": 1.0, "1": 1.0}, "b": {"0": 1.0}}
     many: Row = {**oracle, "sample_scores": several, "n_samples": 3}
-    assert results.samples_text([many], " a cell") == "3 samples a cell (1-2 of each of 2 sub-tasks)"
+    assert tables.samples_text([many], " a cell") == "3 samples a cell (1-2 of each of 2 sub-tasks)"
 
 
 def test_row_figures_are_pooled_as_documented() -> None:

@@ -389,23 +389,6 @@ def _skipped(path: Path, why: str) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def samples_text(rows: Iterable[Row], of: str = "") -> str:
-    """How many samples the rows have: "14-16 samples", "16 samples (2 of each of 8 sub-tasks)". of: " a cell", of each."""
-
-    def span(numbers: Iterable[int]) -> str:
-        known = sorted(set(numbers))
-        return f"{known[0]}" if len(known) == 1 else f"{known[0]}-{known[-1]}"
-
-    rows = list(rows)
-    count = span(row["n_samples"] for row in rows)
-    text = f"{count} sample{'' if count == '1' else 's'}{of}"
-    parts = [[len(samples) for samples in row["sample_scores"].values()] for row in rows]
-    tasks = {len(counts) for counts in parts}
-    if len(tasks) == 1 and tasks != {1} and all(parts):
-        text += f" ({span(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
-    return text
-
-
 def skipped_text(row: Row) -> str:
     """What stands behind a number of samples: how many documents were too long; empty if none was."""
     skipped = row.get("n_skipped", 0)  # rows that tests and older versions made lack it

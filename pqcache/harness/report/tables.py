@@ -19,7 +19,6 @@ from pqcache.harness.report.rows import (
     content,
     decode_of,
     find_full,
-    samples_text,
     skipped_text,
 )
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, size, spread
@@ -123,6 +122,23 @@ def _what_bytes(rows: Sequence[Row]) -> str:
         return "unused buffer capacity included"
     shares = any(row["method"] == "full" for row in rows)
     return "without unused buffer capacity" + ("; in brackets as a share of Full's" if shares else "")
+
+
+def samples_text(rows: Iterable[Row], of: str = "") -> str:
+    """How many samples the rows have: "14-16 samples", "16 samples (2 of each of 8 sub-tasks)". of: " a cell", of each."""
+
+    def span(numbers: Iterable[int]) -> str:
+        known = sorted(set(numbers))
+        return f"{known[0]}" if len(known) == 1 else f"{known[0]}-{known[-1]}"
+
+    rows = list(rows)
+    count = span(row["n_samples"] for row in rows)
+    text = f"{count} sample{'' if count == '1' else 's'}{of}"
+    parts = [[len(samples) for samples in row["sample_scores"].values()] for row in rows]
+    tasks = {len(counts) for counts in parts}
+    if len(tasks) == 1 and tasks != {1} and all(parts):
+        text += f" ({span(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
+    return text
 
 
 def decode_text(row: Row) -> str:
