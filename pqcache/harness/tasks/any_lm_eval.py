@@ -192,16 +192,13 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
 
     def _adapt(self, task: Any) -> None:
         """Set what the options say, and what is ours in the way a task is scored and read."""
-        scoring, tokens, shots = (
-            task.get_config("process_results"),
-            self.options.answer_tokens,
-            self.options.num_fewshot,
-        )
+        scoring, process = task.get_config("process_results"), task.get_config("process_docs")
+        tokens, shots = self.options.answer_tokens, self.options.num_fewshot
         if (functions := math_process.process_of(scoring)) is not None:
             own = math_process.forgiving(scoring, task.aggregation(), self.unscored)
             task.set_config(key="process_results", value=own)
             self.scored_with = functions.versions
-        if (process := task.get_config("process_docs")) is not None:
+        if process is not None:
             task.set_config(key="process_docs", value=_once(process))
         if tokens is not None and task.OUTPUT_TYPE == "generate_until":
             kept = {k: v for k, v in (task.get_config("generation_kwargs") or {}).items() if k != "max_new_tokens"}

@@ -30,12 +30,9 @@ from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskS
 from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
 from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts, digest, file_facts
 
-DATA = DataSet(
-    "emozilla/pg19-test",
-    fields=("short_book_title", "text"),
-    files=("test.jsonl", "test.parquet"),
-    offline=f"{BOOK} (which is shipped) or {CONSTRUCTED}",
-)
+OFFLINE = f"{BOOK} (which is shipped) or {CONSTRUCTED}"
+FIELDS, FILES = ("short_book_title", "text"), ("test.jsonl", "test.parquet")
+DATA = DataSet("emozilla/pg19-test", fields=FIELDS, files=FILES, offline=OFFLINE)
 TOKENS, EMBEDDED_TOKENS = 32_000, 2048
 
 

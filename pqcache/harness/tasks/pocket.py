@@ -68,15 +68,12 @@ class Pocket(Task[PocketOptions]):
 
     def build(self, request: TaskRequest) -> TaskSpec:
         words = load_tokenizer()  # words are tokens of the embedded model, whichever model reads them
-        n, length, tokenizer, count = (
-            request.samples(GENERATED),
-            self.options.length,
-            request.tokenizer,
-            request.count_tokens,
-        )
+        n, length = request.samples(GENERATED), self.options.length
         configs = []
         for family in self.families:
-            samples = generator.make_samples(family, n, length, request.seed, tokenizer, count, words=words)
+            samples = generator.make_samples(
+                family, n, length, request.seed, request.tokenizer, request.count_tokens, words=words
+            )
             docs = [{**sample, "family": family} for sample in samples]
             name, tokens = f"pocket_{family}", NEW_TOKENS[family]
             configs.append(generation_task(name, docs, process_results, ["score"], max_new_tokens=tokens))
