@@ -91,6 +91,7 @@ MEASURES = {
         Measure("score", "score", "score", better=max),
         Measure("to_full", "to Full", "to_full", better=max),
         Measure("p", "p", "to_full.p", 3),
+        Measure("kl", "KL to Full", "metric.kl", 4, min),
         Measure("samples", "samples", "samples", 0),
         Measure("tpot", "TPOT ms", "tpot_p50_ms", 2, min),
         Measure("tpot_p95", "TPOT p95 ms", "tpot_p95_ms", 2, min),

@@ -170,6 +170,9 @@ def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dic
         row = group[0] if group[0]["method"] == "full" else compared(group[0], full)
         part: Mapping[str, Any] = row if task is None else row["tasks"][task]
         numbers = part.get("score"), part.get("score_interval")
+        only = next(iter(row["tasks"].values())) if task is None and len(row["tasks"] or ()) == 1 else part
+        for name, ends in (only.get("metric_intervals") or {}).items():
+            made |= {f"metric.{name}.{end}": at for end, at in zip(ENDS, ends or (None, None), strict=True)}
         against = part.get("paired_difference"), part.get("paired_interval"), part.get("paired_p")
     else:
         scores = pooled((row["seed"], _of(row["sample_scores"], task)) for row in group)

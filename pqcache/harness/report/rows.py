@@ -108,7 +108,8 @@ class Row(TypedDict):
     paired_with: str | None  # the Full row: its folder and a digest of its scores
     paired_reason: str | None  # why there is no comparison
     published: float | None  # the paper's number for this cell; null if there is none
-    # each with score, score_interval, n_samples, metrics (lm-eval's means), paired_difference, paired_interval and paired_p
+    # each with score, score_interval, n_samples, metrics (lm-eval's means), paired_difference, paired_interval and paired_p;
+    # with sample_metrics also metric_intervals, by metric
     tasks: dict[str, dict[str, Any]]  # by sub-task
     sample_scores: dict[str, dict[str, float]]  # sub-task -> sample (document number:hash) -> score; pairs any two rows
     # the same of each metric, where the task compares them (fidelity); else null: sub-task -> metric -> sample -> value

@@ -21,10 +21,14 @@ from pqcache.harness.report.rows import (
     find_full,
     skipped_text,
 )
+from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, size, spread
 from pqcache.registry import method_class
 
-QUALITY, COST = ("score", "to Full", "95 % interval", "attended"), ("device MiB", "host MiB", "TT2T s", "TPOT ms")
+QUALITY, COST = (
+    ("score", "to Full", "95 % interval", "KL to Full", "attended"),
+    ("device MiB", "host MiB", "TT2T s", "TPOT ms"),
+)
 COLUMNS = (*QUALITY, *COST)
 TIERS = {"device MiB": "device", "host MiB": "host"}
 
@@ -46,12 +50,18 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
         numbers = _measured(row, rows) if row is not None else absent
         body.append([*(cell_label(cell, key) for key in keys), budget, *numbers])
     table = Table("", [*keys, "budget", *COLUMNS], body, len(keys) + 1)
-    if not any((row["resident_bytes"] or {}).get("host") for row in rows.values()):
-        table = table.part([column for column in COLUMNS if column != "host MiB"])
+    empty = {"host MiB"} if not any((row["resident_bytes"] or {}).get("host") for row in rows.values()) else set()
+    empty |= {"KL to Full"} if all(_kl(row) is None for row in rows.values()) else set()
+    table = table.part([column for column in COLUMNS if column not in empty])
     text = table.plain()
     if max(map(len, text.splitlines())) > (width or shutil.get_terminal_size((160, 24)).columns):
         text = "\n\n".join(table.part(part).plain() for part in (QUALITY, COST))
     return text
+
+
+def _kl(row: Row) -> float | None:
+    """KL(Full || method) of a row of task=fidelity, mean over its sub-tasks; None for others."""
+    return known_mean(task.get("metrics", {}).get("kl") for task in (row["tasks"] or {}).values())
 
 
 def _measured(row: Row, rows: Mapping[str, Row]) -> list[str]:
@@ -62,6 +72,7 @@ def _measured(row: Row, rows: Mapping[str, Row]) -> list[str]:
         number(row["score"]),
         "" if is_full else signed(row["paired_difference"]),
         "" if is_full else spread(row["paired_difference"], row["paired_interval"], signed) + of_samples(row),
+        number(_kl(row), 4),
         number(row["attended_tokens"], 0) + budget_mark(row),
         *(_mebibytes(row, full, tier, exact) for tier in TIERS.values()),
         number(row["tt2t_s"], 3),

@@ -78,7 +78,7 @@ def build_row(
         "kmeans_iterations": extra.get("kmeans_iterations"),
         "dense_layers": cell.identity["dense_layers"] or 0,
         "smoke": cell.identity["smoke"],
-        **_quality(scores, metrics or {}, published.cell_score(cell), failed),
+        **_quality(scores, metrics or {}, published.cell_score(cell), failed, sample_metrics or {}),
         "sample_metrics": sample_metrics,
         **_drawn(answer_scores, whole=not any(failed.values())),
         **_budget_and_tokens(cell, samples),
@@ -108,7 +108,11 @@ def _configuration(cell: Cell) -> dict[str, Any]:
 
 
 def _quality(
-    scores: Scores, metrics: Mapping[str, dict[str, float]], published: float | None, failed: Mapping[str, int]
+    scores: Scores,
+    metrics: Mapping[str, dict[str, float]],
+    published: float | None,
+    failed: Mapping[str, int],
+    each: Mapping[str, Mapping[str, dict[str, float]]],
 ) -> dict[str, Any]:
     """failed: task -> samples that are no answer. A mean over the others would be of other samples, so there is none."""
     whole = not any(failed.values())
@@ -118,6 +122,7 @@ def _quality(
             "score_interval": score_statistics.interval({task: values}) if not failed.get(task) else None,
             "n_samples": len(values),
             "metrics": dict(metrics.get(task, {})) if not failed.get(task) else {},
+            **({"metric_intervals": _intervals(each[task])} if task in each and not failed.get(task) else {}),
         }
         for task, values in scores.items()
     }
@@ -135,6 +140,11 @@ def _quality(
         "tasks": tasks,
         "sample_scores": {task: dict(values) for task, values in scores.items()},
     }
+
+
+def _intervals(metrics: Mapping[str, dict[str, float]]) -> dict[str, list[float] | None]:
+    """Metric -> its 95 % bootstrap interval over samples."""
+    return {name: score_statistics.interval({name: values}) for name, values in metrics.items()}
 
 
 def _drawn(answers: Answers | None, *, whole: bool) -> dict[str, Any]:
