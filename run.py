@@ -15,8 +15,6 @@ Exit codes: 0 done, 1 a cell failed, 2 the command is wrong (nothing was loaded)
 An installed package has the same command as `pqcache`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from pqcache.harness.command import main

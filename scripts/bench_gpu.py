@@ -13,8 +13,6 @@ a process of their own, which is started again where a kernel has ended it, or h
 --minutes left no time for has `left_out`. Exit code 1 if a result is wrong or a measurement failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -15,8 +15,6 @@ the rounds of our time / the fastest peer's time in that round. Ratios that miss
 exit status is 1 (not with --quick). Needs scikit-learn and faiss (the dev extra).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -13,8 +13,6 @@ Dense attention over the same tokens takes part in every round: native kernel, S
 figures hold, as `<method>_32k`, a method's own time over the fastest of these.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -14,8 +14,6 @@ Without an accelerator clustering and prefill use the same cores, so neither run
 share of a prefill clustering takes. The picture (PQCache's Figure 7) needs matplotlib.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -5,8 +5,6 @@
 Prints what differs; exit code 1 if something does, or if a sample is missing or stored twice with different answers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

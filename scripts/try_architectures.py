@@ -11,8 +11,6 @@ Each architecture is a small model of random weights. It runs if, for a batch wi
 An architecture that is refused ends in one line, which is its row in the table. Exit code 1 if one neither runs nor is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings

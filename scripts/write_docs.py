@@ -10,8 +10,6 @@ docs/row.md from the class Row. In README.md the parts between `<!-- results` or
 docs/findings.md that after `<!-- findings`; the rest is kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

@@ -4,8 +4,6 @@ Tests marked `shared` read real data (essays, judge scores) that is not part of 
 `$PQCACHE_TEST_DATA`, then in `shared/data` beside the checkout; without it these tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Numbers drawn from a seed."""
 
-from __future__ import annotations
-
 import torch
 
 

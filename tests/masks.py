@@ -1,7 +1,5 @@
 """Masks that the package never makes, as references."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

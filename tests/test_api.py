@@ -1,7 +1,5 @@
 """`pqcache.use` and `pqcache.methods`: a session answers as the harness's own loop does, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

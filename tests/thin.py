@@ -1,7 +1,5 @@
 """Fewer parameters by default: `make test` takes some of a list, `make test-rest` the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the C library does with memory that a benchmark has freed."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

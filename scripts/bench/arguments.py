@@ -1,7 +1,5 @@
 """Command-line options that benchmarks share."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

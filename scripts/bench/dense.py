@@ -5,8 +5,6 @@ before each, untimed, as they do in a method's step: their weights push what was
 the denominator: the smallest median over the rounds, in which methods and peers take turns.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any

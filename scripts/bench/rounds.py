@@ -6,8 +6,6 @@
 Within a round every row runs once, so that a busy machine slows all rows alike. The first round warms up and is dropped.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -1,7 +1,5 @@
 """The model card: README.md, written from training.json and measured.json of the same folder into card.txt or chain_card.txt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

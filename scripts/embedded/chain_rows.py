@@ -3,8 +3,6 @@
 Row r of step s depends on (seed, s, r) alone, so a resumed run sees the same rows. Held-out words never appear.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The learning curve: points of running means and free-running scores, as a CSV file and a picture."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Everything is drawn from the generators that are passed in, so that a row depend
 tokens drawn here make a held-out word.
 """
 
-from __future__ import annotations
-
 import re
 from random import Random
 

@@ -7,8 +7,6 @@
 Writes measured.json, measured.png and README.md beside the weights. Lengths that are not measured again keep their scores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Needles of training rows: a key and a value each, as token ids; many keys are near-duplicates of another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

@@ -11,8 +11,6 @@ that circuit are put in place first, and everything is trained afterwards:
   "o + skip tokens back" of the query instead: they find what follows a word that stands a few tokens before the query.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

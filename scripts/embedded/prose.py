@@ -3,8 +3,6 @@
 Used to train the tokenizer and as filler of training documents; needed at training time only.
 """
 
-from __future__ import annotations
-
 import ast
 import pydoc_data.topics
 import re

@@ -1,7 +1,5 @@
 """Recipes: the stages and sizes of each training run, apart from the choices of the command line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

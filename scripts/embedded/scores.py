@@ -1,7 +1,5 @@
 """Free-running scores of a model: greedy answers with the full cache to generated samples and to a needle in prose."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

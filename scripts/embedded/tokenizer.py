@@ -5,8 +5,6 @@
 is one turn; the chat template renders exactly that.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -12,8 +12,6 @@ Needs torch and transformers (matplotlib for the picture of the learning curve, 
 in `--work`; weights, tokenizer, learning curve and model card go to `--out`. `scripts/embedded/measure.py` measures them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ tokens make copying independent of the text. A share of the rows holds PocketBen
 Row r of step s depends on (seed, s, r) alone, so a resumed run sees the same rows. Held-out words never appear.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The weights that training starts from, and the files that it writes at the end."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stores of the quantizing methods after a prompt and some steps, for tests of their layout and of the kernels that read it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the tests of the retrieval methods share: one layer of a large model's geometry, filled directly; recorded selections."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

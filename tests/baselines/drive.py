@@ -1,7 +1,5 @@
 """What an eviction method's tests share: one run of the small model, and what its layers hold afterwards."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

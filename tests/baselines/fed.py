@@ -1,7 +1,5 @@
 """What the tests of KIVI and GEAR share: a store fed with a prompt and then token by token, and a quantizer written out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """InfLLM from scratch: a layer on its own, fed with drawn q, k and v, and a slow reference of the whole algorithm."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """ClusterKV: cosine clusters, whole clusters up to the budget, incremental windows, the cache of the last steps, bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """One method's choice in another method's bits: what is attended, what is stored, what it weighs."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compositions take any method that declares what they need, also one that was added to the table of methods."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

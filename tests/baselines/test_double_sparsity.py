@@ -1,7 +1,5 @@
 """Double Sparsity: heavy channels by hand, the choice against a plain reference, the label cache's bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Evict, then retrieve: the limits are the parts alone, positions are right, what is dropped is gone, bytes add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Constants, zeros, fp16's largest numbers and single tokens: every quantizer and evictor decodes finite numbers, row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

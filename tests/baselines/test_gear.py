@@ -1,7 +1,5 @@
 """GEAR: outliers, low-rank part, blocks; each against a version written out, and the invariants of the sum."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """H2O and H2O(C): sums as defined, real drops step by step, closed-form budgets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

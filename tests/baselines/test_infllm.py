@@ -1,7 +1,5 @@
 """InfLLM: the whole algorithm against a slow reference, and what a step attends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """InfLLM's blocks: where they are stored, the block cache, and bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """KVCrush: signatures, distances, buckets and the split of the budget, around any of its evictors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

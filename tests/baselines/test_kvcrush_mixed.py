@@ -1,7 +1,5 @@
 """KVCrush with packed representatives: the same tokens, the important ones exact, the others in few bits, fewer bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

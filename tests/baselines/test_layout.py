@@ -1,7 +1,5 @@
 """The description of packed tokens that kernels read, against what the codecs decode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

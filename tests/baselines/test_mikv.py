@@ -1,7 +1,5 @@
 """MiKV: what it shares with ZipCache, and its balanced keys."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 

@@ -1,7 +1,5 @@
 """Oracle: no shared selection catches more attention, larger budgets keep smaller ones, and what that bounds for the others."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

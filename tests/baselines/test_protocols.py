@@ -1,7 +1,5 @@
 """What protocol and budget decide for each method: its defaults, and the tokens that it plans to attend or keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

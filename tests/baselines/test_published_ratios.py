@@ -1,7 +1,5 @@
 """Compression ratios as the papers count them, and as a row reports them beside measured bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """PyramidKV: the released code's integer progression, the exact one, and where it is SnapKV."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

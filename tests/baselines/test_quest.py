@@ -1,7 +1,5 @@
 """Quest: page bounds, page sets, incremental pages, bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Options that a method refuses, in one line that names the option, its value and what is allowed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """protocol=release of the evictors, against values worked out by hand from the authors' code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """repeat_kv: K and V once per query head. A model whose own K and V are repeated is the reference."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SnapKV: what stays is the window and the best pooled tokens before it."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

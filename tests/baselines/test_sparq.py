@@ -1,7 +1,5 @@
 """SparQ: components, temperature, reallocation, the second copy of K, bytes."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

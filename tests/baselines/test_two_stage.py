@@ -1,7 +1,5 @@
 """Two stages: the limits are the stages alone, only the shortlist is scored, positions and bytes are right."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

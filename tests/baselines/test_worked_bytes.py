@@ -4,8 +4,6 @@ One layer of Mistral-7B's geometry (32 query heads, 8 KV heads of 128, fp16: 409
 written straight into the cache, host store, the first step after the prompt: nothing a cache could hit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each measure against brute force in plain Python: rows of different length, shared and own choices, ragged k."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Measures of running models: exact, the same wherever K and V live, and without a trace in what is measured of the run."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

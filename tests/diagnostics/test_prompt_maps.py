@@ -1,7 +1,5 @@
 """Maps of a prompt: accumulated and normalised attention, sizes of keys and values; and the figures' numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

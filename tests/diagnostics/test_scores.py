@@ -1,7 +1,5 @@
 """Attention scores of a prompt: against the model's own attention weights, and the figures drawn from them."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

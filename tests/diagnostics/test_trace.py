@@ -1,7 +1,5 @@
 """A trace names exactly what was attended; replaying it gives the same answer and the same counts, or one clear line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

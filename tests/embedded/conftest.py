@@ -1,7 +1,5 @@
 """Shared by the tests of the embedded model: its tokenizer and a maker of training rows, each made once."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 

@@ -1,7 +1,5 @@
 """PocketBench's generators: seeded, unambiguous, the right length, and made of words that training never sees."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 

@@ -1,7 +1,5 @@
 """Evaluation words never stand in a training document."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 

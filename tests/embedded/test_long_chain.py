@@ -1,7 +1,5 @@
 """long_chain: prompts that the answer cannot be copied from, scores that one slip does not spoil, and the training rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase

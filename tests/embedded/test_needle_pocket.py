@@ -1,7 +1,5 @@
 """needle_pocket: lengths, determinism, and the score."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 

@@ -1,7 +1,5 @@
 """Widened heads compute what the narrow ones did, and what was added can be trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM

@@ -1,7 +1,5 @@
 """The shipped weights: small, loadable with stock transformers, and able to do what they are for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

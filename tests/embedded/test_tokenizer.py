@@ -1,7 +1,5 @@
 """The tokenizer keeps every string as it is, and its chat form is the one of the training rows."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The training script: a killed and resumed run ends with the weights of an undisturbed one."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training rows have the promised length, weights and positions, and depend on their seed alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

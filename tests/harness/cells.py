@@ -1,7 +1,5 @@
 """What tests of whole runs share: the command as a fixture gives it, and the rows and states that lie on disk after."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

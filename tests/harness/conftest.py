@@ -1,7 +1,5 @@
 """A tiny random model with a real tokenizer in a local folder, and the harness called as from a shell."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine without a cluster: a worker in this process, one unit after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

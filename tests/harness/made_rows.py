@@ -1,7 +1,5 @@
 """Rows made by hand: the cells of a command line with the samples and scores that a test gives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import run

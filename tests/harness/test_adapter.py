@@ -1,7 +1,5 @@
 """Text to tokens and back: opening tokens once, every end-of-sequence id, stop strings, the question's tokens, logs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

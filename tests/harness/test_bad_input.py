@@ -1,7 +1,5 @@
 """Everything a user can type wrong: one clear line each, exit code 2, nothing loaded, nothing written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

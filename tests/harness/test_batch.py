@@ -1,7 +1,5 @@
 """batch=n: the answers and folders of several prompts at once, what a row says of them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

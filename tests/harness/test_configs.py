@@ -1,7 +1,5 @@
 """The files of configs/ list every option with its default and a comment, as the code has them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

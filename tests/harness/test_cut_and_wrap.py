@@ -1,7 +1,5 @@
 """How prompts are cut and wrapped, and how answers end, as the settings of a task tell the adapter."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

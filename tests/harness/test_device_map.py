@@ -1,7 +1,5 @@
 """`model.device_map`: the same answers in the same folders, wherever the weights are; wrong ones are one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`diagnostics=true` and `=trace` from the command line: the row, the files beside it, resuming, replaying, figures."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

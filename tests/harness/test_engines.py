@@ -1,7 +1,5 @@
 """launch=ray and launch=slurm: units are handed out, lost workers are replaced, nothing is lost or done twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The table at equal bytes: the solver on made-up lines, and a run on a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every experiment that repeats a table or figure composes, and its methods are made, without a model or data."""
 
-from __future__ import annotations
-
 import copy
 import shlex
 from collections import Counter

@@ -1,7 +1,5 @@
 """Any command line ends in a plan or in one line per error: no traceback, no hang, whatever the values hold."""
 
-from __future__ import annotations
-
 import time
 
 from hypothesis import HealthCheck, Phase, given, settings

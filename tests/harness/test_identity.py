@@ -1,7 +1,5 @@
 """A cell's folder: its name never changes, and folders that older versions made are used again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

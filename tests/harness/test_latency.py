@@ -1,7 +1,5 @@
 """task=latency and model=random through the command line, the experiments' pictures, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

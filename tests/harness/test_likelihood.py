@@ -1,7 +1,5 @@
 """Log-likelihoods through the decode path, and any task of lm-eval by its name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

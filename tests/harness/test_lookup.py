@@ -1,7 +1,5 @@
 """list=, explain= and the help: complete, true to the code, and folded to the terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 import run

@@ -1,7 +1,5 @@
 """The commands that stay stable: the main job and the demo, on the embedded model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model's folder that no model can have come from: one line, before weights are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

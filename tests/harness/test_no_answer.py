@@ -1,7 +1,5 @@
 """No score where there is none: NaN in the logits, weights that are missing or not finite."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Method quality does not get worse unseen: a fixed subset of PocketBench against the rows recorded for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

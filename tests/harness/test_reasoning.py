@@ -1,7 +1,5 @@
 """Reasoning benchmarks of lm-eval over local rows in their own formats: long answers, thoughts, stop strings, resuming."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

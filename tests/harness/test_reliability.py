@@ -1,7 +1,5 @@
 """Damaged, foreign and contradictory files: one line each, the rest runs, and nothing wrong is used."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

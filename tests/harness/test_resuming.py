@@ -1,7 +1,5 @@
 """Runs that go on after an end, a kill or another limit: finished samples are used again, others never."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

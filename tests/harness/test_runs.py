@@ -1,7 +1,5 @@
 """Whole runs of one cell on a tiny random model: its folder, its row, what it refuses, and the files it leaves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """decode.temperature, decode.top_p, decode.samples: the same answers however they are run, the row, what is refused."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """shared_prefill=true: the same samples as without, one forward pass of the prompt for several cells."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

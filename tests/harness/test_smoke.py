@@ -1,7 +1,5 @@
 """smoke=true: small models, small grids, rows of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

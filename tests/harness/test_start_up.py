@@ -1,7 +1,5 @@
 """What is answered before torch is imported, and what is refused before a model is."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Nothing of a stranger runs: pickled weights, code of a hub repository, functions and templates of task definitions."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Several cells in one command: sweeps and experiments, their tables, skipped and failed cells."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What is handed to wandb, by a stand-in for the package; what is logged later; the sweep that docs/ shows."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import sys

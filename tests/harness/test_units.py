@@ -1,7 +1,5 @@
 """Runs in units: sharded, resumed and unsharded runs give the same rows; failed cells and lost workers lose nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The methods are those of `pqcache.registry.METHODS`: a new one joins by its line
 SETTINGS gives other options to those that need them, and a method's further settings (stores, modes, parts).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

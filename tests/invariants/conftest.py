@@ -1,7 +1,5 @@
 """Small random models in float64, so that equality of two code paths is not blurred by rounding."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 

@@ -1,7 +1,5 @@
 """Feed given tokens through a model and collect the logits of every decode step: no sampling, so paths can be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

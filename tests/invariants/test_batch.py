@@ -1,7 +1,5 @@
 """Several prompts at once: in float64 every row's answer is the one it gets alone, for every method."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

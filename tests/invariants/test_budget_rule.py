@@ -3,8 +3,6 @@
 Of c earlier tokens a are attended at a step, the current one apart. The rules are those of pqcache.selective.budget.RULES.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

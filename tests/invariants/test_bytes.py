@@ -1,7 +1,5 @@
 """Kept bytes equal the closed form, counted from storages; evicted tensors are really gone."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A prompt that is computed in chunks: the same answers, one recording for all, and never a mask of chunk by prompt."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every method's no-op setting equals the stock cache, on every architecture, through forward, generate and beam search."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel

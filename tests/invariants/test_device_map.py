@@ -1,7 +1,5 @@
 """A model whose weights accelerate keeps on the CPU and on disk: every method answers as with all of them in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The same invariants on a CUDA device: what the CPU cannot show (pinned memory, streams, recorded steps)."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The invariants cover pairwise: method x invariant, method x architecture, family x architecture."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

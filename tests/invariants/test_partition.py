@@ -1,7 +1,5 @@
 """Sinks, local window and candidates split the past exactly, at every step, in every layer; kept tokens are the right ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

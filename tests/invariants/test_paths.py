@@ -1,7 +1,5 @@
 """A method's result does not depend on how the work arrives: chunks, batches, padding, beams, earlier requests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """What cannot be served right is refused aloud, and a refused or failed pass leaves nothing that is silently wrong."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """A recorded dense prefill serves every method as its own would: same tokens, same bytes, nothing written into it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inputs of tests are small: several threads share them nevertheless."""
 
-from __future__ import annotations
-
 import pytest
 
 from pqcache.kernels import launch

@@ -1,7 +1,5 @@
 """The compiled attention over all tokens against plain torch, over rows of every width."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

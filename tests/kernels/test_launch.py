@@ -1,7 +1,5 @@
 """Ranges of work over torch's own threads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

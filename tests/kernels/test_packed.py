@@ -1,7 +1,5 @@
 """The compiled attention over packed codes against attention over what the codes stand for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

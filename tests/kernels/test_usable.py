@@ -1,7 +1,5 @@
 """Where numba cannot compile, plain torch serves, and says so once."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 

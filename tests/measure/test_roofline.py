@@ -1,7 +1,5 @@
 """Bounds of a decode step, and standard attention, on a tiny geometry."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """The keys that product-quantized codes stand for: the reference of scores."""
 
-from __future__ import annotations
-
 import torch
 
 

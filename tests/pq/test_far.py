@@ -1,7 +1,5 @@
 """Centroids and codes on the host: the same choice, bytes that cross at every step, a copy that is begun a layer ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Codebooks, scores and K-Means: identities, bounds, a naive reference, and the schedule's formula."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

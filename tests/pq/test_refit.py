@@ -1,7 +1,5 @@
 """refit_every: clustered again over all keys so far, the same over every store; off, nothing changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

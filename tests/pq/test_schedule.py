@@ -1,7 +1,5 @@
 """Adaptive rounds: the fit, the profile's file, the one clear line without it, and rounds that rows report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What README.md and docs/ show as commands: the tests compose and run them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/adding_a_method.md: adding the example method as it says works."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

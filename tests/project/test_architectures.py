@@ -1,7 +1,5 @@
 """docs/architectures.md says what trying every architecture gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

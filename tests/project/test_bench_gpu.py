@@ -1,7 +1,5 @@
 """scripts/bench_gpu.py runs at tiny sizes, where its figures mean nothing; it gives what it has, whatever fails."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

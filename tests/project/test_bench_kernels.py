@@ -1,7 +1,5 @@
 """scripts/bench_kernels.py runs and prints what it compares; its figures mean nothing at this size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

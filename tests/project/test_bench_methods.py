@@ -1,7 +1,5 @@
 """scripts/bench_methods.py runs on a tiny geometry, prints its tables and writes its figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """README.md and docs/: made pages are up to date, every command composes, every link and path leads somewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -4,8 +4,6 @@ One process runs them all, in the order of the pages and into one folder: `repor
 before them, and what two commands share is computed once. Cells are made small by smoke=true; a reader's command is not.
 """
 
-from __future__ import annotations
-
 import importlib
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """pyproject.toml, constraints.txt, environment.yml and the Makefile name the same environment."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import tomllib

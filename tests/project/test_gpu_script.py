@@ -1,7 +1,5 @@
 """scripts/test_gpu.sh: the order of its groups, what it keeps of each, and that a failing one does not end the others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The project's promises about itself: commands, package data, what the library imports."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The notebooks run, on a folder's rows and on the reference results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

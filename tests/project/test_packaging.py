@@ -1,7 +1,5 @@
 """The wheel and the sdist: what is in them, and that the command works from an installation alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

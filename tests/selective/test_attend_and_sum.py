@@ -1,7 +1,5 @@
 """A long prompt's attention and its column sums from the same logits: as apart, and only where the layer wants it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

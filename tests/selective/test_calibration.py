@@ -1,7 +1,5 @@
 """Calibration results are computed once per model, text and settings, and found again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

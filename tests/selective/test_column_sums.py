@@ -1,7 +1,5 @@
 """Blockwise column sums against the whole softmax matrix; padding, chunks, evicted keys, memory."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

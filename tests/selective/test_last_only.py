@@ -1,7 +1,5 @@
 """A pass asked for the last token's logits only: its last layer works on that token alone, and nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

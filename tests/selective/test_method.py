@@ -1,7 +1,5 @@
 """Method: what its protocol decides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A budget that hyper-parameters override is named as such; papers' sinks, windows and rounding are not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

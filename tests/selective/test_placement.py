@@ -1,7 +1,5 @@
 """Where modules compute and weights are, by what accelerate leaves on a model; shown with hooks of our own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotation outside the forward pass, on every architecture: what the hooks see is what the model used."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig

@@ -1,7 +1,5 @@
 """Drawn tokens: the nucleus by its definition, the distribution of what is drawn, and rows that do not see each other."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

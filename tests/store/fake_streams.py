@@ -1,7 +1,5 @@
 """The current CUDA stream of each thread, pretended: for tests of lanes without a device."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

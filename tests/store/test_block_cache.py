@@ -1,7 +1,5 @@
 """Block cache: policies against a naive model, content against the host, the same outputs as without, hits and bytes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often buffers are copied: not at all where the end is known, and else ever more rarely."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

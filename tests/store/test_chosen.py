@@ -1,7 +1,5 @@
 """Chosen tokens of a packed store, attended as codes: as over what they decode to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One entry per head leaves several buffers: by a kernel and in plain torch."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

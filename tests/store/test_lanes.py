@@ -1,7 +1,5 @@
 """Copies and index builds beside the model, slowed down at random: the same bits, nothing stale, nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

@@ -1,7 +1,5 @@
 """Coded streams against a plain list of tokens: tiles, chosen tokens, dropping, ragged rows; scratch that does not grow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Pinned blocks without CUDA: a stand-in notes what is registered."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The quantizer's bounds, its granularities and the packing of codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

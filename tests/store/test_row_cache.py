@@ -1,7 +1,5 @@
 """Policy `paying`: never more bytes than no cache at any step, the host store's results, credits against a naive model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The bytes that a cell is said to need at most, against what runs hold; a cell that cannot fit is refused with what would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

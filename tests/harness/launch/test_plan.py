@@ -1,7 +1,5 @@
 """plan=true: what a command would do, without weights and without the network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

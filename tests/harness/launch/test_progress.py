@@ -1,7 +1,5 @@
 """The plan at the start of a run, and the total of its samples."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

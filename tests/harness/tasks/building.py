@@ -1,7 +1,5 @@
 """Builds a task as a run does, without a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ wanted; an error, or another value, means that it did not.
 """
 
 # ruff: noqa: E501 - one program a line
-from __future__ import annotations
-
 PROCESSES = {
     "pidfd to the parent": "import os, signal; signal.pidfd_send_signal(os.pidfd_open(harness), 0); return True",
     "pidfd from /proc": "import os, signal; signal.pidfd_send_signal(os.open(f'/proc/{harness}', 0), 0); return True",

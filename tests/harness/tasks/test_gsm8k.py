@@ -1,7 +1,5 @@
 """GSM8K: the long prompt byte for byte, both scorers, and where rows come from."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """HumanEval: official solutions pass, programs that end early do not."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

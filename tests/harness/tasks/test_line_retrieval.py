@@ -1,7 +1,5 @@
 """Line Retrieval: prompts byte for byte, scores as published."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 The digests are of prompts that the official templates give with str.format.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LongBench from the command line: whole runs on the embedded model, and where rows come from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """Functions of a file that run in a process with packages of its own: values, limits, and how the process ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

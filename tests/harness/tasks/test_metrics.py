@@ -1,7 +1,5 @@
 """LongBench's metrics against values of the official evaluation."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

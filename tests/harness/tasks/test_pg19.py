@@ -1,7 +1,5 @@
 """PG19: which tokens are prefilled, fed and predicted."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RULER: constructed rows, scores, and rows of a file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """What a program that a model wrote can and cannot do, and who judges it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tracemalloc

@@ -1,7 +1,5 @@
 """Where rows come from: the hub, and local files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """Tasks through the command, on a tiny random model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

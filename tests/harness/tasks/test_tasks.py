@@ -1,7 +1,5 @@
 """What holds for every task, and the way through lm-eval itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import runpy
