@@ -30,7 +30,7 @@ from typing import Any
 
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.book import BOOK, book_facts, book_text
-from pqcache.harness.tasks.longbench.data_sets import DATASETS, fill
+from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.needle import Tokens
 from pqcache.harness.tasks.sources import Facts, facts_of, file_facts, read_rows, sha256
 
@@ -119,7 +119,7 @@ def prompt_of(row: Mapping[str, Any], where: str) -> str:
     """The prompt of a row. Raises a one-line ValueError that begins with the file and line."""
     if isinstance(row.get("prompt"), str):
         return row["prompt"]
-    if row.get("dataset") in DATASETS and isinstance(row.get("context"), str):
+    if row.get("dataset") in OFFICIAL and isinstance(row.get("context"), str):
         return fill(row["dataset"], {"input": "", **row})
     parts = [row[name] for name in ("context", "input") if isinstance(row.get(name), str) and row[name]]
     if not parts:
