@@ -1,7 +1,5 @@
 """Write a file as a whole: neither a reader nor a crash leaves half of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

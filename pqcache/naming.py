@@ -1,7 +1,5 @@
 """Did you mean: the closest known name to one that was mistyped."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

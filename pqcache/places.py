@@ -9,8 +9,6 @@ setup.py puts them there, so that an installation adds one name to an environmen
 texts is `pqcache._baselines.full` there; `module_name` says which.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import cache

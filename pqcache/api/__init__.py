@@ -17,8 +17,6 @@ So does a loop of your own: `model(ids, past_key_values=cache, use_cache=True)`.
 is an ordinary one. `pqcache.methods()` lists the methods; the options of one are described in configs/method/<name>.yaml.
 """
 
-from __future__ import annotations
-
 from pqcache.api.listing import MethodInfo, Methods, methods
 from pqcache.api.report import Report
 from pqcache.api.session import Session, use

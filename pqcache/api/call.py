@@ -1,7 +1,5 @@
 """One call of a model's `generate`: what a cache must know of it before the first forward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

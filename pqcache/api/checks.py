@@ -1,7 +1,5 @@
 """The checks of `pqcache.use` before a session begins: the model, the method's name and its options. One line per error."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

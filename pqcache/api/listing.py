@@ -1,7 +1,5 @@
 """`pqcache.methods()`: every method's name, kind and paper, in one line each."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What one call of `generate` did and cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ product-quantized codes. `step.py` makes a layer's whole step of them, which can
 step is torch's own. None of it has run on a GPU: tests run the kernels by Triton's interpreter, and compile them for a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

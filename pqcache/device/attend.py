@@ -6,8 +6,6 @@ launch per list writes parts, one joins the parts of all lists by their log-sum-
 device, so that a recorded step can be replayed. Reference: `selective.attention.attend_one`, and the formula of `store.layout`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What launches of Triton kernels need."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -1,7 +1,5 @@
 """Attention over a packed store as it is: its codes, and the exact tokens behind them."""
 
-from __future__ import annotations
-
 import torch
 
 from pqcache.device.attend import TokenList, attend

@@ -3,8 +3,6 @@
 The reference is `pqcache.pq.codebook.score`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

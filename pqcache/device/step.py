@@ -5,8 +5,6 @@ The step's number is on the device (`cursor`), so that the step can be recorded 
 query heads, ties to the lower position.
 """
 
-from __future__ import annotations
-
 import torch
 
 from pqcache.device.attend import COLUMNS, TokenList, attend

@@ -9,8 +9,6 @@ Every method sees the same queries, those of the recorded run, and a sweep over 
 of the model. Memory: q, k, v, input and output of every layer over the whole run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ tensors over positions, (n, 1 or h, m). Everything is fp32 and exact: brute forc
   o - o_S = t (o_R - o_S) exactly (arXiv 2512.07647). Both are means of values, so |o - o_S| <= 2 t max|v|: the bound.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

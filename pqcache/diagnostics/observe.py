@@ -10,8 +10,6 @@ holds all K and V exactly and on the device. Else an exact copy is stored beside
 cannot show what was lost; this doubles the memory of the cache. Neither is counted in the layer's bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

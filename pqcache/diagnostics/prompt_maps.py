@@ -5,8 +5,6 @@ generate(model, Full(), ids, max_new_tokens=2, watchers=[maps])
 arrays = maps.arrays()
 """
 
-from __future__ import annotations
-
 import torch
 
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums

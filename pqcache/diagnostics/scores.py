@@ -7,8 +7,6 @@
 Scores are softmax weights of exact causal attention. A prompt that is fed in several blocks is seen by its first block.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 import torch

@@ -3,8 +3,6 @@
 <cell>/diagnostics/<task>-<document>-<fingerprint>.npz has the arrays of FIELDS, with PROMPT_SUFFIX those of PROMPT_ARRAYS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

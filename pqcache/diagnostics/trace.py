@@ -20,8 +20,6 @@ Tensors of each other layer l:
 Attended at a step are positions < sinks, the positions listed, the last `local` tokens and the current token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -3,8 +3,6 @@
 Everything is drawn from a `random.Random`, so a seed gives the same text on every machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

@@ -5,8 +5,6 @@
 A family's text begins with its `intro` and has `units_per_1k` units per 1000 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -3,8 +3,6 @@
 Nothing heavy is imported before the command is known to be right: a wrong one is answered at once.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import os

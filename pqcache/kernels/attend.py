@@ -8,8 +8,6 @@ Where every query head chooses its own tokens, the rows that any head of a group
 positions, with a bit per head that says which heads attend them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

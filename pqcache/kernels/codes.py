@@ -6,8 +6,6 @@ described by its joint code: one histogram of the codes gives the softmax's deno
 weight of each code, and the k-th largest weight is searched in that table. Each token is read twice, two bytes at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numba

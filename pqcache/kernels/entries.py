@@ -1,7 +1,5 @@
 """Entries of several tensors at once: the one to drop is found, and overwritten with the last."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ thread needs Python's lock to begin. A thread takes pieces of the work from a co
 begins late leaves some to the others.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -5,8 +5,6 @@ centroid is read off them, and the point is added to its cluster's sum while it 
 per point.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch

@@ -1,7 +1,5 @@
 """What numba has no words for, and the few loops that all kernels share: addresses, bits of numbers, exponentials."""
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lists of chosen positions: of whole clusters, in ascending order, how many a group's heads chose."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

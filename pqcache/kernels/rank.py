@@ -4,8 +4,6 @@ A score's bits, taken as an integer, order as the score does. Two histograms of 
 nothing is sorted: one pass counts the first digit, and only scores with the threshold's first digit are looked at again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numba

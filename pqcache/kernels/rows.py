@@ -3,8 +3,6 @@
 They are compiled into the kernels of attend.py and packed/.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Softmax of rows in place, times a power of two that keeps small probabilities normal numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

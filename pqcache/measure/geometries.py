@@ -4,8 +4,6 @@ Times and bytes depend on the sizes alone. `geometry(name)` returns a transforme
 GEOMETRIES, by a hub id, or by a local folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """This machine's name for captions, and the bandwidths it reaches, with which measured times are compared."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Peak memory of a piece of code: of the allocator on CUDA, else of the process (Linux)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ run = generate(model, PQCache(store="host"), prompt(model, 8192), max_new_tokens
 limit = bound(model, run, ceilings(model.device, model.dtype))
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import torch

@@ -8,8 +8,6 @@
     status.json     running | ok | failed (with traceback) | interrupted | not applicable
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

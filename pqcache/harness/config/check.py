@@ -4,8 +4,6 @@ draft = read(composed)     names, keys, types and what follows from them, in a f
 checked = finish(draft)    what only the method itself knows; its module imports torch
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace

@@ -4,8 +4,6 @@ Hydra would answer a wrong word with a long text and exit code 1, and would star
 each wrong word becomes one line, and the rest is still checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache

@@ -1,7 +1,5 @@
 """Where a result came from (versions, commit, machine), and where other packages write their files."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -8,8 +8,6 @@ A file holds entries, each an experiment by its key, which is not the file's nam
 a file share what they have in common by YAML's anchors. The comment above an entry begins with the command that runs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path

@@ -8,8 +8,6 @@ default; a new method or task gets a file. A default of `null` may depend on the
 keeps the values it sets; its other options are listed behind a `#`. config.yaml keeps its list of groups.
 """
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Iterable

@@ -14,8 +14,6 @@ authors of options:
   A changed rule of the budget has its revision in selective/budget.py, and is part of the identity of the cells that keep it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ The keys of `method.*` and `task.*` are the fields of the dataclasses behind the
 their types and defaults. Nothing is listed twice.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import types

@@ -1,7 +1,5 @@
 """What was typed: flags, and overrides in Hydra's grammar, each checked by its key and value before anything is composed."""
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import itertools

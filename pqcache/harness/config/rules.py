@@ -1,7 +1,5 @@
 """Values of the right type that are wrong all the same: one line each, from what is known without torch."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -6,8 +6,6 @@ Every run begins with a short form of it. No weights are loaded and nothing is d
 machine has already computed below `out`; where there are none, the time is unknown.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@
 On a terminal the bar is the lowest line. Elsewhere a line is printed every 30 seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -5,8 +5,6 @@ python run.py explain=method.m                 one option: meaning, default, wha
 python run.py explain=pqcache                  one method, task, model or experiment, with its options
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The words of the field and of the tables, with what they mean here (terms.yaml): what `explain=` says of them."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ stop strings are looked for behind it. An answer without `</think>` is scored as
 stopped by stop strings before it has one.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`model.device_map`: weights on several devices, in host memory and on disk, which accelerate brings to where they compute."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile

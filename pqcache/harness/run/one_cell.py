@@ -1,7 +1,5 @@
 """One cell: its method behind lm-eval's interface, and its row from the samples on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Refuse folders, data and models that cannot be used, before any weights are loaded. Raises `Refused`."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

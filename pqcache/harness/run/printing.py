@@ -1,7 +1,5 @@
 """What a sweep or an experiment prints at its end: tables and figures."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

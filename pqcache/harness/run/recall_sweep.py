@@ -9,8 +9,6 @@ queried with those queries, so that points differ in the index alone. Writes rec
 same command again computes only what is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ the time of one decode step. Each sample's first two steps are dropped, because 
 over samples. If no step is left the result is None, never 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict

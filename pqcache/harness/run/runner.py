@@ -7,8 +7,6 @@ gets the units of all groups at once.
 Exit codes: 0 all is well (cells whose method does not apply are skipped), 1 a cell failed, 2 refused, 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

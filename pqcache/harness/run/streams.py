@@ -1,7 +1,5 @@
 """Standard output and error that may be closed or full: what a run computed does not depend on them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

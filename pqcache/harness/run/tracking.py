@@ -5,8 +5,6 @@ its id is the digest of the configuration. `logged.json` in a cell's folder says
 which row was logged, and whether it was sent; a row that was not is logged by the next run of the command, or by wandb=sync.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

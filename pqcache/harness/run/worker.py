@@ -6,8 +6,6 @@
 What kills the worker is the engine's matter. `Follower` reads what workers write, on any host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@
 `task=lm_eval task.name=<any>` reaches every other task of lm-evaluation-harness; its name here is `lm_eval:<any>`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 A mistyped name is refused at once so: lm-eval itself takes ten seconds and more to be imported and to parse its 14,000 files.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

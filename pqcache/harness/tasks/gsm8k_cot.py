@@ -9,8 +9,6 @@ Both are in the row's metrics; `task.extract` chooses the score. A chat model ge
 none by default, and neither does model.chat=false.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random

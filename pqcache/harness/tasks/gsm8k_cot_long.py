@@ -12,8 +12,6 @@ Deviations:
 - A prompt that does not fit the model is refused (the released code does not cut these prompts either).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether the hub surely cannot be reached: told at once, where its client would try again for half a minute."""
 
-from __future__ import annotations
-
 import socket
 import time
 from functools import lru_cache

@@ -8,8 +8,6 @@ another, which calls the completed function through a pipe. What the function re
 on this machine, so `task.execute=true` must be set; a machine that cannot isolate them refuses the task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@
 pqcache/harness/run/latency_rounds.py measures it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -11,8 +11,6 @@ Deviations:
 - Constructed rows never repeat the name of a line; the official ones may.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from random import Random

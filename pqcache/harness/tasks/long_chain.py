@@ -7,8 +7,6 @@ Score: 100 x the share of the steps it wrote that are right, given the steps bef
 model makes the documents; without a typed model the task takes weights that were trained for it (model=embedded_chain).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

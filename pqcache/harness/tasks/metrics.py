@@ -4,8 +4,6 @@ As in the official evaluation: ROUGE by `rouge`, not `rouge_score`; rapidfuzz's 
 class names removed from the list during the loop over it.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

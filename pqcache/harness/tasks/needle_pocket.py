@@ -5,8 +5,6 @@
 Score: 100 x the share of value words restated at their place. The generator of the embedded model makes the documents.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pqcache.embedded import needle_pocket as pocket

@@ -15,8 +15,6 @@ curve over the length. The score, 0 to 100, is the probability of the true token
 positions, in stream mode its geometric mean, 100 / perplexity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -15,8 +15,6 @@ The metrics are LongBench's (chain: GSM8k's). F1 compares the value alone, not t
 see `final`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

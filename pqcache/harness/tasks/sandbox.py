@@ -8,8 +8,6 @@ verdict comes from the judge, which never executes the program. Where the machin
 says what is missing, and nothing is run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

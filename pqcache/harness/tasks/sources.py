@@ -11,8 +11,6 @@ Only `DataSet.read` and `hub_file` use the network, and neither does under HF_HU
 one such data set, `LocalSplits` the local rows of a task of lm-eval.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -9,8 +9,6 @@ Deviations:
 - A chat model gets the prompt as one user turn; lm-eval wraps none by default (model.chat=false).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from random import Random

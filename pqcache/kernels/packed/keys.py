@@ -1,7 +1,5 @@
 """Logits of a tile: queries against packed keys, their outliers and their low-rank part."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

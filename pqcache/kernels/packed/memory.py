@@ -1,7 +1,5 @@
 """What the kernel reads and what it adds up, as addresses and sizes; codes, steps and lows of one tile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

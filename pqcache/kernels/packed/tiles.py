@@ -9,8 +9,6 @@ when codes like that are first met: loops of unknown length would spend half the
 them would take long to compile. The kernel calls them by their addresses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

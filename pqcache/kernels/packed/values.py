@@ -1,7 +1,5 @@
 """Weights of a tile, and packed values added up under them, with their outliers and their low-rank part."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

@@ -4,8 +4,6 @@ One actor is one worker: a process with its own GPU or CPUs, which keeps its mod
 when one is lost, and waits for room; this file hands out units. A unit whose worker was lost goes to a new one.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, deque
 from collections.abc import Sequence

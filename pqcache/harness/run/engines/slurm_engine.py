@@ -6,8 +6,6 @@ out of time, node gone): the unit that it was at is tried again, its later units
 squeue, which every cluster answers; accounting (sacct) is not needed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@
 README.md says what was removed from its source. Line breaks stay where the print had them, as in PG19.
 """
 
-from __future__ import annotations
-
 import hashlib
 import lzma
 import re

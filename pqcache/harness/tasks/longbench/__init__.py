@@ -21,8 +21,6 @@ Deviations:
 - The means of data sets are not rounded before their mean is taken.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import zipfile

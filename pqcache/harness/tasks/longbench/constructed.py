@@ -6,8 +6,6 @@ The rows have their data set's layout (passages, paragraphs, few-shot examples, 
 They do not show how well a model reads the real rows. Row i depends on (data set, seed, tokens, i) alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from random import Random

@@ -3,8 +3,6 @@
 The templates are those of the installed lm-eval; six of them get the official white space back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ loader takes a definition's functions from `sys.modules` where the file's module
 (lm_eval/tasks/_yaml_loader.py, `_load_module_with_cache`).
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -3,8 +3,6 @@
 python -m pqcache.harness.tasks.math_process.packages        # `make math`: installs them there
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -13,8 +13,6 @@
 `sandbox` runs programs of a model so, and `math_process` lm-eval's functions that cannot be imported beside Hydra.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -15,8 +15,6 @@ are counted in the model's own tokens. They have RULER's templates; constructed.
 be shipped. With `task.haystack=book` essays, words and documents come from the shipped book.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ Row i depends on (family, seed, length, i, haystack) and the tokenizer alone.
 niah_single_1, niah_multikey_2, niah_multikey_3, vt and fwe need no such text.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from random import Random

@@ -10,8 +10,6 @@ The generator's older versions leave the beginning of the answer in `input`; it 
 versions find it. A prompt that does not begin with RULER's own words holds a model's turns: it is not wrapped again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
