@@ -110,6 +110,10 @@ class SalientMethod(QuantizationMethod):
         """What sums of attention are divided by, see SalientStore."""
         return "probes"
 
+    def newest_share(self) -> float:
+        """Share of the salient tokens that are the newest ones, whatever attention they received."""
+        return 0.0
+
     def is_balanced(self) -> bool:
         """Whether key channels are scaled by the queries' before they are quantized."""
         return False
@@ -143,6 +147,7 @@ class SalientMethod(QuantizationMethod):
             norm=self.saliency_norm(),
             scope=self.scope,
             gap=self.gap,
+            newest=self.newest_share(),
             balance=self.is_balanced(),
             last_step=self.protocol == "release",
         )

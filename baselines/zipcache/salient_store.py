@@ -26,16 +26,17 @@ class SalientStore(PackedStore):
     norm: divisor of a token's sum: "probes", the number of probes that could see it; "full", of queries; "none", 1.
     scope: "head", every KV head has its own ranking; "layer", one ranking by the sum over heads.
     gap: exact tokens that are packed at a time during decoding.
+    newest: share of the salient tokens that are the newest of those packed together.
     last_step: of generated tokens only the last before a packing is a probe, as in the released code.
     """
 
     def __init__(
         self, k: PackedStream, v: PackedStream, widths: Widths, *, ratio: float, rule: ProbeRule, norm: str, scope: str,
-        gap: int, balance: bool = False, last_step: bool = False,
+        gap: int, newest: float = 0.0, balance: bool = False, last_step: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(k, v)
         self.widths, self.ratio, self.rule, self.norm, self.scope, self.gap = widths, ratio, rule, norm, scope, gap
-        self.balance, self.last_step = balance, last_step
+        self.newest, self.balance, self.last_step = newest, balance, last_step
         # (n, h_kv, capacity), of the exact tokens, row r's first being token k.body[r]
         self.sums: torch.Tensor | None = None  # fp32 or wider: attention of the probes
         self.seen_by: torch.Tensor | None = None  # int32: probes (or queries) that could see the token
@@ -154,7 +155,9 @@ class SalientStore(PackedStore):
         coming, salient = [], []
         for row, count in enumerate(move):
             high = count - floor_share(count, 1 - self.ratio)
-            order = self.saliency(row, count).sort(dim=-1, descending=True, stable=True).indices[:, :high]
+            newest = torch.arange(count, device=sums.device) >= count - floor_share(high, self.newest)
+            scores = self.saliency(row, count).masked_fill(newest, torch.inf)
+            order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :high]
             mask = torch.zeros((order.shape[0], count), dtype=torch.bool, device=order.device).scatter_(1, order, True)
             coming.append(mask.expand(h_kv, -1))
             salient.append(high)

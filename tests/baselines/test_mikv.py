@@ -15,7 +15,8 @@ FIFTH = {"budget": Budget(ratio=0.2)}
 
 @torch.no_grad()
 def test_sums_favour_early_tokens_and_means_do_not(llama: PreTrainedModel) -> None:
-    zipped, mikv = (run(llama, cls(**FIFTH), 200, 5).layers[0].store for cls in (ZipCache, MiKV))
+    methods = ZipCache(**FIFTH), MiKV(**FIFTH, recent_ratio=0.0)
+    zipped, mikv = (run(llama, method, 200, 5).layers[0].store for method in methods)
     late = [store.widths.bits()[0, :, 150:200].float().mean() for store in (zipped, mikv)]
     assert late[0] > late[1]
 
@@ -35,3 +36,13 @@ def test_balanced_keys_leave_products_unchanged() -> None:
     plain.append(k, [0], [9])
     errors = [(q @ (c.tile(0, 9) - k).transpose(-1, -2)).abs().mean() for c in (codec, plain)]
     assert errors[0] < 0.5 * errors[1]  # an outlier channel no longer takes the others' range
+
+
+@torch.no_grad()
+def test_as_in_h2o_half_of_the_important_tokens_are_the_newest(llama: PreTrainedModel) -> None:
+    """Of 200 tokens 120 are important: the newest 60, and 60 others by their sums. The paper's protocol takes sums alone."""
+    stores = [run(llama, MiKV(**FIFTH, **more), 200, 1).layers[0].store for more in ({}, {"protocol": "paper"})]
+    half, plain = (store.widths.bits()[0, :, :200] for store in stores)
+    assert half[:, 140:].all() and half.sum(1).tolist() == plain.sum(1).tolist() == [120, 120]
+    assert not plain[:, 140:].all()
+    assert not (half & ~plain)[:, :140].any()  # the sums rank the others as before: none is important that was not
