@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pqcache.harness.config.options import Refused
+from pqcache.harness.run.compute import Follower, Worker
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
-from pqcache.harness.run.worker import Follower, Worker
 
 
 class InProcess:

@@ -11,8 +11,8 @@ from typing import Any
 
 from pqcache import places
 from pqcache.harness.config.options import RayLaunch, Refused
+from pqcache.harness.run.compute import Follower, Worker
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
-from pqcache.harness.run.worker import Follower, Worker
 
 POLL = 1.0  # seconds between two looks at what workers have written
 

@@ -19,9 +19,9 @@ from typing import Any
 from pqcache import places
 from pqcache.atomic import write_text
 from pqcache.harness.config.options import Refused, SlurmLaunch, without_secrets
+from pqcache.harness.run.compute import Follower, Worker
 from pqcache.harness.run.units import FOLDER as LAUNCH
 from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
-from pqcache.harness.run.worker import Follower, Worker
 
 POLL = 5.0  # seconds between two looks at the queue and the results
 GRACE = 15.0  # seconds for which a task may be out of the queue before its result is visible on the driver's disk
