@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pqcache.atomic import write_text  # noqa: E402
-from pqcache.fields import comments, option_fields  # noqa: E402
+from pqcache.fields import option_fields  # noqa: E402
 from pqcache.harness.config.options import (  # noqa: E402
     DECODE,
     LAUNCHES,
@@ -31,7 +31,7 @@ from pqcache.harness.config.options import (  # noqa: E402
     ModelOptions,
     RunOptions,
 )
-from pqcache.harness.lookup import row_fields  # noqa: E402
+from pqcache.harness.lookup import options, row_fields  # noqa: E402
 from pqcache.harness.report import findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report.frame import group_rows  # noqa: E402
@@ -179,22 +179,9 @@ def methods_page() -> str:
 
 def options_table(cls: type, skip: Iterable[str] = ()) -> str:
     """A line per option of a dataclass: name, default, meaning."""
-    meaning = comments(cls)
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    for name, (_, default) in option_fields(cls, skip).items():
-        lines.append(f"| `{name}` | `{shown(default)}` | {written(meaning.get(name, ''))} |")
-    return "\n".join(lines) if len(lines) > 2 else "No options."
-
-
-def shown(default: Any) -> str:
-    """A default as it is typed."""
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, list | tuple):
-        return f"[{', '.join(map(shown, default))}]"
-    return str(default) if default != "" else "''"
+    known = [(name, one.default or "''", written(one.meaning)) for name, one in options(cls, skip).items()]
+    lines = [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in known]
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *lines]) if lines else "No options."
 
 
 def options_page() -> str:

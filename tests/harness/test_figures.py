@@ -16,10 +16,9 @@ from matplotlib import image
 from safetensors.torch import save_file
 
 from pqcache.diagnostics.summary import PROMPT_SUFFIX
-from pqcache.harness.report import axes, figures, plots, sample_figures
-from pqcache.harness.report import axes as drawing
-from pqcache.harness.report.axes import split_titles
+from pqcache.harness.report import figures, papers, plots, sample_figures
 from pqcache.harness.report.entries import Entry
+from pqcache.harness.report.plots import split_titles
 from pqcache.harness.report.sample_figures import curve, draw, needle_grid, needle_maps, save_curve
 from pqcache.harness.report.special_figures import GIB, measured_gib, token_bytes
 from pqcache.harness.tasks import Figure
@@ -39,7 +38,7 @@ class Drawn:
         self.folder, self.cells, self.rows, self.entries = folder, [], {}, []
         self.figure: Any = None
         self.caption = ""
-        monkeypatch.setattr(drawing, "save", self._save)
+        monkeypatch.setattr(plots, "save", self._save)
 
     def _save(self, figure: Any, path: Path, caption: str = "", **_: Any) -> Path:
         self.figure, self.caption = figure, caption
@@ -298,10 +297,10 @@ def test_a_logarithmic_axis_has_ticks_between_any_numbers(times: list[float]) ->
 def test_contact_sheet(tmp_path: Path) -> None:
     from matplotlib.image import imread, imsave
 
-    assert plots.contact_sheet([], tmp_path / "none.png") is None
+    assert papers.contact_sheet([], tmp_path / "none.png") is None
     for i in range(5):
         imsave(tmp_path / f"{i}.png", [[0.0, 1.0], [1.0, i / 5]])
-    sheet = plots.contact_sheet(sorted(tmp_path.glob("*.png")), tmp_path / "sheet.png")
+    sheet = papers.contact_sheet(sorted(tmp_path.glob("*.png")), tmp_path / "sheet.png")
     assert sheet is not None
     height, width, _ = imread(sheet).shape
     assert width > height > 600  # two rows of four
@@ -311,26 +310,26 @@ def test_contact_sheet(tmp_path: Path) -> None:
 
 
 def test_a_method_has_one_look_and_no_two_methods_share_it() -> None:
-    looks = {method: axes.method_look(method) for method in METHODS}
+    looks = {method: plots.method_look(method) for method in METHODS}
     assert len(set(looks.values())) == len(METHODS)
-    assert looks["full"][0] == axes.BLACK
-    some = axes.styles_of(["quest", "snapkv", "pqcache m=2", "pqcache m=4"])
+    assert looks["full"][0] == plots.BLACK
+    some = plots.styles_of(["quest", "snapkv", "pqcache m=2", "pqcache m=4"])
     for name in ("quest", "snapkv"):
         assert (some[name]["color"], some[name]["marker"]) == looks[name]
     first, second = some["pqcache m=2"], some["pqcache m=4"]
     assert (first["color"], first["marker"]) == looks["pqcache"]
     assert second["color"] == first["color"]
     assert second["marker"] != first["marker"] and second["linestyle"] != first["linestyle"]
-    other = axes.styles_of(["snapkv", "quest"])["quest"]  # in any order
+    other = plots.styles_of(["snapkv", "quest"])["quest"]  # in any order
     assert (other["color"], other["marker"]) == looks["quest"]
-    one = axes.styles_of(["pqcache m=2", "pqcache m=4"])
+    one = plots.styles_of(["pqcache m=2", "pqcache m=4"])
     assert one["pqcache m=2"]["color"] != one["pqcache m=4"]["color"]
-    assert axes.method_in("h2o_c_512_0") == "h2o_c" and axes.method_in("position 3") is None
+    assert plots.method_in("h2o_c_512_0") == "h2o_c" and plots.method_in("position 3") is None
 
 
 def test_png_and_pdf_and_the_smoke_mark(tmp_path: Path) -> None:
-    figure, _ = axes.panels(1, 2, 2)
-    axes.save(figure, tmp_path / "a.png", "SMOKE RUN, no results.")
+    figure, _ = plots.canvas(1, 2, 2)
+    plots.save(figure, tmp_path / "a.png", "SMOKE RUN, no results.")
     assert [text.get_text() for text in figure.texts if text.get_alpha() is not None] == ["SMOKE RUN"]
     assert (tmp_path / "a.png").stat().st_size > 500 and (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
 

@@ -60,7 +60,7 @@ def test_budgets_are_told_apart_where_a_method_has_several(
 ) -> None:
     """A method's marker at one budget alone is filled, whatever the others' budgets are."""
     captions: list[str] = []
-    monkeypatch.setattr(trade_off.drawing, "save", lambda figure, path, caption, **_: captions.append(caption) or path)
+    monkeypatch.setattr(trade_off.plots, "save", lambda figure, path, caption, **_: captions.append(caption) or path)
     made = trade_off.points(group_rows(reference / "pocket"))
     alone = made.method.isin(["full", "kivi"]) | ((made.method == "pqcache") & made.budget.isin(budgets))
     assert trade_off.draw(made[alone], tmp_path / "a.png", "") is not None

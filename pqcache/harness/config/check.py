@@ -27,6 +27,7 @@ from pqcache.harness.config.options import (
     Refused,
     RunOptions,
     is_hashed,
+    one_line,
     plain,
     show,
 )
@@ -256,12 +257,8 @@ def _lines(errors: list[str], prefix: str = "", start: str = "") -> Iterator[Non
     try:
         yield
     except ValueError as error:
-        line = _line(error)
+        line = one_line(error)
         errors.append(prefix + (line if not start or line.startswith(start.partition("=")[0]) else start + line))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 # -- options together -----------------------------------------------------------------------------------------------------
@@ -318,7 +315,7 @@ def _made(cls: type[Any], options: Options, budget: Any, run: RunOptions, errors
         method.check_budget()
         return method, ""
     except NotApplicable as error:
-        return None, _own_line(cls.name, hyper, _line(error))
+        return None, _own_line(cls.name, hyper, one_line(error))
     except ValueError:
         errors += [_own_line(cls.name, hyper, line) for line in _value_errors(cls, hyper, {}, **common)]
         return None, ""

@@ -6,9 +6,11 @@ their types and defaults. Nothing is listed twice.
 
 import math
 import re
+import sys
 import types
 import typing
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from pqcache.fields import added
@@ -111,6 +113,12 @@ def one_line(text: object) -> str:
     line = masked(" ".join(str(text).split()))
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 100]}... ({len(line)} characters)"
+
+
+@cache
+def say_once(line: str) -> None:
+    """Print a line on standard error, once in a process."""
+    print(line, file=sys.stderr)
 
 
 class Refused(Exception):

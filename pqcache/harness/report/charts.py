@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.report import plots
 from pqcache.harness.report.any_table import BUDGET, MEASURES, labels
-from pqcache.harness.report.axes import styles_of
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame
-from pqcache.harness.report.plots import Panel
+from pqcache.harness.report.plots import Panel, styles_of
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import needle_grid
 

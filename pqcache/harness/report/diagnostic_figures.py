@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.diagnostics.summary import arrays_of
-from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.any_table import labels
 from pqcache.harness.report.frame import budget_text, frame
@@ -241,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--layers {wrong[0]}: allowed is 0 to {layers - 1}")
     if given.ranks and given.ranks not in (methods := {row["method"] for row in every.values()}):
         parser.error(f"--ranks {given.ranks}: no row of that method; there are {', '.join(sorted(methods))}")
-    drawing.keep_files(out)
+    plots.keep_files(out)
     pictures = {
         "by_layer": lambda: draw_by_layer(chosen, out / "by_layer.png"),
         "mass": lambda: draw_mass(chosen, out / "mass.png"),

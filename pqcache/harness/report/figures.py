@@ -35,10 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import plots, special_figures
-from pqcache.harness.report.axes import NO_BUDGET
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.figure_request import FigureRequest, cell_title, key_of
-from pqcache.harness.report.plots import Panel
+from pqcache.harness.report.plots import NO_BUDGET, Panel
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import CURVES, draw_curves, needle_maps
 

@@ -40,11 +40,10 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
-from pqcache.harness.report import axes, figures, published
+from pqcache.harness.report import figures, plots, published
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.footnotes import footnotes
 from pqcache.harness.report.layout import tables_of
-from pqcache.harness.report.plots import contact_sheet
 from pqcache.harness.report.published import experiment_plan, experiments, words
 from pqcache.harness.report.rows import Row, batch_text, rows_or_refused, rows_under
 from pqcache.harness.report.table import MISSING, Report, Table, document, several
@@ -109,6 +108,20 @@ def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
     files = made.write(stem, pd.DataFrame([asdict(e) for e in table], columns=[f.name for f in fields(Entry)]))
     picture = figures.draw(plan, table, rows, stem.with_suffix(".png"))
     return made.markdown(), [*files, *([picture] if picture else [])]
+
+
+def contact_sheet(pictures: Sequence[Path], path: Path) -> Path | None:
+    """Small copies of PNG files side by side, each under its name; None without any."""
+    from matplotlib.image import imread
+
+    if not pictures:
+        return None
+    figure, axes = plots.canvas(len(pictures), 4.6, 3.6)
+    for axis, picture in zip(axes, pictures, strict=True):
+        axis.set_axis_off()
+        axis.imshow(imread(picture), interpolation="antialiased")
+        axis.set_title(picture.stem, fontsize=11)
+    return plots.save(figure, path, pdf=False)
 
 
 def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
@@ -231,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Refused as refused:
             print(f"error: {refused}", file=sys.stderr)
             return 2
-        axes.keep_files(out)
+        plots.keep_files(out)
         if not given.experiments:
             print("\n".join(map(str, write_all(out, smoke=given.smoke))))
             return 0

@@ -1,5 +1,8 @@
 """Lines, bars and dots of a tidy frame of points, and maps of arrays: what every figure of the package is made of.
 
+Figures are drawn to files and need no display. matplotlib is imported here alone, inside functions, because most commands draw
+nothing.
+
 A frame has a line per mark. Columns (all but line, x and y may be left out):
 
     panel        title of the panel; see `panels_of`
@@ -19,18 +22,29 @@ A frame has a line per mark. Columns (all but line, x and y may be left out):
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.report import axes as drawing
+from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.config.options import RunOptions
+from pqcache.registry import METHODS
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BLACK = "#1b1b1b"  # Full
+GRID = "#e4e4e4"
+# Told apart by readers with any colour vision (Okabe and Ito, https://jfly.uni-koeln.de/color/), without their yellow.
+SAFE = ("#009E73", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
+SHAPES = "osD^vPX<>*"
+DASHES = ("-", "--", "-.", ":")
+NO_BUDGET = "no budget"  # the name of bars that have none
+MAX_ACROSS = 4  # panels side by side
 SCALE = "cividis"  # of maps, dark to light: told apart with any colour vision and in grey
 PRINTED, RED = "#9a9a9a", "#b00020"
 GROUP_WIDTH = 0.84
@@ -101,10 +115,10 @@ def draw(
     caption: str = "",
     *,
     size: tuple[float, float],
-    across: int = drawing.MAX_ACROSS,
+    across: int = MAX_ACROSS,
     **saved: Any,
 ) -> Path | None:
-    """Draw the panels that have a mark, each of this size, `across` side by side; None if none has. saved: see `axes.save`."""
+    """Draw the panels that have a mark, each of this size, `across` side by side; None if none has. saved: see `save`."""
     shown = [panel for panel in panels if not panel.empty]
     if not shown:
         for suffix in (".png", ".pdf"):
@@ -114,13 +128,13 @@ def draw(
         caption += f" The first {MAX_PANELS} of {len(shown)} pictures."
         shown = shown[:MAX_PANELS]
     names = dict.fromkeys(str(name) for panel in shown if panel.kind != "map" for name in panel.points.line)
-    styles = drawing.styles_of(list(names))
-    figure, axes = drawing.panels(len(shown), *size, across=across)
+    styles = styles_of(list(names))
+    figure, axes = canvas(len(shown), *size, across=across)
     for axis, panel in zip(axes, shown, strict=True):
         PAINTERS[panel.kind](axis, panel, styles)
     _colour_bars(figure, axes, shown)
-    drawing.legend(figure, axes)
-    return drawing.save(figure, path, caption, **saved)
+    legend(figure, axes)
+    return save(figure, path, caption, **saved)
 
 
 def _value(block: pd.DataFrame, column: str, default: Any) -> Any:
@@ -139,7 +153,7 @@ def interval(block: pd.DataFrame) -> list[list[float]] | None:
 
 
 def _finish(axis: Axes, panel: Panel, values: Sequence[float]) -> None:
-    drawing.style(axis, panel.title, panel.x, panel.y)
+    label_axes(axis, panel.title, panel.x, panel.y)
     if "y" in panel.log:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
@@ -168,7 +182,7 @@ def _lines(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) ->
         for _, part in block.groupby("dash", sort=False) if "dash" in block else [(0, block)]:
             style = dict(styles[str(name)])
             if "dash" in part:
-                style["linestyle"] = drawing.DASHES[int(_value(part, "dash", 0)) % len(drawing.DASHES)]
+                style["linestyle"] = DASHES[int(_value(part, "dash", 0)) % len(DASHES)]
             _line(axis, part, str(_value(part, "label", name)), {**style, "clip_on": "y" in panel.log})
     values = sorted({float(x) for x in points.x.dropna()})
     _finish(axis, panel, [] if texts else values)
@@ -258,7 +272,7 @@ def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
         if text := _value(one, "text", ""):
             place_of = (float(one.y.iloc[0]), place)
             axis.annotate(text, place_of, (0, 4), textcoords="offset points", ha="center", fontsize=7)
-    drawing.style(axis, panel.title, panel.y, "")
+    label_axes(axis, panel.title, panel.y, "")
     axis.set_xlim(*panel.limits)
     axis.set_ylim(len(points) - 0.4, -0.6)
     axis.set_yticks(range(len(points)), points.label if "label" in points else points.line)
@@ -285,7 +299,7 @@ def _map(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> N
         norm=(LogNorm if "c" in panel.log else Normalize)(*panel.scale), linewidth=0.6,
         edgecolors="white" if all(few) else "none",
     )  # fmt: skip
-    drawing.style(axis, panel.title, panel.x, panel.y)
+    label_axes(axis, panel.title, panel.x, panel.y)
     axis.grid(visible=False)
     axis.invert_yaxis()
     if few[0]:
@@ -307,18 +321,119 @@ def _colour_bars(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) 
 PAINTERS = {"lines": _lines, "bars": _bars, "dots": _dots, "map": _map}
 
 
-# -- pictures of pictures ----------------------------------------------------------------------------------------------
+# -- canvas, colours, legend, caption ----------------------------------------------------------------------------------
 
 
-def contact_sheet(pictures: Sequence[Path], path: Path) -> Path | None:
-    """Small copies of PNG files side by side, each under its name; None without any."""
-    from matplotlib.image import imread
+def styles_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> its colour, marker and dashes, as matplotlib takes them. Full is black and dotted.
 
-    if not pictures:
-        return None
-    figure, axes = drawing.panels(len(pictures), 4.6, 3.6)
-    for axis, picture in zip(axes, pictures, strict=True):
-        axis.set_axis_off()
-        axis.imshow(imread(picture), interpolation="antialiased")
-        axis.set_title(picture.stem, fontsize=11)
-    return drawing.save(figure, path, pdf=False)
+    Lines of several methods have their methods' colours, in every figure the same. Lines of one method differ in their
+    markers. Where all are of one method or of none, they differ in colour, too. Lines of one colour differ in their dashes.
+    """
+    made: dict[str, dict[str, Any]] = {}
+    others = {name: method_in(name) for name in names if name not in ("full", NO_BUDGET)}
+    alike = len(others) > 1 and len(set(others.values()) - {None}) < 2
+    taken: list[tuple[str, str]] = []
+    for i, (name, method) in enumerate(others.items()):
+        color, marker = (SAFE[i % len(SAFE)], SHAPES[i % len(SHAPES)]) if alike else method_look(method or name)
+        while not alike and (color, marker) in taken and len(taken) < len(SHAPES):
+            marker = SHAPES[(SHAPES.index(marker) + 3) % len(SHAPES)]
+        dash = DASHES[[own for own, _ in taken].count(color) % len(DASHES)]
+        taken.append((color, marker))
+        made[name] = {"color": color, "marker": marker, "linestyle": dash}
+    return made | {name: {"color": BLACK, "marker": "o", "linestyle": ":"} for name in ("full", NO_BUDGET)}
+
+
+def method_in(name: str) -> str | None:
+    """The method that a line's name begins with (`h2o_512_0`, `quest page=16`); None if it begins with none."""
+    found = [
+        method for method in METHODS if name == method or name.startswith((f"{method} ", f"{method}_", f"{method},"))
+    ]
+    return max(found, key=len, default=None)
+
+
+def method_look(method: str) -> tuple[str, str]:
+    """A method's colour and marker, the same in every figure."""
+    if method == "full":
+        return BLACK, "o"
+    names = [name for name in METHODS if name != "full"]
+    index = names.index(method) if method in names else len(names) + sum(method.encode())
+    # methods of one colour have different markers, neighbours in the table differ in both
+    return SAFE[index % len(SAFE)], SHAPES[(index % len(SAFE) + index // len(SAFE)) % len(SHAPES)]
+
+
+def keep_files(out: Path) -> None:
+    """Make other packages write below `out` and the cache folder alone. Call it before a command's first figure."""
+    keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
+
+
+def canvas(count: int, width: float, height: float, *, across: int = MAX_ACROSS) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels of this size, at most `across` side by side."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    across = min(count, across)
+    down = -(-count // across)
+    figure = Figure(figsize=(max(5.6, width * across), height * down + 0.7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
+
+
+def label_axes(axis: Axes, title: str, x: str, y: str) -> None:
+    """Title, labels and grid of a panel."""
+    axis.set_title(title, fontsize=9.5)
+    axis.set_xlabel(x, fontsize=8.5)
+    axis.set_ylabel(y, fontsize=8.5)
+    axis.grid(color=GRID, linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, above them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    if handles:
+        per_line = max(1, int(figure.get_figwidth() * 13 / max(len(name) + 8 for name in handles)))
+        more = -(-len(handles) // per_line) - 2  # lines of the legend, beyond those that `panels` leaves room for
+        figure.set_figheight(figure.get_figheight() + 0.17 * max(0, more))
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside upper center",
+            ncols=min(len(handles), per_line),
+            fontsize=8,
+            frameon=False,
+        )
+
+
+def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True, note: str | None = None) -> Path:
+    """Write the figure as PNG and PDF, with a caption below it that is wrapped to its width. Returns the PNG.
+
+    A caption that says SMOKE is marked across the figure, too. note: the PNG's Description, which nobody sees.
+    """
+    if "SMOKE" in caption:
+        style: dict[str, Any] = {"fontsize": 34, "color": "#b00020", "alpha": 0.22, "rotation": 25}
+        figure.text(0.5, 0.5, "SMOKE RUN", ha="center", va="center", weight="bold", **style)
+    if caption:
+        width = int(figure.get_figwidth() * 15.5)
+        figure.supxlabel(textwrap.fill(caption, width), fontsize=8, color="#444444", x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata=None if note is None else {"Description": note})
+    if pdf:
+        figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})  # the same rows give the same file
+    return path
+
+
+def split_titles(titles: Sequence[str]) -> tuple[str, list[str]]:
+    """The words that all of several titles share, and the rest of each."""
+    words = [title.split() for title in titles]
+    shared = [w for w in words[0] if all(w in other for other in words)] if len(words) > 1 else []
+    return " ".join(shared), [" ".join(w for w in title if w not in shared) for title in words]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, fits, one_line
+from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, fits, one_line, say_once
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.table import printable
@@ -24,7 +23,6 @@ ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference 
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
 NO_FULL = "no Full cell of this model, task and seed to compare with"
 ROUNDING = 1e-6  # of scores
-_said: set[str] = set()
 _kinds = cache(get_type_hints)
 
 
@@ -384,10 +382,7 @@ def damage(value: Any) -> str | None:
 
 def _skipped(path: Path, why: str) -> None:
     """Say once in a process that a file is left out."""
-    line = f"{path}: is no row and is left out ({one_line(why)[:200]})"
-    if line not in _said:
-        _said.add(line)
-        print(printable(line), file=sys.stderr)
+    say_once(printable(f"{path}: is no row and is left out ({one_line(why)[:200]})"))
 
 
 def skipped_text(row: Row) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.atomic import write_text
-from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.plots import Panel
 
@@ -68,7 +67,7 @@ def needle_maps(runs: Mapping[str, Samples], path: Path, caption: str = "") -> P
     Each title has the mean over the grid's cells. Words that all titles share are printed once, below.
     """
     grids = {title: needle_grid(samples) for title, samples in runs.items() if samples}
-    heading, titles = drawing.split_titles(list(grids)) if grids else ("", [])
+    heading, titles = plots.split_titles(list(grids)) if grids else ("", [])
     panels = [
         Panel(
             f"{textwrap.fill(title, 44)}\nmean {float(grid.stack().mean()):.3f}", grid, "context length (tokens)",
@@ -110,7 +109,7 @@ def save_curve(scored: Sequence[tuple[int, Sequence[float]]], mode: str, folder:
 
 def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path, caption: str = "") -> Path | None:
     """The curves of perplexity.json files in one figure. Exact ones are solid, streaming ones (another measure) dashed."""
-    heading, titles = drawing.split_titles([run["title"] for run in runs])
+    heading, titles = plots.split_titles([run["title"] for run in runs])
     lines = [
         plots.series(f"{title} ({run['mode']})", run["lengths"], run["perplexity"], dash=int(run["mode"] != "exact"))
         for run, title in zip(runs, titles, strict=True)
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(
             f"{out}: no {' or '.join(names)} in any folder below; run task=needle or task=pg19 with out={out} first"
         )
-    drawing.keep_files(out)
+    plots.keep_files(out)
     for name, picture in HEAT_MAPS.items():
         titles = [run["title"] for run in found[name].values()]
         own = {

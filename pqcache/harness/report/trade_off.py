@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.report import axes as drawing
 from pqcache.harness.report import plots
 from pqcache.harness.report.frame import frame, group_rows
 from pqcache.harness.report.plots import Panel
@@ -149,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--times {given.times}: no row of a group of tasks below")
     made = points(rows, rows_under(given.host) if given.host else (), timed)
     picture = given.picture or given.folder / "trade_off.png"
-    drawing.keep_files(picture.parent if picture.parent.is_dir() else given.folder)
+    plots.keep_files(picture.parent if picture.parent.is_dir() else given.folder)
     draw(made, picture, caption(rows, made, timed))
     print(printable(table(made)))
     print(printable(str(picture)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.config.options import LocalLaunch, Refused
+from pqcache.harness.config.options import LocalLaunch, Refused, one_line
 from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.session import Session, model_key, task_of_cell
@@ -37,7 +37,7 @@ def check_data(plan: RunPlan) -> None:
                 if cell.decode.drawn:
                     task.check_drawn(cell.decode.temperature)
             except ValueError as error:
-                errors[key] = [_one_line(error)]
+                errors[key] = [one_line(error)]
     if lines := [line for group in errors.values() for line in group]:
         raise Refused(lines)
 
@@ -106,7 +106,7 @@ def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:
         if device.type != "cuda" or isinstance(cell.launch, LocalLaunch):  # else the profile is of a worker's device
             cell.method.check_prepared(config, device, models.dtype_name(config, model), cache_dir)
     except ValueError as error:
-        line = _one_line(f"{model['name']}, {cell.identity['method']['name']}: {error}")
+        line = one_line(f"{model['name']}, {cell.identity['method']['name']}: {error}")
         if not (isinstance(error, NotApplicable) and skip):
             return [line]
         cell.skip = cell.skip or line
@@ -128,7 +128,3 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
             " (model.max_length, or its config's max_position_embeddings)"
         )
     return lines
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())

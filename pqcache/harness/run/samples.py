@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
 from filelock import FileLock, Timeout
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import fits
+from pqcache.harness.config.options import fits, say_once
 
 if TYPE_CHECKING:
     from pqcache.harness.config.environment import Facts
@@ -51,7 +50,6 @@ OF_THE_RESULT: tuple[str, ...] = (
 )
 OF_THE_RESULT += ("attended_tokens_all_layers", "resident_bytes", "peak_bytes", "bytes_per_step")
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
-_said: set[str] = set()
 LOCK, OWNER = ".lock", "owner.json"
 
 
@@ -352,11 +350,11 @@ def _read_all(folder: Path, cell: str) -> tuple[dict[Key, Sample], set[Key]]:
             if known is None or known["tt2t_s"] is None or sample["tt2t_s"] is not None:
                 samples[key] = sample
         if bad:
-            _say(f"{path}: {len(bad)} lines are no samples (the first is line {bad[0]}); they are computed again")
+            say_once(f"{path}: {len(bad)} lines are no samples (the first is line {bad[0]}); they are computed again")
         if foreign:
-            _say(f"{path}: {foreign} samples are of another configuration; they are not used")
+            say_once(f"{path}: {foreign} samples are of another configuration; they are not used")
     for key in contradicted:
-        _say(f"{folder}: the lines of {key[0]} sample {key[1]} contradict each other; it is computed again")
+        say_once(f"{folder}: the lines of {key[0]} sample {key[1]} contradict each other; it is computed again")
         del samples[key]
     return samples, contradicted
 
@@ -388,10 +386,3 @@ def _read(line: bytes) -> Sample | None:
 @cache
 def _kinds() -> dict[str, Any]:
     return get_type_hints(Sample)
-
-
-def _say(line: str) -> None:
-    """Print a line once in a process: a command opens a log several times."""
-    if line not in _said:
-        _said.add(line)
-        print(line, file=sys.stderr)
