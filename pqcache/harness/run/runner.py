@@ -115,6 +115,7 @@ class _Run:
         self.plan, self.session, self.watch = plan, session, session.watch
         self.outcomes: dict[str, Outcome] = {}
         self.results: dict[str, UnitResult] = {}  # of units
+        self.begun = 0  # cells that were announced
 
     # -- on this machine -----------------------------------------------------------------------------------------------
 
@@ -138,8 +139,9 @@ class _Run:
         if units and units[0].shared == "only":
             self._compute(units.pop(0), opened, f"the prompts of {len(able)} cells")
         for cell in group:
+            self.begun += 1
             if self.plan.sweep:
-                print(f"[{len(self.outcomes) + 1}/{len(self.plan.cells)}] {cell.label}", flush=True)
+                print(f"[{self.begun}/{len(self.plan.cells)}] {cell.label}", flush=True)
             if (member := opened[cell.name]) is not None:
                 write_status(cell.folder, "running")
                 self._compute(units.pop(0), opened, cell.label)
@@ -322,8 +324,6 @@ def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> N
     """Print what was measured, then the failed cells."""
     rows = _rows(plan, outcomes)
     if plan.sweep:
-        from pqcache.harness.run.printing import print_sweep
-
         print_sweep(plan, outcomes, rows, out)
     else:
         _print_cell(plan, outcomes, rows)
