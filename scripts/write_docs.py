@@ -70,8 +70,9 @@ class Description:
     """What a method's docstrings say: its module's, and its class's."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.cls = method_class(name)
+        self.name, self.cls = name, method_class(name)
+        self.kind = self.cls.kind
+        self.source = str(Path(inspect.getfile(self.cls)).resolve().relative_to(ROOT))
         module = inspect.getdoc(sys.modules[self.cls.__module__]) or ""
         self.title, _, body = module.partition("\n")
         own = inspect.getdoc(self.cls) or ""
@@ -82,17 +83,10 @@ class Description:
             if found:
                 self.deviations = found[0].strip()
                 parts[i] = part[: found.start()]
+        self.count = len(re.findall(r"^- ", self.deviations, re.MULTILINE))
         self.body = "\n\n".join(part.strip("\n") for part in (parts[1], parts[0]) if part.strip())
-
-    @property
-    def kind(self) -> str:
-        return self.cls.kind
-
-    @property
-    def paper(self) -> str:
-        """The arXiv number of the title line."""
-        found = re.search(r"arXiv (\d{4}\.\d{4,5})", self.title)
-        return "" if found is None else f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+        number = re.search(r"arXiv (\d{4}\.\d{4,5})", self.title)
+        self.paper = f"[{number[1]}](https://arxiv.org/abs/{number[1]})" if number else ""
 
     @property
     def official(self) -> str:
@@ -103,15 +97,6 @@ class Description:
         if request := re.fullmatch(r"vLLM pull request (\d+)", repository):
             return f"[vLLM #{request[1]}](https://github.com/vllm-project/vllm/pull/{request[1]}): {part}"
         return self.cls.released
-
-    @property
-    def count(self) -> int:
-        """How many deviations are listed."""
-        return len(re.findall(r"^- ", self.deviations, re.MULTILINE))
-
-    @property
-    def source(self) -> str:
-        return str(Path(inspect.getfile(self.cls)).resolve().relative_to(ROOT))
 
     def tests(self) -> list[str]:
         """Test files that name the class; those of the release last."""
@@ -227,19 +212,12 @@ def options_page() -> str:
 def fields_tables(cls: type) -> list[str]:
     """Markdown of a TypedDict: a table per part."""
     parts: list[str] = []
-    lines: list[str] = []
-
-    def close() -> None:
-        if lines:
-            parts.append("\n".join(["| field | type | meaning |", "|---|---|---|", *lines]))
-            lines.clear()
-
     for heading, name, kind, text in row_fields(cls):
         if heading is not None:
-            close()
             parts.append(f"**{heading[:1].upper()}{heading[1:]}**")
-        lines.append(f"| `{name}` | `{written(kind)}` | {written(text)} |")
-    close()
+        if heading is not None or not parts:
+            parts.append("| field | type | meaning |\n|---|---|---|")
+        parts[-1] += f"\n| `{name}` | `{written(kind)}` | {written(text)} |"
     return parts
 
 
