@@ -48,7 +48,7 @@ def logged(monkeypatch: Patch) -> dict[str, Any]:
         monkeypatch.setenv(name, "set again by the code")
     for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_SWEEP_ID", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    tracking._say.cache_clear()
+    tracking.say_once.cache_clear()
     tracking._obstacle.cache_clear()
     return seen
 

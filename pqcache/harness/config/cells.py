@@ -25,11 +25,8 @@ from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
 from pqcache.harness.config.options import (
     NOT_HASHED,
-    DecodeOptions,
     Launch,
-    LocalLaunch,
     Refused,
-    RunOptions,
     masked,
     without_secrets,
 )
@@ -39,21 +36,13 @@ CONFIG = "config.yaml"
 
 
 @dataclass
-class Cell:
+class Cell(Checked):
     """One configuration to run."""
 
-    about: Identity
-    run: RunOptions
-    method: Any  # a pqcache.selective.Method, or None where it cannot be made
-    skip: str | None  # why the method does not apply
     experiment: str | None = None
     budgets: list[float | int] = field(default_factory=list)  # the command's budgets; several: the method ignores them
     names: list[str] = field(default_factory=list)  # the experiment's cells with this configuration
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
-    launch: Launch = field(default_factory=LocalLaunch)  # where it runs
-    device: str = "auto"  # model.device as it was typed, with its index
-    decode: DecodeOptions = field(default_factory=DecodeOptions)
-    unhashed: dict[str, Options] = field(default_factory=dict)  # group -> its options that are no part of the identity
     older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
     @property
@@ -207,18 +196,7 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
 
     Equal configurations are one cell: a method that ignores the budget runs once for all budgets.
     """
-    new = Cell(
-        checked.identity,
-        checked.run,
-        checked.method,
-        checked.skip,
-        experiment,
-        typed=composed.typed,
-        launch=checked.launch,
-        device=checked.device,
-        decode=checked.decode,
-        unhashed=checked.unhashed,
-    )
+    new = Cell(**vars(checked), experiment=experiment, typed=composed.typed)
     cell = cells.setdefault(new.name, new)
     cell.budgets = list(dict.fromkeys([*cell.budgets, composed.config["budget"]]))
     if composed.cell is not None:

@@ -67,13 +67,13 @@ class Draft:
 class Checked:
     """One valid configuration."""
 
+    about: Identity
     run: RunOptions
     decode: DecodeOptions
-    identity: Identity
     method: Any  # a pqcache.selective.Method; None where it cannot be made
     skip: str | None  # why the method does not apply
     launch: Launch  # where it runs
-    device: str  # model.device as it was typed; the identity has no index of a device
+    device: str  # model.device as it was typed, with its index, which the identity does not have
     unhashed: dict[str, Options]  # group -> its options that are no part of the identity
 
 
@@ -176,8 +176,8 @@ def finish(draft: Draft) -> Checked:
         DECODE: _group(DecodeOptions, asdict(draft.decode), {}),
     }
     amount = 1.0 if cls.ignores_budget else budget.tokens or budget.ratio or 0.0
-    identity = identify(_top_group(run, amount, method), groups, names)
-    return Checked(run, draft.decode, identity, method, skip or None, draft.launch, device, unhashed)
+    about = identify(_top_group(run, amount, method), groups, names)
+    return Checked(about, run, draft.decode, method, skip or None, draft.launch, device, unhashed)
 
 
 def is_of_lm_eval(task: str) -> bool:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
-from pqcache.harness.config.options import one_line, without_secrets
+from pqcache.harness.config.options import one_line, say_once, without_secrets
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run.samples import SampleLog
 
@@ -50,7 +49,7 @@ def _tried(log: Callable[[], None], mode: str, otherwise: str) -> bool:
         log()
     except Exception as error:  # wandb raises many kinds; what it logs is on disk
         first = (str(error).splitlines() or [""])[0]
-        _say(otherwise.format(f"{type(error).__name__}: {first}"))
+        say_once(one_line(otherwise.format(f"{type(error).__name__}: {first}")))
         return False
     return True
 
@@ -101,12 +100,6 @@ def _obstacle(server: str) -> str | None:
     import wandb
 
     return None if wandb.login(prompt=False) else "no key: run `wandb login`, or set WANDB_API_KEY"
-
-
-@cache
-def _say(line: str) -> None:
-    """Print a line to standard error, once in a process."""
-    print(one_line(line), file=sys.stderr)
 
 
 def track_report(plan: RunPlan, files: Sequence[Path]) -> None:
