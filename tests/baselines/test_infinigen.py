@@ -21,7 +21,7 @@ from tests.baselines.common import OneLayer
 from tests.drawn import drawn
 from tests.invariants.cases import ARCHITECTURES
 from tests.invariants.conftest import build
-from tests.invariants.drive import Session, logits, tokens
+from tests.invariants.drive import Session, logits, long_run, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -210,18 +210,9 @@ def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
 
 @torch.no_grad()
 def test_partial_keys_follow_the_store(llama: PreTrainedModel) -> None:
-    """Rows of different length, 30 steps, a second turn, rows exchanged."""
     for store in ("resident", "host"):
         method = InfiniGen(store=store, calibration_tokens=32, budget=Budget(ratio=0.25), dense_layers=1)
-        cache = SelectiveCache(llama, method)
-        with attach(llama):
-            session = Session(llama, cache, [tokens(n, n) for n in (90, 33, 5)])
-            for token in tokens(30, 2):
-                session.step([token] * 3)
-            session.turn([tokens(20, 7)] * 3)
-            session.reorder([1, 2, 0])
-            for token in tokens(5, 3):
-                session.step([token] * 3)
+        cache = long_run(llama, method)
         for layer in cache.layers[1:]:
             keys = layer.store.view()[0]
             assert layer.store.lengths == [88, 60, 145]

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ, largest_components, partial_logits
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget
 from pqcache.selective.group import group_reduce
 from tests.baselines.common import OneLayer
 from tests.drawn import drawn as drawn_in
-from tests.invariants.drive import Session, logits, tokens
+from tests.invariants.drive import logits, long_run, tokens
 
 drawn = partial(drawn_in, dtype=torch.float64)
 
@@ -127,18 +127,9 @@ def test_reallocation_is_the_published_blend() -> None:
 
 @torch.no_grad()
 def test_second_copy_and_running_mean_follow_the_store(llama: PreTrainedModel) -> None:
-    """Rows of different length, 30 steps, a second turn, rows exchanged."""
     for store in ("resident", "host"):
         method = SparQ(n_sink=8, reallocate=True, store=store, budget=Budget(ratio=0.25))
-        cache = SelectiveCache(llama, method)
-        with attach(llama):
-            session = Session(llama, cache, [tokens(n, n) for n in (90, 33, 5)])
-            for token in tokens(30, 2):
-                session.step([token] * 3)
-            session.turn([tokens(20, 7)] * 3)
-            session.reorder([1, 2, 0])
-            for token in tokens(5, 3):
-                session.step([token] * 3)
+        cache = long_run(llama, method)
         for layer in cache.layers:
             keys, values = layer.store.view()
             assert layer.store.lengths == [88, 60, 145]

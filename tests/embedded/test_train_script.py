@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.embedded import train
+from tests.threads import threads
 
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
     """The script sets the number of threads of this process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+    with threads(torch.get_num_threads()):
+        yield
 
 
 def options(folder: Path, steps: int) -> list[str]:

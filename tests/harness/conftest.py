@@ -13,6 +13,7 @@ sys.path.insert(0, str(REPO))  # run.py stands beside the packages
 
 import run  # noqa: E402
 from tests.harness.cells import model_options, on_model  # noqa: E402
+from tests.threads import threads  # noqa: E402
 
 
 def make_tiny_model(folder: Path) -> Path:
@@ -51,12 +52,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """The models here are far too small for two threads."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")

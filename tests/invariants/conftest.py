@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.invariants.cases import ARCHITECTURES, CASES, pairs
+from tests.threads import threads
 
 
 @functools.cache
@@ -50,10 +51,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Matrices of 64 columns gain nothing from a second thread, and lose much where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pqcache import kernels
 from pqcache.selective.attention import attend_one
 from pqcache.store.resident import ResidentStore
+from tests.threads import threads
 
 pytest.importorskip("numba")
 
@@ -18,14 +19,14 @@ pytest.importorskip("numba")
     h_kv=st.integers(1, 3),
     g=st.sampled_from([1, 2, 3, 4, 5, 9]),
     d=st.sampled_from([8, 16, 24, 40, 128]),
-    length=st.integers(2, 900),
+    length=st.integers(3, 900),  # a token at least between sinks and window
     choice=st.sampled_from(["all heads", "KV head", "query head"]),
     padding=st.integers(0, 3),
     scale=st.sampled_from([1.0, 30.0]),
-    threads=st.sampled_from([1, 2]),
+    workers=st.sampled_from([1, 2]),
     seed=st.integers(0, 99),
 )
-def test_equals_gather_then_attend(n, h_kv, g, d, length, choice, padding, scale, threads, seed):
+def test_equals_gather_then_attend(n, h_kv, g, d, length, choice, padding, scale, workers, seed):
     gen = torch.Generator().manual_seed(seed)
     store = ResidentStore()
     store.append(torch.randn(n, h_kv, length, d, generator=gen), torch.randn(n, h_kv, length, d, generator=gen))
@@ -35,12 +36,8 @@ def test_equals_gather_then_attend(n, h_kv, g, d, length, choice, padding, scale
     pick = torch.rand(n, heads, max(1, length - sinks - recent), generator=gen).argsort(-1)[..., :k] + sinks
     pick = torch.nn.functional.pad(pick, (0, padding), value=-1)
     q = torch.randn(n, h_kv * g, 1, d, generator=gen) * scale
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(workers):
         out = store.attend_in_place(q, sinks, pick, recent, d**-0.5)
-    finally:
-        torch.set_num_threads(before)
     keys, values = store.read(sinks, pick, recent, g)
     valid = torch.nn.functional.pad(pick >= 0, (sinks, recent), value=True)
     # Both sides round in fp32: a logit by eps * sum |q k|, an output by twice that of the largest value.

@@ -10,6 +10,7 @@ from baselines.full import Full
 from baselines.streaming import StreamingLLM
 from pqcache import kernels
 from pqcache.selective import Budget, SelectiveCache, attach, attention
+from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import attend
@@ -48,12 +49,8 @@ def test_equals_softmax_attention(lengths, h_kv, g, d, dtype, token_major, worke
         k[r, :, length:] = v[r, :, length:] = torch.nan
     k, v = k[:, :, :longest], v[:, :, :longest]
     q = torch.randn(n, h_kv * g, 1, d, generator=gen).to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(workers)
-    try:
+    with threads(workers):
         out = attend.attend_all(q, k, v, lengths, d**-0.5)
-    finally:
-        torch.set_num_threads(before)
     assert out.dtype == dtype and out.shape == (n, 1, h_kv * g, d)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]  # the output's own rounding
     torch.testing.assert_close(out.double(), expected(q, k, v, lengths, d**-0.5), rtol=tolerance, atol=tolerance)
@@ -66,12 +63,8 @@ def test_long_rows_and_large_logits(workers: int) -> None:
     k, v = torch.randn(2, 1, 1, 5000, 16, generator=gen).unbind(0)
     k *= torch.linspace(1, 30, 5000)[:, None]
     q = torch.randn(1, 4, 1, 16, generator=gen) * 3
-    before = torch.get_num_threads()
-    torch.set_num_threads(workers)
-    try:
+    with threads(workers):
         out = attend.attend_all(q, k, v, [5000], 1.0)
-    finally:
-        torch.set_num_threads(before)
     torch.testing.assert_close(out.double(), expected(q, k, v, [5000], 1.0), rtol=1e-4, atol=1e-4)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.threads import threads
+
 pytest.importorskip("numba")
 from pqcache.kernels import launch
 from pqcache.kernels.numeric import increment
@@ -64,10 +66,8 @@ def _meet(first, last, arrived, looks, expected, met):
 
 @pytest.fixture(params=[3, 1])
 def workers(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield launch.team()
-    torch.set_num_threads(before)
+    with threads(request.param):
+        yield launch.team()
 
 
 @pytest.mark.parametrize("tasks", [0, 1, 2, 5, 100, 1000])

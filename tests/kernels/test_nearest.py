@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from baselines.clusterkv.clusters import DISTANCES, cluster_points
 from pqcache import kernels
 from pqcache.pq.kmeans import initial_positions, kmeans
+from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import nearest
@@ -63,15 +64,11 @@ def test_ties_go_to_the_lower_index():
 
 def test_the_number_of_threads_does_not_change_the_result():
     x = points(3, 9000, 16, 0)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for number in (1, 2, 3):
+        with threads(number):
             results.append(nearest.nearest(x, x[:, :20], x.mean(1, keepdim=True), add=True))
             results.append(nearest.moments(x))
-    finally:
-        torch.set_num_threads(before)
     for later in results[2::2]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], later, strict=True))
     for later in results[3::2]:

@@ -15,6 +15,7 @@ from pqcache.selective.quantization import attend_coded
 from pqcache.store.layout import Codes, Run
 from tests.baselines.coded_stores import METHODS, decoded, mean_bits, store_of
 from tests.drawn import drawn
+from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import packed
@@ -82,12 +83,8 @@ def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch:
         run(kernel, count, *args, **cost)
 
     monkeypatch.setattr(packed, "run", counted)
-    before = torch.get_num_threads()
-    torch.set_num_threads(workers)
-    try:
+    with threads(workers):
         got = attend_coded(q, store, 0.25)
-    finally:
-        torch.set_num_threads(before)
     assert tasks and max(tasks) >= 2 * workers
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)

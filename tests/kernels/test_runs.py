@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pqcache.selective.attention import attend_one, merge, partial
 from pqcache.store.host import HostStore
+from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import attend
@@ -52,9 +53,7 @@ def test_probabilities_of_all_tokens_are_added(g, m, workers):
     q, k, v = torch.randn(2, 2 * g, 1, 32) * 3, torch.randn(2, 2, m, 32), torch.randn(2, 2, m, 32)
     expected = partial(q.double(), k, v, 0.3, probs=True)
     probs = expected.probs[:, :, 0].float()
-    before = torch.get_num_threads()
-    torch.set_num_threads(workers)
-    try:
+    with threads(workers):
         for sums, added in (
             (torch.ones(2, 2 * g, m + 10), probs),
             (torch.ones(2, 2, m + 10), probs.unflatten(1, (2, g)).mean(2)),
@@ -63,8 +62,6 @@ def test_probabilities_of_all_tokens_are_added(g, m, workers):
             torch.testing.assert_close(out.transpose(1, 2), expected.out.float(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(sums[:, :, :m] - 1, added, rtol=1e-5, atol=1e-6)
             assert (sums[:, :, m:] == 1).all()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("falling", [False, True])
