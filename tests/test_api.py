@@ -1,5 +1,6 @@
 """`pqcache.use` and `pqcache.methods`: a session answers as the harness's own loop does, and leaves nothing behind."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -423,3 +424,30 @@ def test_parts_of_a_model_keep_their_own_attention() -> None:
     with attach(model):
         assert settings()[1] not in before
     assert settings() == before
+
+
+def test_a_wrapped_model_runs_as_the_model_inside(llama: PreTrainedModel) -> None:
+    ids = tokens(120, 1)
+    with pqcache.use(llama, "snapkv", n_sink=4, w=8, budget=64):
+        expected = llama.generate(ids, max_new_tokens=6, **GREEDY)
+    plain = llama.generate(ids, max_new_tokens=6, **GREEDY)
+    compiled = torch.compile(llama, backend="eager")
+    with pqcache.use(compiled, "snapkv", n_sink=4, w=8, budget=64) as session:
+        assert torch.equal(compiled.generate(ids, max_new_tokens=6, **GREEDY), expected)
+        assert session.report().attended_tokens < 100
+    assert torch.equal(compiled.generate(ids, max_new_tokens=6, **GREEDY), plain)
+
+
+def test_an_adapter_takes_part(llama: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    ids = tokens(120, 1)
+    adapted = peft.get_peft_model(
+        copy.deepcopy(llama), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    plain = adapted.generate(input_ids=ids, max_new_tokens=6, **GREEDY)
+    assert not torch.equal(plain, llama.generate(ids, max_new_tokens=6, **GREEDY))
+    with pqcache.use(adapted, "full"):
+        assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=6, **GREEDY), plain)
+    with pqcache.use(adapted, "snapkv", n_sink=4, w=8, budget=64) as session:
+        adapted.generate(input_ids=ids, max_new_tokens=6, **GREEDY)
+        assert session.report().attended_tokens < 100

@@ -15,16 +15,30 @@ from pqcache.selective.support import check_architecture
 COMMON = frozenset(f.name for f in fields(Method))  # fields of every method: parameters of `use`
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is no model, and models that are not supported."""
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside what PEFT (LoRA) or `torch.compile` has made of it; a model as it is.
+
+    Its attention layers are the same objects, adapters included, so that the outer model runs under the method as well. Raises
+    TypeError for anything else.
+    """
     if isinstance(model, str):
         raise TypeError(
             f"model={model!r}: expected a loaded model, as AutoModelForCausalLM.from_pretrained({model!r}) returns"
         )
-    if not isinstance(model, PreTrainedModel):
-        inner = getattr(model, "model", None)
-        hint = "; pass its .model" if isinstance(inner, PreTrainedModel) else ""
-        raise TypeError(f"model of type {type(model).__name__}: expected a transformers PreTrainedModel{hint}")
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if (compiled := getattr(inner, "_orig_mod", None)) is not None:
+            inner = compiled
+        elif callable(base := getattr(inner, "get_base_model", None)):
+            inner = base()
+        else:
+            hint = "; pass its .model" if isinstance(getattr(inner, "model", None), PreTrainedModel) else ""
+            raise TypeError(f"model of type {type(model).__name__}: expected a transformers PreTrainedModel{hint}")
+    return inner
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse models that are not supported."""
     check_architecture(model.config)
     attention_modules(model)
     if not model.can_generate():

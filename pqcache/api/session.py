@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from pqcache.api.call import Call
-from pqcache.api.checks import check_model, make_method, typed_value
+from pqcache.api.checks import check_model, make_method, typed_value, unwrapped
 from pqcache.api.report import Report
 from pqcache.naming import suggestion
 from pqcache.selective import Budget, Method, SelectiveCache, attach
@@ -48,7 +48,7 @@ def use(
 ) -> Session:
     """Run `model` under a KV-cache method inside `with pqcache.use(...) as session:`.
 
-    model: a loaded transformers causal LM of a supported architecture (docs/architectures.md).
+    model: a loaded transformers causal LM of a supported architecture (docs/architectures.md), also inside PEFT or torch.compile.
     method: a name of `pqcache.methods()`, or an object of a Method, which has its budget and options already.
     budget: a share of the prompt, a float in (0, 1], or tokens per KV head, an int >= 64. Default 0.2.
     dense_layers: how many first layers keep and attend everything. None: the method's own number under `protocol`.
@@ -65,6 +65,7 @@ def use(
     ValueError) where the method cannot honour budget or protocol, and TypeError for unknown options and wrong types: one line
     that names the option.
     """
+    model = unwrapped(model)
     check_model(model)
     typed_value("attn", attn, str, "auto")
     if attn not in ATTN:
