@@ -45,7 +45,7 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
     others = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
-    others += [name for name, task in tasks["tasks"].items() if task.config.generation_kwargs.get("beside_full")]
+    others += [name for name, task in tasks["tasks"].items() if (task.config.generation_kwargs or {}).get("beside_full")]
     if cell.run.batch > 1 and others:
         raise ValueError(f"batch={cell.run.batch}: {others[0]} scores given texts, which works with batch=1 only")
     cell.method.know_tokenizer(loaded.tokenizer)
