@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from lm_eval.api.instance import Instance
 
 from pqcache.fields import option_fields
-from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import ModelOptions, Refused
 from pqcache.harness.report.rows import Row, read_row
@@ -45,10 +45,26 @@ def ask(prompt: str, doc_id: int = 0, **settings: Any) -> Instance:
     return Instance("generate_until", {"prompt": prompt}, (prompt, settings), 0, ("some_task", doc_id, 1))
 
 
+def planned(words: str | Sequence[str], configs: Path = CONFIGS) -> RunPlan:
+    """The checked plan of a command."""
+    return make_plan(compose_all(words.split() if isinstance(words, str) else list(words), configs))
+
+
+def watch(patch: Patch, owner: Any, name: str, look: Callable[..., object]) -> None:
+    """Call `look` with what a function is given, before each of its calls."""
+    original = getattr(owner, name)
+
+    def watched(*given: Any, **named: Any) -> Any:
+        look(*given, **named)
+        return original(*given, **named)
+
+    patch.setattr(owner, name, watched)
+
+
 def refused(line: str, configs: Path = CONFIGS) -> list[str]:
     """The lines with which a command is refused that is only composed."""
     with pytest.raises(Refused) as found:
-        make_plan(compose_all(line.split(), configs))
+        planned(line, configs)
     return found.value.lines
 
 
@@ -70,6 +86,13 @@ def definition(name: str, data: Path, output_type: str, metrics: list[str], **pa
 def lines_of(out: Path) -> list[dict[str, Any]]:
     """Every line of every cell's samples."""
     return [json.loads(line) for path in sorted(out.glob("*/samples*.jsonl")) for line in path.open()]
+
+
+def one_row(out: Path, method: str = "*") -> tuple[Path, Any]:
+    """(folder, row) of the one cell below `out`, or of the one with this method."""
+    (path,) = out.rglob(f"*__{method}__*/row.json")
+    assert (row := read_row(path)) is not None
+    return path.parent, row
 
 
 def rows(out: Path) -> dict[str, Row]:

@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # run.py stands beside the packages
 
 import run  # noqa: E402
-from tests.harness.cells import model_options, on_model  # noqa: E402
+from tests.harness.cells import model_options, on_model, watch  # noqa: E402
 from tests.threads import threads  # noqa: E402
 
 
@@ -113,8 +113,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from pqcache.harness.run import sharing
 
     calls: list[int] = []
-    original = sharing.record
-    monkeypatch.setattr(sharing, "record", lambda *given, **options: (calls.append(1), original(*given, **options))[1])
+    watch(monkeypatch, sharing, "record", lambda *_, **__: calls.append(1))
     return calls
 
 
@@ -141,14 +140,17 @@ def own_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def generated(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per sample that was really generated."""
-    from pqcache.harness.run import adapter as lm
+    from pqcache.harness.run import adapter
 
     calls: list[int] = []
-    original = lm.generate
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(lm, "generate", counting)
+    watch(monkeypatch, adapter, "generate", lambda *_, **__: calls.append(1))
     return calls
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Any]:
+    """The log of a cell in tmp_path."""
+    from pqcache.harness.run.samples import SampleLog
+
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        yield log

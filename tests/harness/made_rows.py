@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import run
-from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report.rows import Row, find_full, pair_with_full
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample
+from tests.harness.cells import planned as plan
 
-
-def plan(line: str) -> RunPlan:
-    return make_plan(compose_all(line.split(), run.CONFIGS))
+__all__ = ["make_rows", "plan", "sample"]
 
 
 def sample(doc_id: int, **changed: Any) -> Sample:

@@ -43,86 +43,81 @@ def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyP
     assert loaded.stop_ids() == {7, 8, 9, loaded.tokenizer.eos_token_id}
 
 
-def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel, log: SampleLog) -> None:
     """The general rule's fingerprints stay, so that its samples are found where the data set's own marker agrees."""
     prompt = "The old man walked over the hill. " * 12 + "Now, answer. Question: who walked?"
     bare = LoadedModel("m", loaded.model, loaded.tokenizer, False, None, None)
-    with SampleLog(tmp_path / "samples.jsonl") as log:
 
-        def read(question_as_decode: bool, **settings: Any) -> tuple[str, int]:
-            prepared = adapter(bare, log, question_as_decode=question_as_decode).reader.read(
-                ask(prompt, until=[], **settings)
-            )
-            return prepared.mark, prepared.question
+    def read(question_as_decode: bool, **settings: Any) -> tuple[str, int]:
+        reader = adapter(bare, log, question_as_decode=question_as_decode).reader
+        prepared = reader.read(ask(prompt, until=[], **settings))
+        return prepared.mark, prepared.question
 
-        general, tokens = read(True)
-        assert read(True, question_markers=["Question:"]) == (general, tokens)
-        own, longer = read(True, question_markers=["Now,"])
-        assert longer > tokens and own != general
-        assert read(True, question_markers=[])[0] not in (general, own)
-        assert read(False) == read(False, question_markers=["Now,"]) == (general, 0)
+    general, tokens = read(True)
+    assert read(True, question_markers=["Question:"]) == (general, tokens)
+    own, longer = read(True, question_markers=["Now,"])
+    assert longer > tokens and own != general
+    assert read(True, question_markers=[])[0] not in (general, own)
+    assert read(False) == read(False, question_markers=["Now,"]) == (general, 0)
 
 
 # -- answers --------------------------------------------------------------------------------------------------------------
 
 
-def test_generation_equals_transformers_and_stops(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_generation_equals_transformers_and_stops(loaded: LoadedModel, log: SampleLog) -> None:
     prompt = "The teacher carried a lamp. Where is the lamp?"
     ids = torch.tensor([loaded.encode(loaded.wrap(prompt))])
     with torch.inference_mode():
         stock = loaded.model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
     text = loaded.tokenizer.decode(stock, skip_special_tokens=True)
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        lm = adapter(loaded, log)
-        (answer,) = lm.generate_until([ask(prompt, until=[], max_gen_toks=24)])
-        assert answer == text
-        word = text[8:12]
-        (stopped,) = lm.generate_until([ask(prompt, 1, until=[word], max_gen_toks=24)])
-        assert stopped == text[: text.index(word)]
-        assert lm.used["some_task", 1]["new_tokens"] < 24
-        settings = {"until": "\n", "max_gen_toks": 2}
-        assert len(lm.generate_until([ask(prompt, 2, **settings), ask(prompt, 3, **settings)])) == 2
-        assert settings == {"until": "\n", "max_gen_toks": 2}  # lm-eval's own dict is left as it was
+    lm = adapter(loaded, log)
+    (answer,) = lm.generate_until([ask(prompt, until=[], max_gen_toks=24)])
+    assert answer == text
+    word = text[8:12]
+    (stopped,) = lm.generate_until([ask(prompt, 1, until=[word], max_gen_toks=24)])
+    assert stopped == text[: text.index(word)]
+    assert lm.used["some_task", 1]["new_tokens"] < 24
+    settings = {"until": "\n", "max_gen_toks": 2}
+    assert len(lm.generate_until([ask(prompt, 2, **settings), ask(prompt, 3, **settings)])) == 2
+    assert settings == {"until": "\n", "max_gen_toks": 2}  # lm-eval's own dict is left as it was
 
 
-def test_a_special_token_as_stop_string(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_special_token_as_stop_string(loaded: LoadedModel, log: SampleLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding drops special tokens, so such a stop must work on ids."""
     special = loaded.tokenizer.convert_ids_to_tokens(3)
     assert special in loaded.tokenizer.all_special_tokens
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        lm = adapter(loaded, log)
-        seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
-        def fake(model: Any, method: Any, input_ids: Any, **options: Any) -> Any:
-            seen.update(options)
-            raise InterruptedError
+    def fake(model: Any, method: Any, input_ids: Any, **options: Any) -> Any:
+        seen.update(options)
+        raise InterruptedError
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pqcache.harness.run.adapter.generate", fake)
-            with pytest.raises(InterruptedError):
-                lm.generate_until([ask("Where?", until=[special])])
-        assert 3 in seen["eos_token_ids"]
-        assert seen["max_new_tokens"] == 256
+    monkeypatch.setattr("pqcache.harness.run.adapter.generate", fake)
+    with pytest.raises(InterruptedError):
+        adapter(loaded, log).generate_until([ask("Where?", until=[special])])
+    assert 3 in seen["eos_token_ids"]
+    assert seen["max_new_tokens"] == 256
 
 
-def test_only_greedy(loaded: LoadedModel, tmp_path: Path) -> None:
-    with SampleLog(tmp_path / "samples.jsonl") as log, pytest.raises(ValueError, match="only greedy"):
+def test_only_greedy(loaded: LoadedModel, log: SampleLog) -> None:
+    with pytest.raises(ValueError, match="only greedy"):
         adapter(loaded, log).generate_until([ask("Where?", do_sample=True, temperature=0.7)])
 
 
-def test_a_random_step_does_not_depend_on_the_samples_before(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_random_step_does_not_depend_on_the_samples_before(
+    loaded: LoadedModel, log: SampleLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[float] = []
 
     def fake(*_: Any, **__: Any) -> Any:
         seen.append(float(torch.rand(())))
         raise InterruptedError
 
-    with pytest.MonkeyPatch.context() as patch, SampleLog(tmp_path / "samples.jsonl") as log:
-        patch.setattr("pqcache.harness.run.adapter.generate", fake)
-        for doc_id in (1, 2, 1):
-            torch.rand(doc_id)
-            with pytest.raises(InterruptedError):
-                adapter(loaded, log, seed=4).generate_until([ask("Where?", doc_id)])
+    monkeypatch.setattr("pqcache.harness.run.adapter.generate", fake)
+    for doc_id in (1, 2, 1):
+        torch.rand(doc_id)
+        with pytest.raises(InterruptedError):
+            adapter(loaded, log, seed=4).generate_until([ask("Where?", doc_id)])
     assert seen[0] == seen[2] != seen[1]
 
 

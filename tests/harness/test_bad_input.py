@@ -9,9 +9,7 @@ import pytest
 
 import run
 from pqcache.harness.run import models
-from tests.harness.cells import Capture, Patch
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.harness.cells import REPO, Capture, Patch
 
 # command line -> what its one line must contain
 ONE_LINE = {
@@ -124,12 +122,8 @@ ONE_LINE = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_loaded(monkeypatch: Patch) -> None:
-    def load(*_: object) -> None:
-        raise AssertionError("a model was loaded for a wrong command")
-
-    monkeypatch.setattr(models, "load", load)
-    monkeypatch.setattr(models, "load_config", load)
+def nothing_is_loaded(no_model: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(models, "load_config", models.load)
 
 
 @pytest.mark.parametrize("line", ONE_LINE)

@@ -17,15 +17,14 @@ from pqcache.harness.report.tables import row_text
 from pqcache.harness.run import batches, units
 from pqcache.harness.run import memory as chunks
 from pqcache.registry import METHODS, method_class
-from tests.harness.cells import Capture, Command, Patch, status
+from tests.harness.cells import Capture, Command, Patch, lines_of, one_row, status, watch
 
 NUMBERS = ("batch_checked", "batch_differ", "batch")
 
 
 def stored(out: Path) -> tuple[Any, list[dict[str, Any]], Path]:
-    (folder,) = (path.parent for path in out.glob("*/row.json"))
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").open()]
-    return read_row(folder / "row.json"), lines, folder
+    folder, row = one_row(out)
+    return row, lines_of(out), folder
 
 
 def test_answers_are_those_of_single_prompts(command: Command, tmp_path: Path) -> None:
@@ -53,8 +52,7 @@ def test_a_batch_goes_on_where_it_stopped(
     command: Command, tmp_path: Path, monkeypatch: Patch, generated: list[int]
 ) -> None:
     sizes: list[int] = []
-    answer = batches.answer
-    monkeypatch.setattr(batches, "answer", lambda lm, group: (sizes.append(len(group)), answer(lm, group)))
+    watch(monkeypatch, batches, "answer", lambda lm, group: sizes.append(len(group)))
     assert command("method=full", "batch=2", "limit=1") == 0
     assert command("method=full", "batch=2", "limit=4") == 0
     assert sizes == [1, 2, 1] and not generated
@@ -73,8 +71,7 @@ def test_cells_share_the_prefill_of_a_batch(command: Command, tmp_path: Path, ca
     answers, prefills = [], []
     for shared in ("true", "false"):
         assert command(*words, "method=full,snapkv,infllm", f"shared_prefill={shared}", out=tmp_path / shared) == 0
-        lines = [json.loads(line) for path in (tmp_path / shared).glob("*/samples.jsonl") for line in path.open()]
-        answers.append(sorted((line["cell"], line["doc_id"], line["response"]) for line in lines))
+        answers.append(sorted((line["cell"], line["doc_id"], line["response"]) for line in lines_of(tmp_path / shared)))
         prefills.append(re.findall(r"prefills: (\d+) distinct, (\d+)", capsys.readouterr().out))
     assert answers[0] == answers[1] and len(answers[0]) == 9
     assert prefills == [[("6", "3")], [("9", "0")]]  # infllm computes its own
@@ -97,13 +94,7 @@ def test_prompts_of_one_length_where_chunks_ask_for_it(
     command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     groups: list[set[int]] = []
-    answer = batches.answer
-
-    def counted(lm: Any, group: Any) -> None:
-        groups.append({len(prepared.ids) for prepared, _ in group})
-        answer(lm, group)
-
-    monkeypatch.setattr(batches, "answer", counted)
+    watch(monkeypatch, batches, "answer", lambda lm, group: groups.append({len(one.ids) for one, _ in group}))
     words = ["method=infllm", "method.exc_block=16", "method.block=16", "method.n_init=8", "budget=0.3"]
     assert command(*words, "batch=3", "prefill_chunk=64") == 0
     assert all(len(group) == 1 for group in groups) and len(groups) > 1

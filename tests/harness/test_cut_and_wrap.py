@@ -11,10 +11,9 @@ import torch
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models, units
-from pqcache.harness.run.samples import SampleLog
 from pqcache.registry import method_class
 from pqcache.selective import generate, record
-from tests.harness.cells import Capture, Command, ask, definition
+from tests.harness.cells import Capture, Command, ask, definition, watch
 from tests.harness.in_process import InProcess
 
 SHORT: dict[str, Any] = {"until": [], "max_gen_toks": 4}
@@ -53,42 +52,39 @@ def test_inst_is_written_without_spaces_and_other_templates_are_used(
     assert with_system.wrapper("inst") == "chat template"  # these marks have no place for a system text
 
 
-def test_the_adapter_cuts_wraps_and_says_so(loaded: models.LoadedModel, tmp_path: Path) -> None:
+def test_the_adapter_cuts_wraps_and_says_so(loaded: models.LoadedModel, log: Any) -> None:
     prompt = "The old man walked over the hill. " * 20
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        adapter = lm.HarnessLM(loaded, method_class("full")(), log)
-        adapter.generate_until([ask(prompt, **SHORT, wrapper="inst", cut_middle=32)], disable_tqdm=True)
-        cut, dropped = loaded.cut_middle(prompt, 32)
-        text = loaded.wrap(cut)
-        assert adapter.used["some_task", 0]["prompt_tokens"] == len(loaded.encode(text))
-        assert adapter.used["some_task", 0]["extra"]["cut_tokens"] == dropped > 0
-        assert adapter.protocol == {
-            "wrapper": "chat template",
-            "unwrapped": [],
-            "system": None,
-            "bos_count": 1,
-            "truncation": "middle, to 32 tokens before wrapping",
-            "truncated_prompts": 1,
-            "first_prompt": {
-                "task": "some_task",
-                "doc_id": 0,
-                "tokens": len(loaded.encode(text)),
-                "sha256": hashlib.sha256(text.encode()).hexdigest(),
-            },
-        }
-        bare = lm.HarnessLM(loaded, method_class("full")(), log)
-        bare.generate_until(
-            [ask("Who?", 1, **SHORT, wrapper="none", cut_middle=0, longest_answer=512)], disable_tqdm=True
-        )
-        assert bare.protocol["unwrapped"] == ["some_task"]
-        room = 4096 - 512 - loaded.count("") - models.JOIN
-        assert bare.protocol["truncation"] == f"middle, to {room} tokens before wrapping"
-        plain = lm.HarnessLM(loaded, method_class("full")(), log)
-        plain.generate_until([ask("Who?", 2, **SHORT)], disable_tqdm=True)
-        assert plain.protocol["truncation"] == "none; longer is left out"
+    adapter = lm.HarnessLM(loaded, method_class("full")(), log)
+    adapter.generate_until([ask(prompt, **SHORT, wrapper="inst", cut_middle=32)], disable_tqdm=True)
+    cut, dropped = loaded.cut_middle(prompt, 32)
+    text = loaded.wrap(cut)
+    assert adapter.used["some_task", 0]["prompt_tokens"] == len(loaded.encode(text))
+    assert adapter.used["some_task", 0]["extra"]["cut_tokens"] == dropped > 0
+    assert adapter.protocol == {
+        "wrapper": "chat template",
+        "unwrapped": [],
+        "system": None,
+        "bos_count": 1,
+        "truncation": "middle, to 32 tokens before wrapping",
+        "truncated_prompts": 1,
+        "first_prompt": {
+            "task": "some_task",
+            "doc_id": 0,
+            "tokens": len(loaded.encode(text)),
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        },
+    }
+    bare = lm.HarnessLM(loaded, method_class("full")(), log)
+    bare.generate_until([ask("Who?", 1, **SHORT, wrapper="none", cut_middle=0, longest_answer=512)], disable_tqdm=True)
+    assert bare.protocol["unwrapped"] == ["some_task"]
+    room = 4096 - 512 - loaded.count("") - models.JOIN
+    assert bare.protocol["truncation"] == f"middle, to {room} tokens before wrapping"
+    plain = lm.HarnessLM(loaded, method_class("full")(), log)
+    plain.generate_until([ask("Who?", 2, **SHORT)], disable_tqdm=True)
+    assert plain.protocol["truncation"] == "none; longer is left out"
 
 
-def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedModel, tmp_path: Path) -> None:
+def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedModel, log: Any) -> None:
     text = loaded.wrap("The teacher carried a lamp.")
     ids = torch.tensor([loaded.encode(text)])
     logits = loaded.model(input_ids=ids).logits[0, -1]
@@ -99,15 +95,9 @@ def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedM
     assert free.token_ids[0] == first
     assert held.token_ids[0] == second
     seen: dict[str, Any] = {}
-    original = lm.generate
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        seen.update(options)
-        return original(*arguments, **options)
-
     newline = loaded.tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
-    with SampleLog(tmp_path / "samples.jsonl") as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm, "generate", spy)
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, lm, "generate", lambda *_, **options: seen.update(options))
         adapter = lm.HarnessLM(loaded, method, log)
         adapter.generate_until([ask("Sum up.", **SHORT, stop_token="\n")], disable_tqdm=True)
         assert newline in seen["eos_token_ids"]

@@ -1,27 +1,17 @@
 """`model.device_map`: the same answers in the same folders, wherever the weights are; wrong ones are one line."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import run
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import bound, plan
 from pqcache.harness.run.session import Session
-from tests.harness.cells import Capture, Command, Patch, error_of, refused, rows
+from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, planned, refused, rows
 
-PARTS = {
-    "model.embed_tokens": "cpu",
-    "model.layers.0": "disk",
-    "model.layers.1": "cpu",
-    "model.norm": "disk",
-    "lm_head": "cpu",
-}
-ON_DISK = "model.device_map={" + ",".join(f"{part}:{at}" for part, at in PARTS.items()) + "}"
+ON_DISK = "model.device_map={model.embed_tokens:cpu,model.layers.0:disk,model.layers.1:cpu,model.norm:disk,lm_head:cpu}"
 HUB = "model=hf model.path=someone/large method=full"
 
 
@@ -72,7 +62,7 @@ def test_no_single_device_refuses_it(installed: None, tiny: Path, tmp_path: Path
     own = ["model=hf", f"model.path={tiny}", "method=full", "limit=1", f"out={tmp_path}", "task.length=256"]
 
     def found(*words: str) -> Any:
-        return plan.make(make_plan(compose_all([*own, *words], run.CONFIGS)), Session())
+        return plan.make(planned([*own, *words]), Session())
 
     (line,) = found().misfits()[0].values()
     assert "model.device_map=auto" in line
@@ -89,20 +79,15 @@ def test_the_same_samples(command: Command, tmp_path: Path, capsys: Capture) -> 
     capsys.readouterr()
     assert command(*words, ON_DISK, out=tmp_path / "spread") == 0
     assert "model.device_map: weights on cpu (3), disk (2)" in capsys.readouterr().out
-    files = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").glob("*/samples.jsonl")}
-    assert len(files) == 2
-    for file in files:
-        one, spread = (_samples(tmp_path / out / file) for out in ("one", "spread"))
-        assert one.keys() == spread.keys() and len(one) == 3
-        for key, sample in one.items():
-            assert spread[key]["response"] == sample["response"]
-            assert spread[key]["device"] == f"{sample['device']}, weights on cpu (3), disk (2)"
+    one, spread = (
+        {(s["cell"], s["task"], s["doc_id"], s["fingerprint"]): s for s in lines_of(tmp_path / out)}
+        for out in ("one", "spread")
+    )
+    assert one.keys() == spread.keys() and len(one) == 6
+    for key, sample in one.items():
+        assert spread[key]["response"] == sample["response"]
+        assert spread[key]["device"] == f"{sample['device']}, weights on cpu (3), disk (2)"
     assert rows(tmp_path / "one").keys() == rows(tmp_path / "spread").keys()
-
-
-def _samples(path: Path) -> dict[tuple, dict]:
-    found = map(json.loads, path.read_text().splitlines())
-    return {(sample["task"], sample["doc_id"], sample["fingerprint"]): sample for sample in found}
 
 
 def test_a_mapping_that_leaves_parts_out(command: Command, capsys: Capture) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,13 @@ from pqcache.diagnostics import PROMPT_ARRAYS, scores, summary
 from pqcache.diagnostics.summary import PROMPT_SUFFIX
 from pqcache.harness.report import diagnostic_figures
 from pqcache.harness.report.diagnostic_figures import PICTURES, by_step, smoothed
-from pqcache.harness.report.rows import Diagnostics, Row, read_row
+from pqcache.harness.report.rows import Diagnostics, read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import recall_sweep
+from tests.harness.cells import Command
+from tests.harness.cells import one_row as only
 
-Command = Callable[..., int]
 NAN = float("nan")
-
-
-def only(out: Path, method: str) -> tuple[Path, Row]:
-    (path,) = out.glob(f"*__{method}__*/row.json")
-    row = read_row(path)
-    assert row is not None
-    return path.parent, row
 
 
 def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,32 +79,22 @@ def test_answers_of_one_token_have_nothing_to_measure(
     assert (result["samples"], result["mass"], result["by_layer"]) == (0, None, None)
 
 
-def test_only_what_is_missing_is_measured_again(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_missing_is_measured_again(command: Command, tmp_path: Path, generated: list[int]) -> None:
     """Killed between a sample's file and its line, or a file lost since: that sample alone is done again."""
-    calls: list[int] = []
-    original = lm.generate
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(lm, "generate", counting)
     line = ("method=pqcache", "diagnostics=trace", "method.b=3", "budget=0.3")
     assert command(*line) == 0
     folder, row = only(tmp_path / "out", "pqcache")
-    assert (len(calls), len(list((folder / "diagnostics").iterdir()))) == (3, 6)
+    assert (len(generated), len(list((folder / "diagnostics").iterdir()))) == (3, 6)
     assert command(*line) == 0
-    assert len(calls) == 3
+    assert len(generated) == 3
     log = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "samples.jsonl").write_bytes(b"".join(log[:2]) + log[2][:40])  # a line cut short
     (folder / "row.json").unlink()
     assert command(*line) == 0
-    assert len(calls) == 4
+    assert len(generated) == 4
     next((folder / "diagnostics").glob("*-0-*.npz")).unlink()
     assert command(*line) == 0
-    assert len(calls) == 5
+    assert len(generated) == 5
     assert only(tmp_path / "out", "pqcache")[1]["diagnostics"] == row["diagnostics"]
 
 

@@ -35,9 +35,6 @@ def ended(events: list[Any]) -> dict[str, UnitResult]:
     return {result.unit: result for result in results}
 
 
-# -- what workers have finished -------------------------------------------------------------------------------------
-
-
 # -- SLURM: a queue and a scheduler that are pretended -----------------------------------------------------------------
 
 
@@ -251,15 +248,7 @@ def _is_below(pid: int, ancestor: int) -> bool:
 @pytest.mark.timeout(600)
 def test_two_ray_workers_whose_driver_is_killed_and_then_one_of_them(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    words = [
-        "-m",
-        "method=full,pqcache,snapkv",
-        "budget=0.25",
-        "task=pocket_qa",
-        "task.length=512",
-        "limit=8",
-        "wandb=disabled",
-    ]
+    words = "-m method=full,pqcache,snapkv budget=0.25 task=pocket_qa task.length=512 limit=8 wandb=disabled".split()
     assert run.main([*words, f"out={tmp_path / 'plain'}"]) == 0
     ray = ["launch=ray", "launch.workers=2", "launch.gpus_per_worker=0"]
     typed = [sys.executable, "run.py", *words, f"out={tmp_path / 'ray'}", *ray]

@@ -41,15 +41,8 @@ def test_what_has_no_solution_says_so() -> None:
 
 @pytest.mark.rest
 def test_a_table(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
-    common = [
-        "model=hf",
-        f"model.path={tiny}",
-        "task.length=400",
-        "limit=1",
-        f"out={tmp_path / 'out'}",
-        "wandb=disabled",
-    ]
-    common += ["attn=sdpa", "model.dtype=bfloat16"]
+    common = ["model=hf", f"model.path={tiny}", "task.length=400", "limit=1", f"out={tmp_path / 'out'}"]
+    common += ["wandb=disabled", "attn=sdpa", "model.dtype=bfloat16"]
     assert equal_bytes.main(["reference=int8", "method=snapkv,oracle", "snapkv.w=8", *common]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line for line in lines if line.startswith("snapkv ")]

@@ -17,6 +17,7 @@ from pqcache.harness.report import papers, published
 from pqcache.harness.report.entries import derive, printed_rows, table_entries
 from pqcache.harness.report.published import CONFIGS, words
 from pqcache.harness.report.published import experiments as repeating
+from tests.harness.cells import planned
 from tests.thin import thin
 
 REPEATED = repeating()
@@ -73,7 +74,7 @@ def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     """A number of results/published has one place in the table: a second reading of a printed line claims none."""
     plan = plan_of(name, tmp_path)
     if "paper_scale" in experiments(CONFIGS)[name].values:
-        plan = make_plan(compose_all([*words(name), "scale=paper", f"out={tmp_path}"], CONFIGS))
+        plan = planned([*words(name), "scale=paper", f"out={tmp_path}"])
     shown = Counter(e.published for e in table_entries(plan, {}) if e.published is not None)
     columns = dict(plan.report.get("columns") or {"score": "score"})
     printed = Counter(n.value for n in published.numbers(name) if n.metric in columns and n.model)
@@ -93,7 +94,7 @@ def test_commands_of_single_cells(name: str, tmp_path: Path) -> None:
     for cell in plan.cells[:: max(1, len(plan.cells) - 1)]:
         words = shlex.split(papers.command(cell))
         assert words[:2] == ["python", "run.py"]
-        (alone,) = make_plan(compose_all(words[2:], CONFIGS)).cells
+        (alone,) = planned(words[2:]).cells
         assert alone.name == cell.name
         assert published.cell_score(alone) == published.cell_score(cell)
 
@@ -124,7 +125,7 @@ def test_table_a_is_timed_in_batches(tmp_path: Path) -> None:
     assert (prefill("zipcache"), prefill("full")) == (2000.0, 1500.0)
     assert prefill("zipcache_norm_full") is prefill("mikv") is prefill("zipcache_x8") is None
     words = ["experiment=zipcache_tableA", "task.lines=100", f"out={tmp_path}"]
-    lines = [c.identity["task"].get("lines") for c in make_plan(compose_all(words, CONFIGS)).cells]
+    lines = [c.identity["task"].get("lines") for c in planned(words).cells]
     assert sorted(lines, key=str) == [100] * 7 + [None] * 7
     with pytest.raises(Refused, match="task.lines: unknown key"):
-        make_plan(compose_all([*words, "cell=full_x8"], CONFIGS))
+        planned([*words, "cell=full_x8"])

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 import run
 from pqcache.fields import option_fields
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import DecodeOptions, ModelOptions, Refused, RunOptions
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import task_class
 from pqcache.registry import METHODS, method_class
+from tests.harness.cells import planned
 
 SECONDS = 60.0  # of CPU for one command; a busy machine costs none
 # Every task but those that need lm-eval's index of thousands of names, which takes seconds to read.
@@ -36,17 +35,10 @@ def keys() -> list[str]:
     tasks = {f"task.{key}" for name in TASKS for key in option_fields(task_class(name).Options)}
     odd = [
         "",
-        "x",
-        "method.",
-        ".m",
-        "method.m.x",
-        "hydra.mode",
-        "hydra.x",
-        "hydra.sweeper.params.seed",
-        "method.name",
-        "cells",
+        "task.a b",
+        *"x method. .m method.m.x hydra.mode hydra.x hydra.sweeper.params.seed method.name cells".split(),
     ]
-    odd += ["report", "report.title", "cell", "paper_scale", "best_of", "model", "task", "experiment", "task.a b", "é"]
+    odd += "report report.title cell paper_scale best_of model task experiment é".split()
     return [*top, *sorted(methods), *sorted(tasks), *(f"model.{key}" for key in option_fields(ModelOptions)), *odd]
 
 
@@ -77,7 +69,7 @@ def compose(argv: list[str]) -> None:
     began = time.process_time()
     plan, lines = None, ["usage"]
     try:
-        plan = make_plan(compose_all(argv, run.CONFIGS))
+        plan = planned(argv)
     except Refused as refused:
         lines = refused.lines
     except SystemExit as usage:  # argparse: flags that are none of ours

@@ -13,9 +13,8 @@ import yaml
 import run
 from pqcache import registry
 from pqcache.fields import added
-from pqcache.harness.config.cells import Cell, make_plan
-from pqcache.harness.config.compose import compose_all
-from tests.harness.cells import Capture, Command, Patch
+from pqcache.harness.config.cells import Cell
+from tests.harness.cells import Capture, Command, Patch, planned
 
 # Command -> names of its cells' folders at commit 674b26b. New options and removed ones may not change them. Names that a raised
 # `revision` changed since: clusterkv (1), kvcrush (1).
@@ -31,12 +30,8 @@ class WithOption(ORACLE):  # type: ignore[misc, valid-type]
     precision: str = added("half", absent="single")
 
 
-def cells(line: str, configs: Path = run.CONFIGS) -> list[Cell]:
-    return make_plan(compose_all(line.split(), configs)).cells
-
-
 def cell(line: str, configs: Path = run.CONFIGS) -> Cell:
-    (one,) = cells(line, configs)
+    (one,) = planned(line, configs).cells
     return one
 
 
@@ -56,7 +51,7 @@ def oracle(monkeypatch: Patch) -> Any:
     "line", [pytest.param(n, marks=pytest.mark.rest) if n.startswith("task=lm_eval") else n for n in NAMES]
 )
 def test_folder_names_stay(line: str) -> None:
-    assert [one.name for one in cells(line)] == NAMES[line]
+    assert [one.name for one in planned(line).cells] == NAMES[line]
 
 
 def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(oracle: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog
 from pqcache.registry import method_class
 from pqcache.selective import Budget, likelihood
-from tests.harness.cells import Capture, Command, Patch, definition, error_of, lines_of, rows
+from tests.harness.cells import Capture, Command, Patch, definition, error_of, lines_of, rows, watch
 from tests.harness.tasks.building import Answer
 
 STORY = "The old man walked over the hill and found a lamp near the river. " * 12
@@ -53,10 +53,9 @@ def adapter(
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel, chat: bool, tmp_path: Path) -> None:
+def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel, chat: bool, log: SampleLog) -> None:
     model = loaded if chat else base
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        measured = adapter(model, log).loglikelihood(pairs())
+    measured = adapter(model, log).loglikelihood(pairs())
     for (value, greedy), choice in zip(measured, CHOICES, strict=True):
         context = model.wrap(STORY) if chat else STORY.rstrip()
         whole = model.encode(context + (choice.lstrip() if chat else " " + choice))
@@ -67,16 +66,14 @@ def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel
         assert not greedy  # a random model
 
 
-def test_greedy_is_what_generation_would_say(base: LoadedModel, tmp_path: Path) -> None:
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        ids = base.encode("The teacher")
-        with torch.no_grad():
-            best = base.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0]
-        method = method_class("full")()
-        result = likelihood(base.model, method, best[None], first=len(ids), prefill=len(ids))
-        assert result.greedy == [True] * (len(best) - len(ids))
-        assert result.result.prompt_tokens == len(ids)
-        assert adapter(base, log).loglikelihood([ask("loglikelihood", "The teacher", "zzz")])[0][1] is False
+def test_greedy_is_what_generation_would_say(base: LoadedModel, log: SampleLog) -> None:
+    ids = base.encode("The teacher")
+    with torch.no_grad():
+        best = base.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0]
+    result = likelihood(base.model, method_class("full")(), best[None], first=len(ids), prefill=len(ids))
+    assert result.greedy == [True] * (len(best) - len(ids))
+    assert result.result.prompt_tokens == len(ids)
+    assert adapter(base, log).loglikelihood([ask("loglikelihood", "The teacher", "zzz")])[0][1] is False
 
 
 def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> None:
@@ -95,20 +92,18 @@ def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> No
         assert all(abs(value - expected) > 1e-3 for value, expected in zip(values[key], full, strict=True)), key
 
 
-def test_question_as_decode_moves_the_question(base: LoadedModel, tmp_path: Path) -> None:
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        measured = adapter(base, log, question_as_decode=True)
-        measured.loglikelihood([ask("loglikelihood", STORY + "Question: who walked?", " me")])
+def test_question_as_decode_moves_the_question(base: LoadedModel, log: SampleLog) -> None:
+    measured = adapter(base, log, question_as_decode=True)
+    measured.loglikelihood([ask("loglikelihood", STORY + "Question: who walked?", " me")])
     assert measured.used["t", 0, 0]["question_tokens"] > 3
 
 
-def test_what_cannot_be_scored(base: LoadedModel, tmp_path: Path) -> None:
+def test_what_cannot_be_scored(base: LoadedModel, log: SampleLog) -> None:
     short = LoadedModel("base", base.model, base.tokenizer, False, None, 64)
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        with pytest.raises(ValueError, match="adds no token"):
-            adapter(base, log).loglikelihood([ask("loglikelihood", "A", "")])
-        with pytest.raises(ValueError, match=r"exceed the 64 tokens"):
-            adapter(short, log).loglikelihood(pairs())
+    with pytest.raises(ValueError, match="adds no token"):
+        adapter(base, log).loglikelihood([ask("loglikelihood", "A", "")])
+    with pytest.raises(ValueError, match=r"exceed the 64 tokens"):
+        adapter(short, log).loglikelihood(pairs())
     with pytest.raises(ValueError, match=r"both 1\.\.t-1"):
         likelihood(base.model, method_class("full")(), torch.ones(1, 4, dtype=torch.long), first=4, prefill=1)
 
@@ -117,20 +112,21 @@ def test_what_cannot_be_scored(base: LoadedModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 63, 64, 100])
-def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, tmp_path: Path) -> None:
+def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, log: SampleLog, tmp_path: Path) -> None:
     model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
     ids = model.encode(STORY)
-    with SampleLog(tmp_path / "samples.jsonl") as log:
-        measured = adapter(model, log)
-        (value,) = measured.loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
-        assert isinstance(value, LogLikelihood)
-        assert len(value.tokens) == len(ids) - 1  # all but the opening token
-        assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in measured.used.values())
+    measured = adapter(model, log)
+    (value,) = measured.loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
+    assert isinstance(value, LogLikelihood)
+    assert len(value.tokens) == len(ids) - 1  # all but the opening token
+    assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in measured.used.values())
     if size is None:
         assert value.tokens == pytest.approx(plain(model, ids, 1), abs=2e-5)
         (other := tmp_path / "other").mkdir()
-        with SampleLog(other / "samples.jsonl") as log:
-            (less,) = adapter(model, log, "streaming", 0.3).loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
+        with SampleLog(other / "samples.jsonl") as second:
+            (less,) = adapter(model, second, "streaming", 0.3).loglikelihood_rolling(
+                [ask("loglikelihood_rolling", STORY)]
+            )
         half = len(ids) // 2 - 1
         assert less.tokens[:half] == pytest.approx(value.tokens[:half], abs=2e-5)  # the prefill is exact
         assert less.tokens[half + 1 :] != pytest.approx(value.tokens[half + 1 :], abs=1e-3)
@@ -222,13 +218,11 @@ def test_every_cell_sees_lm_evals_own_examples(
 ) -> None:
     """Drawn once a command, each cell would go on where the one before it stopped, and a second run would match neither."""
     seen: dict[str, list[list[int]]] = {}
-    generate = adapter_module.generate
 
-    def watched(model: Any, method: Any, ids: torch.Tensor, **options: Any) -> Any:
+    def look(model: Any, method: Any, ids: torch.Tensor, **_: Any) -> None:
         seen.setdefault(method.name, []).append(ids[0].tolist())
-        return generate(model, method, ids, **options)
 
-    monkeypatch.setattr(adapter_module, "generate", watched)
+    watch(monkeypatch, adapter_module, "generate", look)
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     typed = ["task.name=my_few_shot", "budget=0.9", f"shared_prefill={shared}", "model.chat=false"]
     assert call(*typed, "-m", "method=full,oracle") == 0

@@ -1,6 +1,5 @@
 """The commands that stay stable: the main job and the demo, on the embedded model."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,15 +7,10 @@ from safetensors import SafetensorError, safe_open
 
 import run
 from pqcache.embedded import model_dir
-from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import tables
-from pqcache.harness.report.rows import Row, read_row
-from tests.harness.cells import Capture, Patch
-
-
-def plan(line: str) -> RunPlan:
-    return make_plan(compose_all(line.split(), run.CONFIGS))
+from pqcache.harness.report.rows import Row
+from tests.harness.cells import Capture, Patch, lines_of, one_row
+from tests.harness.cells import planned as plan
 
 
 def test_the_short_command_is_the_long_one(monkeypatch: Patch) -> None:
@@ -61,16 +55,12 @@ def _weights() -> bool:
 def test_main_job(tmp_path: Path, capsys: Capture) -> None:
     line = "model=embedded method=pqcache budget=0.2 task=needle_pocket limit=2 seed=0 wandb=disabled task.length=512"
     assert run.main([*line.split(), f"out={tmp_path / 'out'}"]) == 0
-    (path,) = (tmp_path / "out").rglob("row.json")
-    assert str(path) in capsys.readouterr().out
-    row = read_row(path)
-    assert row is not None
+    folder, row = one_row(tmp_path / "out")
+    assert str(folder / "row.json") in capsys.readouterr().out
     assert row.keys() == Row.__annotations__.keys()
-    assert row["score"] is not None
     assert 0 <= row["score"] <= 100
     assert row["kmeans_iterations"] == 5
     assert row["generated_tokens"] > 1
-    json.loads(path.read_text())
-    line = json.loads((path.parent / "samples.jsonl").read_text().splitlines()[0])
+    line = lines_of(tmp_path / "out")[0]
     assert line["prompt_sha256"] == row["prompt_protocol"]["first_prompt"]["sha256"]
     assert len(line["prompt_end"]) == 300 and line["target"] and "prompt" not in line

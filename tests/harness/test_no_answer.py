@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pqcache.harness.run import adapter, models
 from pqcache.selective import NonFinite, decode_loop
 from pqcache.selective.likelihood import score_loop
-from tests.harness.cells import Capture, Command, Patch, rows, status
+from tests.harness.cells import Capture, Command, Patch, rows, status, watch
 
 
 class Scripted(torch.nn.Module):
@@ -47,15 +47,14 @@ def test_nan_and_infinity_in_any_step_are_no_answer(bad_pass: int) -> None:
 def test_a_row_with_a_failed_sample_has_no_score(
     command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    original, calls = adapter.generate, []
+    calls = []
 
-    def second_fails(*arguments: Any, **options: Any) -> Any:
+    def fail_second(*_: Any, **__: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise NonFinite("NaN or infinity in the logits")
-        return original(*arguments, **options)
 
-    monkeypatch.setattr(adapter, "generate", second_fails)
+    watch(monkeypatch, adapter, "generate", fail_second)
     for _ in range(2):  # the second time from the samples on disk
         assert command("method=full", "limit=3") == 1
         assert "1 samples have no answer" in capsys.readouterr().err

@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 
-import run
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import plan as planning
-from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter, answers, models
 from pqcache.harness.run.answers import Within
 from pqcache.harness.run.session import Session
 from pqcache.harness.tasks import any_lm_eval, math_process, task_of
 from pqcache.harness.tasks.math_process import packages
-from tests.harness.cells import Capture, Command, Patch, error_of, model_options, on_model
+from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, model_options, on_model, one_row, planned
 
 SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
 AIME24 = [
@@ -81,9 +77,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def answered(out: Path) -> tuple[Any, dict[int, dict[str, Any]]]:
-    (path,) = out.glob("*/row.json")
-    lines = [json.loads(line) for line in (path.parent / "samples.jsonl").open()]
-    return read_row(path), {line["doc_id"]: line for line in lines}
+    return one_row(out)[1], {line["doc_id"]: line for line in lines_of(out)}
 
 
 @pytest.fixture
@@ -162,13 +156,8 @@ def test_mathematics_with_packages_of_its_own(
     final = "Final Answer: The final answer is ${}$. I hope it is correct. Problem: next"
     # the later document first: every prompt holds the problems of the examples, and the last one is the document's
     says |= {"6 times 12": f"SLOW {final.format(72)}", "100 + 104": final.format(204)}
-    typed = [
-        "task=lm_eval",
-        "task.name=minerva_math500",
-        f"task.source={rows / 'math500'}",
-        "task.answer_tokens=90",
-        "method=full",
-    ]
+    typed = ["task=lm_eval", "task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
+    typed.append("task.answer_tokens=90")
     assert command(*typed) == 0
     row, lines = answered(tmp_path / "out")
     assert list(row["sample_scores"]["minerva_math500"].values()) == [100.0, 0.0]
@@ -178,8 +167,7 @@ def test_mathematics_with_packages_of_its_own(
     said = "answers that could not be scored and count as wrong: 1 (the first: not done after 1.5 seconds)"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "could not be scored" in line]
     assert line.endswith(said)
-    (folder,) = (path.parent for path in (tmp_path / "out").glob("*/row.json"))
-    (folder / "row.json").unlink()  # killed before the last answer was scored
+    (one_row(tmp_path / "out")[0] / "row.json").unlink()  # killed before the last answer was scored
     monkeypatch.setattr(adapter, "generate", lambda *_, **__: pytest.fail("an answer was computed again"))
     assert command(*typed) == 0
     again, _ = answered(tmp_path / "out")
@@ -217,14 +205,8 @@ def test_gpqa_by_the_filter_that_is_asked_for(
     command: Command, rows: Path, tmp_path: Path, says: dict[str, str]
 ) -> None:
     says |= {"correct answer": "I take (A). No, the answer: (B)"}
-    typed = [
-        "task=lm_eval",
-        "task.name=gpqa_main_cot_zeroshot",
-        f"task.source={rows / 'gpqa'}",
-        "method=full",
-        "task.max_new_tokens=100",
-    ]
-    assert command(*typed, "task.metric='exact_match,flexible-extract'") == 0
+    typed = ["task=lm_eval", "task.name=gpqa_main_cot_zeroshot", f"task.source={rows / 'gpqa'}", "method=full"]
+    assert command(*typed, "task.max_new_tokens=100", "task.metric='exact_match,flexible-extract'") == 0
     row, lines = answered(tmp_path / "out")
     right = [100.0 * (lines[i]["target"] == "(B)") for i in range(2)]
     assert list(row["sample_scores"]["gpqa_main_cot_zeroshot"].values()) == right
@@ -260,14 +242,8 @@ def test_thoughts_are_kept_and_not_scored(
     """A stop string counts behind the thoughts only; an answer that never ended its thoughts is scored as a whole."""
     thoughts = "<think>Question: is it \\boxed{7}?\n</think>\n"
     says |= {"100 + 104": thoughts + "It is \\boxed{204}. Question: what next?", "6 times 12": "<think> \\boxed{72} or"}
-    typed = [
-        "task=lm_eval",
-        "task.name=aime24",
-        f"task.source={rows / 'aime24'}",
-        "task.answer_tokens=500",
-        "method=full",
-    ]
-    typed.append(f"model.path={thinker}")
+    typed = ["task=lm_eval", "task.name=aime24", f"task.source={rows / 'aime24'}", "method=full"]
+    typed += ["task.answer_tokens=500", f"model.path={thinker}"]
     assert command(*typed, "model.thinking=true", out=tmp_path / "on") == 0
     row, lines = answered(tmp_path / "on")
     assert list(row["sample_scores"]["aime24"].values()) == [100.0, 100.0]
@@ -321,14 +297,8 @@ def test_stop_strings_count_behind_the_thoughts(special: bool) -> None:
 
 def test_the_plan_counts_the_whole_answer(tiny: Path, rows: Path, tmp_path: Path) -> None:
     def cache(tokens: int) -> int:
-        typed = [
-            "task=lm_eval",
-            "task.name=aime24",
-            f"task.source={rows / 'aime24'}",
-            "method=full",
-            "model.max_length=40000",
-        ]
-        plan = make_plan(compose_all([*on_model(tiny, tmp_path), *typed, f"task.answer_tokens={tokens}"], run.CONFIGS))
+        typed = f"task=lm_eval task.name=aime24 method=full model.max_length=40000 task.answer_tokens={tokens}"
+        plan = planned([*on_model(tiny, tmp_path), f"task.source={rows / 'aime24'}", *typed.split()])
         (one,) = planning.make(plan, Session()).cells
         assert one.memory is not None and one.documents.longest[1] == tokens
         return one.memory.device

@@ -14,7 +14,7 @@ import run
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter as lm
 from pqcache.measure import machine
-from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, rows, status
+from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, lines_of, rows, status, watch
 
 
 def test_rerun_skips_finished_samples_and_larger_limit_extends(
@@ -88,10 +88,7 @@ def test_other_weights_under_the_same_path_are_computed_again(
     for count, name in enumerate(("model.safetensors", "config.json", "generation_config.json"), 2):
         path = copy / name
         facts, data = path.stat(), path.read_bytes()
-        at = data.index(b"1e-06") if name == "config.json" else len(data) - 1
-        path.write_bytes(
-            data[:at] + (b"1e-05" if name == "config.json" else b" ") + data[at + (5 if name == "config.json" else 1) :]
-        )
+        path.write_bytes(data.replace(b"1e-06", b"1e-05") if name == "config.json" else data[:-1] + b" ")
         os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
         assert path.stat().st_size == facts.st_size
         assert command("method=full", f"model.path={copy}", "limit=1") == 0
@@ -111,15 +108,12 @@ def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path
 def test_interrupt_leaves_a_cell_that_goes_on(
     command: Command, tmp_path: Path, monkeypatch: Patch, generated: list[int]
 ) -> None:
-    counting = lm.generate
-
-    def stop_at_third(*args: Any, **kwargs: Any) -> Any:
+    def stop_at_third(*_: Any, **__: Any) -> None:
         if len(generated) == 2:
             raise KeyboardInterrupt
-        return counting(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lm, "generate", stop_at_third)
+        watch(patch, lm, "generate", stop_at_third)
         assert command("method=full") == 130
     assert status(tmp_path / "out")["full"]["status"] == "interrupted"
     assert command("method=full") == 0
@@ -157,9 +151,6 @@ def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, tiny: Path) -> None:
     killed, whole = (next(iter(rows(tmp_path / out).values())) for out in ("killed", "whole"))
     assert killed["sample_scores"] == whole["sample_scores"]
     assert killed["score"] == whole["score"]
-    answers = [
-        {s["doc_id"]: s["response"] for s in map(json.loads, next((tmp_path / out).glob("*/samples.jsonl")).open())}
-        for out in ("killed", "whole")
-    ]
+    answers = [{s["doc_id"]: s["response"] for s in lines_of(tmp_path / out)} for out in ("killed", "whole")]
     assert answers[0] == answers[1]
     assert len(set(answers[0].values())) > 4  # the random model does say different things

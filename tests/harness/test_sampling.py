@@ -11,7 +11,7 @@ from pqcache.harness.report import score_statistics
 from pqcache.harness.report.page import cell_views, words_of
 from pqcache.harness.report.rows import decode_of, find_full, read_row
 from pqcache.harness.report.tables import row_text
-from tests.harness.cells import Capture, Command, Patch, lines_of
+from tests.harness.cells import Capture, Command, Patch, lines_of, one_row
 from tests.harness.in_process import InProcess
 
 DRAWN = ("decode.temperature=1.5", "decode.top_p=0.9", "decode.samples=3")
@@ -23,8 +23,7 @@ def answers(out: Path) -> dict[tuple[int, int], str]:
 
 
 def row_of(out: Path) -> Any:
-    (path,) = out.glob("*/row.json")
-    return read_row(path)
+    return one_row(out)[1]
 
 
 def test_the_same_answers_in_any_order(

@@ -10,12 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import run
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.run import adapter, sharing, units
 from pqcache.selective import record
-from tests.harness.cells import Capture, Command, Patch
+from tests.harness.cells import Capture, Command, Patch, planned, watch
 from tests.harness.in_process import InProcess
 
 SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
@@ -76,15 +73,13 @@ def test_a_failing_prompt_is_said_once_and_every_other_one_is_shared(
     monkeypatch.setattr(units, "OWN_PREFILLS", 0)
     words = ("-m", "method=full,oracle,snapkv,streaming", "budget=0.3", "limit=5")
     words += ("launch=ray",) if engine else ("shared_prefill=true",)
-    original = sharing.record
     calls = itertools.count()
 
-    def failing(*arguments: Any, **options: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return original(*arguments, **options)
 
-    monkeypatch.setattr(sharing, "record", failing)
+    watch(monkeypatch, sharing, "record", fail)
     assert command(*words) == 0
     said = capsys.readouterr().err
     line = "shared prefills: needle_pocket sample 1 cannot be recorded (OutOfMemoryError: CUDA out of memory.)"
@@ -98,16 +93,13 @@ def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
     command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(units, "OWN_PREFILLS", 0)
-    original = adapter.generate
-    seen: dict[str, int] = {}
+    calls = itertools.count(1)
 
-    def failing(model: Any, method: Any, *arguments: Any, **options: Any) -> Any:
-        seen[method.name] = seen.get(method.name, 0) + 1
-        if method.name == "snapkv" and seen["snapkv"] == 2:
+    def fail(model: Any, method: Any, *_: Any, **__: Any) -> None:
+        if method.name == "snapkv" and next(calls) == 2:
             raise RuntimeError("no")
-        return original(model, method, *arguments, **options)
 
-    monkeypatch.setattr(adapter, "generate", failing)
+    watch(monkeypatch, adapter, "generate", fail)
     assert command("-m", "method=full,snapkv,streaming", "budget=0.3", "limit=4", "shared_prefill=true") == 0
     said = capsys.readouterr().err
     assert said.count("shared prefills") == said.count("sample 1 fails in snapkv") == 1
@@ -122,7 +114,7 @@ def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:
 
     def shares(*words: str) -> bool:
         typed = ["model=hf", f"model.path={tiny}", "task.length=256", f"out={tmp_path}", *words]
-        (group,) = units.groups(make_plan(compose_all(typed, run.CONFIGS)).cells)
+        (group,) = units.groups(planned(typed).cells)
         asked = units.may_share(group)
         assert (units.local_units(group, 1)[0].shared == "only") == asked
         assert any(unit.shared == "yes" for unit in units.ranges(group, documents=9, tasks=1, workers=2)) == asked

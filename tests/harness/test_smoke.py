@@ -8,17 +8,11 @@ from transformers import AutoModelForCausalLM
 
 import run
 from pqcache.harness.config import smoke as smoke_config
-from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
-from pqcache.harness.report import rows as results
 from pqcache.harness.report.rows import rows_under
 from pqcache.harness.run import smoke_models as smoke
 from pqcache.selective.support import check_architecture
-from tests.harness.cells import Capture
-
-
-def plan(line: str) -> RunPlan:
-    return make_plan(compose_all(line.split(), run.CONFIGS))
+from tests.harness.cells import Capture, one_row
+from tests.harness.cells import planned as plan
 
 
 def test_every_named_model_has_a_small_one(repo: Path) -> None:
@@ -61,10 +55,8 @@ def test_rows_lie_apart(tmp_path: Path, capsys: Capture) -> None:
     line = f"method=full model=llama-2-7b smoke=true task.length=300 wandb=disabled cache_dir={tmp_path}/c out={tmp_path}/o"
     assert run.main(line.split()) == 0
     assert "SMOKE RUN" in capsys.readouterr().out
-    (path,) = (tmp_path / "o").rglob("row.json")
-    assert path.is_relative_to(tmp_path / "o" / "smoke")
-    row = results.read_row(path)
-    assert row is not None
+    folder, row = one_row(tmp_path / "o")
+    assert folder.is_relative_to(tmp_path / "o" / "smoke")
     assert row["smoke"] and row["generated_tokens"] <= smoke.NEW_TOKENS and row["published"] is None
     assert not rows_under(tmp_path / "o")  # no real result
     assert len(rows_under(tmp_path / "o" / "smoke")) == 1
@@ -73,9 +65,7 @@ def test_rows_lie_apart(tmp_path: Path, capsys: Capture) -> None:
 def test_a_question_is_as_short_as_an_answer(tmp_path: Path) -> None:
     line = "method=full model=llama-2-7b smoke=true task=longbench_trec question_as_decode=true task.source=constructed"
     assert run.main([*line.split(), "wandb=disabled", f"cache_dir={tmp_path}/c", f"out={tmp_path}/o"]) == 0
-    row = results.read_row(next((tmp_path / "o").rglob("row.json")))
-    assert row is not None
-    assert row["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS
+    assert one_row(tmp_path / "o")[1]["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS
 
 
 def test_a_grid_that_names_the_task_s_default_is_still_a_grid() -> None:

@@ -28,16 +28,7 @@ WRONG = [
     "--method pqcache",
     "--cfg",
 ]
-RIGHT = [
-    "",
-    "--help",
-    "list=methods",
-    "list=tasks",
-    "list=models",
-    "list=experiments",
-    "explain=task.length",
-    "explain=recall",
-]
+RIGHT = ["", *"--help list=methods list=tasks list=models list=experiments explain=task.length explain=recall".split()]
 
 
 def answered(typed: list[tuple[str, int]], folder: Path, first: str = "", **place: str) -> list[str]:
@@ -86,11 +77,8 @@ def test_what_the_machine_lacks_is_one_line(line: str, tmp_path: Path, monkeypat
     hub._tried.cache_clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for name, value in {
-        "ENDPOINT": "http://127.0.0.1:9",
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_CACHE": str(tmp_path),
-    }.items():
+    constants = {"ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path)}
+    for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     said = error_of(capsys, run.main([*line.split(), "wandb=disabled"]))
     assert said.startswith(f"error: {LACKING[line]}")

@@ -11,13 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import run
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import NOT_HASHED, PERMITS
 from pqcache.harness.run import models
 from pqcache.harness.tasks import any_lm_eval
-from tests.harness.cells import REPO, Capture, Command, Patch, definition, error_of, rows
+from tests.harness.cells import REPO, Capture, Command, Patch, definition, error_of, planned, rows
 
 
 class Evil:
@@ -70,10 +67,7 @@ def test_an_allowed_pickle_runs_no_code(pickled: Path, command: Command, tmp_pat
 
 
 def test_what_is_allowed_is_no_part_of_a_cell() -> None:
-    def cell(*typed: str) -> Any:
-        return make_plan(compose_all(["method=full", *typed], run.CONFIGS)).cells[0]
-
-    plain, allowed = cell(), cell("model.allow_pickle=true")
+    plain, allowed = (planned(["method=full", *typed]).cells[0] for typed in ([], ["model.allow_pickle=true"]))
     assert plain.name == allowed.name and plain.about == allowed.about
     assert allowed.unhashed["model"] == {"allow_pickle": True, "device_map": None, "max_memory": None}
     assert "allow_pickle: true" in allowed.yaml() and "allow_pickle: false" in plain.yaml()

@@ -11,7 +11,6 @@ import torch
 
 import run
 from pqcache import registry
-from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report.rows import read_row
@@ -19,7 +18,7 @@ from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models
 from pqcache.harness.tasks import Task
 from pqcache.selective import NotApplicable
-from tests.harness.cells import REPO, Capture, Command, Patch, rows, status
+from tests.harness.cells import REPO, Capture, Command, Patch, planned, rows, status, watch
 from tests.harness.in_process import InProcess
 
 
@@ -27,9 +26,8 @@ def test_sweep_ends_with_one_table_and_full_runs_once(
     command: Command, tmp_path: Path, capsys: Capture, generated: list[int], monkeypatch: Any
 ) -> None:
     loads: list[int] = []
-    original, load_task = models.load, Task.load
-    monkeypatch.setattr(models, "load", lambda *a: loads.append(1) or original(*a))
-    monkeypatch.setattr(Task, "load", lambda *a: loads.append(2) or load_task(*a))
+    watch(monkeypatch, models, "load", lambda *_: loads.append(1))
+    watch(monkeypatch, Task, "load", lambda *_: loads.append(2))
     assert command("-m", "method=oracle,full,int8", "budget=0.1,0.2", "limit=2") == 0
     assert sorted(loads) == [1, 2]  # model and task once
     assert sorted(rows(tmp_path / "out")) == ["full 1.0", "int8 1.0", "oracle 0.1", "oracle 0.2"]
@@ -57,24 +55,21 @@ def test_pairs_are_made_when_full_comes_later(command: Command, tmp_path: Path) 
 def test_one_failed_cell_does_not_lose_the_others(
     command: Command, tmp_path: Path, on: Any, monkeypatch: Patch, capsys: Capture, where: str
 ) -> None:
-    original = lm.generate
-
-    def failing(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def fail(model: Any, method: Any, *_: Any, **__: Any) -> None:
         if method.name == "oracle" and method.budget.ratio == 0.1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return original(model, method, *args, **kwargs)
 
     engine = on(InProcess(2))
     sweep = ["-m", "method=oracle,full", "budget=0.1,0.2", "limit=1", *(["launch=ray"] if where == "elsewhere" else [])]
     with monkeypatch.context() as patch:
-        patch.setattr(lm, "generate", failing)
+        watch(patch, lm, "generate", fail)
         assert command(*sweep) == 1
     assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.2"]
     shown = capsys.readouterr()
     assert "failed: oracle 0.1" in shown.err and "out of memory" in shown.err
     failed = json.loads(next((tmp_path / "out").glob("*oracle__0.1*/status.json")).read_text())
     assert failed["status"] == "failed" and "CUDA out of memory" in failed["reason"]
-    assert "in failing" in failed["traceback"]
+    assert "in fail" in failed["traceback"]
     assert len(engine.results) == len(engine.units)  # not retried
     assert "failed" in shown.out.split("budget 0.1")[-1]
     assert command(*sweep) == 0  # and it is made good by a rerun
@@ -190,14 +185,14 @@ def test_scale_paper_sets_what_the_experiment_lists(tmp_path: Path) -> None:
     )
 
     def points(*argv: str) -> set[tuple[int, float]]:
-        cells = make_plan(compose_all(["experiment=two_sizes", *argv], tmp_path / "configs")).cells
+        cells = planned(["experiment=two_sizes", *argv], tmp_path / "configs").cells
         return {(cell.identity["task"]["length"], cell.identity["budget"]) for cell in cells}
 
     assert points() == {(512, 0.2)}
     assert points("scale=paper") == {(1024, 0.1), (4096, 0.1)}
     assert points("scale=paper", "budget=0.5") == {(1024, 0.5), (4096, 0.5)}
     with pytest.raises(Refused, match="scale=paper: only an experiment with"):
-        make_plan(compose_all(["scale=paper"], tmp_path / "configs"))
+        planned("scale=paper", tmp_path / "configs")
     with pytest.raises(Refused, match="scale: one at a time"):
         compose_all(["-m", "experiment=two_sizes", "scale=machine,paper"], tmp_path / "configs")
 

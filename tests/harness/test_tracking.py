@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 import run
-from pqcache.harness.config.cells import Cell, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import tracking
-from tests.harness.cells import Capture, Patch
+from tests.harness.cells import Capture, Patch, planned
 
 SAMPLE = {
     "task": "t", "doc_id": 0, "score": 50.0, "prompt_end": "Where?", "target": ["x", "y"], "response": "z",
@@ -54,7 +53,7 @@ def logged(monkeypatch: Patch) -> dict[str, Any]:
 
 
 def cell(tmp_path: Path, *words: str) -> Cell:
-    (one,) = make_plan(compose_all([f"out={tmp_path}", "method=oracle", *words], run.CONFIGS)).cells
+    (one,) = planned([f"out={tmp_path}", "method=oracle", *words]).cells
     return one
 
 
@@ -68,19 +67,14 @@ def track(one: Cell, mode: str = "offline", score: float = 50.0) -> bool:
 def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch) -> None:
     plain = cell(tmp_path)
     track(plain)
-    assert (logged["project"], logged["group"], logged["tags"], logged["mode"]) == (
-        "pqcache-lab",
-        "m/t",
-        None,
-        "offline",
-    )
+    told = [logged[key] for key in ("project", "group", "tags", "mode")]
+    assert told == ["pqcache-lab", "m/t", None, "offline"]
     first = logged["id"]
     monkeypatch.setenv("WANDB_PROJECT", "from-outside")
     track(plain, score=60.0)
     assert (logged["project"], logged["id"], logged["resume"]) == ("from-outside", first, "allow")
-    typed = cell(
-        tmp_path, "wandb.project=mine", "wandb.group=g", "wandb_entity=me", "wandb.tags=[a,b]", "wandb=offline"
-    )
+    words = "wandb.project=mine wandb.group=g wandb_entity=me wandb.tags=[a,b] wandb=offline"
+    typed = cell(tmp_path, *words.split())
     assert typed.name == plain.name  # no part of a cell
     track(typed, score=70.0)
     assert (logged["project"], logged["group"], logged["entity"], logged["tags"]) == ("mine", "g", "me", ["a", "b"])
@@ -89,16 +83,8 @@ def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypa
 
 
 def test_each_finished_row_is_logged_once_with_its_pair(tmp_path: Path, logged: dict[str, Any]) -> None:
-    words = [
-        "-m",
-        "method=oracle,full",
-        "task=pocket_qa",
-        "task.length=512",
-        "limit=1",
-        "smoke=true",
-        f"out={tmp_path}",
-    ]
-    words.append(f"cache_dir={tmp_path / 'cache'}")
+    words = "-m method=oracle,full task=pocket_qa task.length=512 limit=1 smoke=true".split()
+    words += [f"out={tmp_path}", f"cache_dir={tmp_path / 'cache'}"]
     for runs in (2, 2, 3):
         assert run.main([*words, "wandb=offline"] if runs < 3 else [*words, "budget=0.3", "wandb=offline"]) == 0
         assert logged["runs"] == runs

@@ -44,8 +44,9 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
     """A cell's method behind lm-eval's interface. Raises NotApplicable; see `_check_first_prompt`."""
     loaded = session.model(cell)
     spec, tasks = session.task(cell, loaded)
+    settings = {name: task.config.generation_kwargs or {} for name, task in tasks["tasks"].items()}
     others = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
-    others += [name for name, task in tasks["tasks"].items() if (task.config.generation_kwargs or {}).get("beside_full")]
+    others += [name for name, given in settings.items() if given.get("beside_full")]
     if cell.run.batch > 1 and others:
         raise ValueError(f"batch={cell.run.batch}: {others[0]} scores given texts, which works with batch=1 only")
     cell.method.know_tokenizer(loaded.tokenizer)

@@ -8,17 +8,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import run
-from pqcache.harness.config.cells import Cell
 from pqcache.harness.launch import bound, plan
 from pqcache.harness.run import memory, session
-from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.session import Session
 from pqcache.measure.geometries import geometry
 from pqcache.measure.roofline import random_config
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, generate
 from pqcache.selective.ledger import unique_bytes
-from tests.harness.cells import Capture, Patch
+from tests.harness.cells import Capture, Patch, watch
 from tests.harness.launch.test_plan import planned
 
 PROMPT, NEW = 1900, 3
@@ -170,14 +168,8 @@ def test_host_memory_that_would_fit(tmp_path: Path, monkeypatch: Patch) -> None:
 def test_a_refused_cell_loads_nothing_and_the_others_go_on(
     tmp_path: Path, free: Free, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    loaded = []
-    load = session._load
-
-    def counted(cell: Cell) -> LoadedModel:
-        loaded.append(cell.identity["model"]["layers"])
-        return load(cell)
-
-    monkeypatch.setattr(session, "_load", counted)
+    loaded: list[int] = []
+    watch(monkeypatch, session, "_load", lambda cell: loaded.append(cell.identity["model"]["layers"]))
     free(4 * bound.parameter_count(random_config("tiny", 12)))
     argv = ["-m", "model=random", "model.geometry=tiny", "model.layers=2,40", "task=latency", "method=full"]
     argv += ["task.length=64", "task.rounds=1", "task.new_tokens=4", f"out={tmp_path}", f"cache_dir={tmp_path}"]

@@ -6,22 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from pqcache.harness.config.cells import Cell, RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import plan
 from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
+from tests.harness import cells
 from tests.harness.cells import Capture, Patch
 
-REPO = Path(__file__).resolve().parents[3]
 SMALL = ("task=pocket_qa", "task.length=512", "limit=7", "wandb=disabled")
 
 
 def planned(tmp_path: Path, *words: str) -> RunPlan:
-    return make_plan(
-        compose_all([*words, f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}"], REPO / "configs")
-    )
+    return cells.planned([*words, f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}"])
 
 
 @pytest.fixture(autouse=True)

@@ -7,25 +7,19 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.launch import progress
 from pqcache.harness.launch.progress import Total
 from pqcache.harness.run.session import Session
-from tests.harness.cells import REPO, Capture, Command, Patch
+from tests.harness.cells import Capture, Command, Patch, planned
 from tests.harness.in_process import InProcess
 
 PLAN = re.compile(r"plan: 2 cells, 16 samples; memory at most .*; time: .*\n")
 
 
-def planned(tmp_path: Path, *words: str) -> RunPlan:
-    here = [f"out={tmp_path / 'out'}", f"cache_dir={tmp_path}"]
-    return make_plan(compose_all(["-m", "method=full,streaming", "task=pocket_qa", *here, *words], REPO / "configs"))
-
-
 def test_samples_weigh_what_they_cost(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 60.0)
-    made = planned(tmp_path, "task.length=512", "limit=3", "shared_prefill=false")
+    words = "-m method=full,streaming task=pocket_qa task.length=512 limit=3 shared_prefill=false"
+    made = planned(f"{words} out={tmp_path / 'out'} cache_dir={tmp_path}")
     now, stream = [0.0], io.StringIO()
     total = Total(stream, lambda: now[0])
     total.begin(made, Session())

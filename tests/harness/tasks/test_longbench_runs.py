@@ -11,11 +11,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run import answers
 from pqcache.harness.tasks.longbench.constructed import construct
 from pqcache.harness.tasks.longbench.data_sets import DATASETS, UNWRAPPED
-from tests.harness.cells import Capture, Command, Patch, error_of
+from tests.harness.cells import Capture, Command, Patch, error_of, one_row
 from tests.harness.tasks.test_longbench import make_row, write_files
 
 # -- whole runs -----------------------------------------------------------------------------------------------------------
@@ -33,13 +32,6 @@ def start(command: Command, monkeypatch: Patch) -> Command:
     return lambda *arguments: command("method=full", *arguments)
 
 
-def only_row(folder: Path) -> Row:
-    (path,) = folder.glob("out/*/row.json")
-    row = read_row(path)
-    assert row is not None
-    return row
-
-
 def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, capsys: Capture) -> None:
     files = {}
     for dataset in DATASETS:
@@ -48,7 +40,7 @@ def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, ca
     folder = write_files(tmp_path / "data", **files)
     arguments = ["task=longbench", f"task.source={folder}", "limit=1", "task.max_length=160"]
     assert start(*arguments, "model=embedded") == 0
-    row = only_row(tmp_path)
+    row = one_row(tmp_path)[1]
     assert list(row["tasks"]) == [f"longbench_{name}" for name in DATASETS]
     assert row["n_samples"] == 16
     means = [t["score"] for t in row["tasks"].values()]
@@ -79,7 +71,7 @@ def test_the_mean_over_data_sets_does_not_count_rows(start: Command, tmp_path: P
     given = iter(["cat", "dog", "dog", "cat"])
     monkeypatch.setattr(answers, "cut", lambda text, until, thinking: next(given))
     assert start("task=longbench", f"task.source={folder}", "task.datasets=[hotpotqa,qasper]", "limit=null") == 0
-    row = only_row(tmp_path)
+    row = one_row(tmp_path)[1]
     assert {name: t["n_samples"] for name, t in row["tasks"].items()} == {
         "longbench_hotpotqa": 3,
         "longbench_qasper": 1,
@@ -98,7 +90,7 @@ def test_the_chinese_data_sets(start: Command, tmp_path: Path, monkeypatch: Patc
     monkeypatch.setattr(answers, "cut", lambda text, until, thinking: next(given))
     typed = ["task=longbench", f"task.source={folder}", "task.datasets=[multifieldqa_zh,passage_retrieval_zh]"]
     assert start(*typed, "limit=null") == 0
-    scores = {name: t["score"] for name, t in only_row(tmp_path)["tasks"].items()}
+    scores = {name: t["score"] for name, t in one_row(tmp_path)[1]["tasks"].items()}
     assert scores == {"longbench_multifieldqa_zh": 100.0, "longbench_passage_retrieval_zh": 50.0}
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "jieba", None)
@@ -111,7 +103,7 @@ def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -
     folder = write_files(tmp_path / "data", hotpotqa_e=rows, lcc_e=rows[1:2])
     arguments = ["task=longbench_e", "task.datasets=[hotpotqa,lcc]", f"task.source={folder}", "limit=2"]
     assert start(*arguments) == 0
-    assert {name: t["n_samples"] for name, t in only_row(tmp_path)["tasks"].items()} == {
+    assert {name: t["n_samples"] for name, t in one_row(tmp_path)[1]["tasks"].items()} == {
         "longbench_e_hotpotqa_0-4k": 2,
         "longbench_e_hotpotqa_4-8k": 1,
         "longbench_e_hotpotqa_8k+": 2,
@@ -165,7 +157,7 @@ def test_rows_of_the_hub_are_the_archives(start: Command, tmp_path: Path, monkey
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert start("task=longbench_qasper", "task.revision=0123", "limit=2") == 0
     assert set(requested) == {("zai-org/LongBench", "data.zip", "0123")}
-    row = only_row(tmp_path)
+    row = one_row(tmp_path)[1]
     content = (folder / "data.zip").read_bytes()
     assert row["data"] == {
         "source": "hub zai-org/LongBench",

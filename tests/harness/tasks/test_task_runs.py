@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pqcache.harness.report.rows import Row
-from pqcache.harness.run import adapter as lm
-from tests.harness.cells import Capture, Command, Patch
+from pqcache.harness.run import adapter
+from tests.harness.cells import Capture, Command, Patch, watch
 from tests.harness.cells import rows as stored
 
 
@@ -54,13 +54,7 @@ def test_answers_begin_inside_the_models_turn(call: Any, tiny: Path, monkeypatch
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     prompts: list[str] = []
-    original = lm.generate
-
-    def spy(model: Any, method: Any, ids: Any, **options: Any) -> Any:
-        prompts.append(tokenizer.decode(ids[0]))
-        return original(model, method, ids, **options)
-
-    monkeypatch.setattr(lm, "generate", spy)
+    watch(monkeypatch, adapter, "generate", lambda model, method, ids, **_: prompts.append(tokenizer.decode(ids[0])))
     rows = call("task=ruler", "task.length=640", "task.families=[niah_single_1,qa_1]", "method=full")
     assert set(rows["full"]["tasks"]) == {"ruler_niah_single_1", "ruler_qa_1"}
     assert len(prompts) == 4
