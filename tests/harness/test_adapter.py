@@ -10,7 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pqcache.harness.config.options import fits
+from pqcache.harness.config.options import RunOptions, fits
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.models import LoadedModel, opening_tokens
 from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks
@@ -18,8 +18,8 @@ from pqcache.registry import method_class
 from tests.harness.cells import ask
 
 
-def adapter(loaded: LoadedModel, log: SampleLog, **options: Any) -> HarnessLM:
-    return HarnessLM(loaded, method_class("full")(), log, **options)
+def adapter(loaded: LoadedModel, log: SampleLog, tasks: dict[str, Any] | None = None, **options: Any) -> HarnessLM:
+    return HarnessLM(loaded, method_class("full")(), log, RunOptions(**options), tasks=tasks)
 
 
 # -- prompts --------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_line_tells_what_was_asked(loaded: LoadedModel, whole: bool, tmp_path:
     task = SimpleNamespace(doc_to_target=lambda doc: ["the river", "the bank"])
     story = "The farmer walked to the river and back. " * 12
     with SampleLog(tmp_path / "samples.jsonl") as log:
-        lm = adapter(loaded, log, tasks={"some_task": task}, whole_prompts=whole)
+        lm = adapter(loaded, log, {"some_task": task}, samples="full" if whole else "short")
         lm.generate_until([ask(story, max_gen_toks=2)])
         lm.loglikelihood([Instance("loglikelihood", {}, (story, "river"), 0, ("some_task", 1, 1))])
     with SampleLog(tmp_path / "samples.jsonl") as log:

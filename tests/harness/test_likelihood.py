@@ -9,6 +9,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 
+from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run import adapter as adapter_module
 from pqcache.harness.run import units
 from pqcache.harness.run.adapter import HarnessLM, LogLikelihood
@@ -46,7 +47,7 @@ def plain(loaded: LoadedModel, ids: list[int], first: int) -> list[float]:
 def adapter(
     loaded: LoadedModel, log: SampleLog, method: str = "full", budget: float = 1.0, **options: Any
 ) -> HarnessLM:
-    return HarnessLM(loaded, method_class(method)(budget=Budget(ratio=budget)), log, **options)
+    return HarnessLM(loaded, method_class(method)(budget=Budget(ratio=budget)), log, RunOptions(**options))
 
 
 # -- continuations --------------------------------------------------------------------------------------------------------

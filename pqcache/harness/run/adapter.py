@@ -1,6 +1,6 @@
 """The lm-eval adapter: every request runs through our own decode loop, greedy or drawn, under any method.
 
-    lm = HarnessLM(loaded, method, log, seed=0)
+    lm = HarnessLM(loaded, method, log, RunOptions(seed=0))
     lm_eval.evaluator.evaluate(lm, task_dict, limit=20)
 
 The adapter wraps prompts itself (chat template, opening tokens once), so lm-eval's apply_chat_template stays off. A sample found
@@ -25,11 +25,11 @@ from lm_eval.api.model import LM
 
 from pqcache import selective
 from pqcache.harness.config import environment
-from pqcache.harness.config.options import DecodeOptions
+from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run import answers
-from pqcache.harness.run.memory import Chunk, Chunks
+from pqcache.harness.run.memory import Chunks
 from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.run.prompts import DEFAULT_NEW_TOKENS, Prepared, PromptFacts, Prompts, Reader, Text, TokenTask
+from pqcache.harness.run.prompts import Prepared, PromptFacts, Reader, Text
 from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, prompt_marks, target_marks
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
 from pqcache.registry import method_class
@@ -72,48 +72,30 @@ class HarnessLM(LM):
         loaded: LoadedModel,
         method: Method,
         log: SampleLog,
+        run: RunOptions | None = None,
         *,
-        attn: str = "auto",
-        seed: int = 0,
-        question_as_decode: bool = False,
-        max_new_tokens: int = DEFAULT_NEW_TOKENS,
         scorer: Scorer | None = None,
         label: str = "",
         facts: environment.Facts | None = None,
         recorder: Recorder | None = None,
-        tokens: TokenTask | None = None,
-        smoke: bool = False,
         computes: bool = True,
-        prefill_chunk: Chunk = None,
-        graph: str = "auto",
-        kernels: str = "torch",
-        known: Prompts | None = None,
-        batch: int = 1,
-        batch_check: int = 0,
         tasks: Mapping[str, Any] | None = None,
-        whole_prompts: bool = False,
-        decode: DecodeOptions | None = None,
+        **reading: Any,
     ) -> None:
-        """computes: false if the model has no weights, and every sample must be in the log. tasks: lm-eval's."""
+        """computes: false if the model has no weights, and every sample must be in the log. tasks: lm-eval's. reading: of the
+        `Reader`.
+        """
         super().__init__()
+        run = run or RunOptions()
         self.loaded, self.method, self.log = loaded, method, log
-        self.attn, self.graph, self.kernels = attn, graph, kernels
-        self.seed, self.label = seed, label
-        self.reader = Reader(
-            loaded,
-            seed=seed,
-            question_as_decode=question_as_decode,
-            max_new_tokens=max_new_tokens,
-            tokens=tokens,
-            smoke=smoke,
-            known=known,
-            decode=decode,
-        )
-        self.chunks = Chunks(prefill_chunk, batch)
+        self.attn, self.graph, self.kernels = run.attn, run.graph, run.kernels
+        self.seed, self.label = run.seed, label
+        self.reader = Reader(loaded, run, **reading)
+        self.chunks = Chunks(run.prefill_chunk, run.batch)
         self.scorer, self.recorder, self.computes = scorer, recorder, computes
         self.facts = facts or environment.facts(loaded.device, loaded.kept)
-        self.batch, self.batch_check = batch, batch_check
-        self.tasks, self.whole_prompts, self.smoke = tasks or {}, whole_prompts, smoke
+        self.batch, self.batch_check = run.batch, run.batch_check
+        self.tasks, self.whole_prompts, self.smoke = tasks or {}, run.samples == "full", run.smoke
         self.draws = range(self.reader.decode.samples)  # the numbers of a document's answers
         self.draw = 0  # of the answers that lm-eval gets
         self.thinks = bool(loaded.thinking)  # answers begin with thoughts, which are not scored
@@ -122,7 +104,7 @@ class HarnessLM(LM):
         self.computed = 0  # samples
         self.timed = True  # false: times would not be of this process alone, and are dropped
         # a smoke run needs no warm-up: its times mean nothing; samples of batches have none
-        self.warm = smoke or batch > 1
+        self.warm = run.smoke or run.batch > 1
         self.used: dict[tuple, Sample] = {}  # (task, document[, request or draw]) -> the samples of this evaluation
         self.prompts: dict[tuple, PromptFacts] = {}  # (task, document[, request]) -> the prompts
 
@@ -356,17 +338,8 @@ class HarnessLM(LM):
     ) -> Sample:
         if not self.timed:
             result = replace(result, prefill_s=None, tt2t_s=None)
-        return make_sample(
-            result,
-            task=asked.task,
-            doc_id=asked.doc_id,
-            mark=asked.mark,
-            response=response,
-            score=score,
-            question_tokens=question,
-            attn=attention_kernel(self.attn)[0],
-            facts=self.facts,
-        )
+        key = asked.task, asked.doc_id, asked.mark
+        return make_sample(result, key, response, score, question, attention_kernel(self.attn)[0], self.facts)
 
     def fail(self, error: Exception, asked: Prepared | Text, response: str) -> Sample:
         """The line of a sample that is no answer."""

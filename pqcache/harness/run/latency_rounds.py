@@ -71,17 +71,8 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
             if batch == 1 and getattr(cell.method, "store", "resident") != "resident":
                 config = model.config.get_text_config(decoder=True)
                 run.extra["offload_s"] = offload_seconds(config, [length], model.dtype, device, 3)[0]
-            sample = make_sample(
-                run,
-                task="latency",
-                doc_id=index,
-                mark=marks[0],
-                response="",
-                score=None,
-                question_tokens=0,
-                attn=attention_kernel(cell.run.attn)[0],
-                facts=facts,
-            )
+            key = "latency", index, marks[0]
+            sample = make_sample(run, key, "", None, 0, attention_kernel(cell.run.attn)[0], facts)
             log.append(sample)
         samples.append(sample)
     if not rounds.warm and rows.read_row(path) is not None:

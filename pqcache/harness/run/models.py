@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +12,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
-from pqcache.harness.run import answers, device_map, gguf, model_files
+from pqcache.harness.config.options import show
+from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
 
 if TYPE_CHECKING:
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 # Where a prompt's last question starts, for tasks that do not say it themselves.
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")
 INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
+OFFLOAD = "offload"  # the folder in cache_dir for weights on the disk
 JOIN = 64  # tokens that joining two halves of a prompt may add
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
 
@@ -252,7 +257,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         model_files.check_format(path, allow_pickle=allow_pickle)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True}
-        loading |= {"use_safetensors": None if allow_pickle else True, **device_map.arguments(options)}
+        loading |= {"use_safetensors": None if allow_pickle else True, **map_arguments(options)}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, revision=revision, trust_remote_code=False, **loading
@@ -263,7 +268,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             line = f"model.path={path}: has no {model_files.SAFE} ({' '.join(str(error).split())[:200]})"
             raise model_files.Unusable(f"{line}; pickled weights are read with model.allow_pickle=true only") from error
         except ValueError as error:
-            if (misfit := device_map.why_not(options, error)) is None:
+            if (misfit := map_misfit(options, error)) is None:
                 raise
             raise model_files.Unusable(misfit) from error
         check_weights(path, model, info["missing_keys"])
@@ -393,3 +398,38 @@ def local_or_hub(options: dict[str, Any]) -> str:
     path = str(options["path"])
     local = Path(path).expanduser()
     return str(local) if local.is_dir() else path
+
+
+# -- model.device_map: weights on several devices, in host memory and on disk; accelerate brings them to where they compute -
+
+
+def map_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """What from_pretrained is given for `model.device_map` and `model.max_memory`; nothing without a device map.
+
+    Weights for the disk are read from the model's own safetensors. Pickled ones are copied to a folder that is removed at exit.
+    """
+    if options.get("device_map") is None:
+        return {}
+    cache = Path(options.get("cache_dir") or tempfile.gettempdir()).expanduser() / OFFLOAD
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(dir=cache)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    parts, most = options["device_map"], options.get("max_memory")
+    if isinstance(parts, dict):
+        parts = {part: _number(place) for part, place in parts.items()}
+    if most is not None:
+        most = {_number(place): _number(size) for place, size in most.items()}
+    return {"device_map": parts, "max_memory": most, "offload_folder": folder}
+
+
+def _number(value: str | int) -> str | int:
+    """cuda:1 -> 1, as accelerate names a GPU, and digits -> a number; other texts as they are."""
+    text = str(value).removeprefix("cuda:")
+    return int(text) if text.isdigit() else text
+
+
+def map_misfit(options: dict[str, Any], error: ValueError) -> str | None:
+    """One line, if the error is that of a device map that does not fit the model."""
+    if options.get("device_map") is None or "device_map" not in str(error):
+        return None
+    return f"model.device_map={show(options['device_map'])}: {' '.join(str(error).split())[:300]}"

@@ -1,6 +1,6 @@
 """Requests of lm-eval in the model's terms: token ids, fingerprints, and whether they fit the model.
 
-    reader = Reader(loaded, seed=0)
+    reader = Reader(loaded, RunOptions(seed=0))
     prepared = reader.read(request)          a prompt to be answered
     parts = reader.texts(request)            texts to be scored
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pqcache.harness.config.options import DecodeOptions
+from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.run.models import MARKERS, LoadedModel, opening_tokens, question_start
 from pqcache.harness.run.samples import PROMPT_END, drawn_mark, fingerprint
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
@@ -138,9 +138,8 @@ class Prompts:
         self._last: tuple[bytes, list[int]] | None = None
         self._room = KEPT_TOKENS
         self._group = ""
-        self.reference: tuple[tuple, Reference] | None = (
-            None  # the last answer of Full that methods read, and what it is of
-        )
+        # the last answer of Full that methods read, and what it is of
+        self.reference: tuple[tuple, Reference] | None = None
 
     def begin(self, group: str) -> Prompts:
         """A cell of this group is about to run. Token ids of another group are dropped."""
@@ -178,18 +177,16 @@ class Reader:
     def __init__(
         self,
         loaded: LoadedModel,
+        run: RunOptions,
         *,
-        seed: int = 0,
-        question_as_decode: bool = False,
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         tokens: TokenTask | None = None,
-        smoke: bool = False,
         known: Prompts | None = None,
         decode: DecodeOptions | None = None,
     ) -> None:
         """tokens: of tasks that are measured in tokens, not text. known: the prompts that were read."""
-        self.loaded, self.seed, self.question_as_decode = loaded, seed, question_as_decode
-        self.max_new_tokens, self.tokens, self.smoke = max_new_tokens, tokens, smoke
+        self.loaded, self.seed, self.question_as_decode = loaded, run.seed, run.question_as_decode
+        self.max_new_tokens, self.tokens, self.smoke = max_new_tokens, tokens, run.smoke
         self.known = known if known is not None else Prompts()
         self.decode = decode or DecodeOptions()
         self.limit, self.limit_reason = limit_of(loaded)

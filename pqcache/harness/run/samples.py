@@ -36,19 +36,14 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, int, str]  # task, document, fingerprint
-# What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
 PROMPT_END = 300  # characters of a prompt that its line keeps
 DIFFERS = "differs_alone"  # in a sample's `extra`, with batch_check: 1 if the answer alone is another one
 # What a sample takes as it is from the result of a generation.
-OF_THE_RESULT: tuple[str, ...] = (
-    "prompt_tokens",
-    "prefill_s",
-    "tt2t_s",
-    "index_build_s",
-    "budget_tokens",
-    "attended_tokens",
-)
-OF_THE_RESULT += ("attended_tokens_all_layers", "resident_bytes", "peak_bytes", "bytes_per_step")
+OF_THE_RESULT = (
+    "prompt_tokens prefill_s tt2t_s index_build_s budget_tokens attended_tokens attended_tokens_all_layers"
+    " resident_bytes peak_bytes bytes_per_step"
+).split()
+# What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 LOCK, OWNER = ".lock", "owner.json"
 
@@ -135,23 +130,18 @@ def drawn_mark(mark: str, settings: dict[str, Any]) -> str:
 
 def make_sample(
     result: GenerationResult,
-    *,
-    task: str,
-    doc_id: int,
-    mark: str,
+    key: Key,
     response: str,
     score: float | None,
     question_tokens: int,
     attn: str,
     facts: Facts,
 ) -> Sample:
-    """The line of one generation. mark: its fingerprint."""
+    """The line of one generation."""
     work = {"index_work_s": result.index_work_s} if result.index_work_s else {}
     own = {name: getattr(result, name) for name in OF_THE_RESULT}
     sample = {
-        "task": task,
-        "doc_id": doc_id,
-        "fingerprint": mark,
+        **dict(zip(("task", "doc_id", "fingerprint"), key, strict=True)),
         "response": response,
         "score": score,
         "new_tokens": len(result.token_ids),
