@@ -18,22 +18,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.gsm8k_cot import FIELDS, TEST, numbered_problem, problem
-from pqcache.harness.tasks.sources import (
-    CONSTRUCTED,
-    HUB,
-    DataSet,
-    DataSetTask,
-    Facts,
-    Rows,
-    check_source,
-    constructed_facts,
-    digest,
-    read_rows,
-)
 
-TRAIN = DataSet("openai/gsm8k", config="main", split="train", fields=FIELDS, files=("train.jsonl", "train.parquet"))
+TRAIN = sources.DataSet(
+    "openai/gsm8k", config="main", split="train", fields=FIELDS, files=("train.jsonl", "train.parquet")
+)
 EXEMPLARS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)  # rows of the train split, in the prompt's order
 STEPS = (9,) * 8 + (8,) * 2  # lines of reasoning of each
 CUE = "\nLet's think step by step\n"
@@ -43,19 +34,19 @@ END = "\nQuestion: "
 @dataclass(kw_only=True)
 class Gsm8kCotLongOptions:
     # hub, constructed, or a folder with test.jsonl and train.jsonl
-    source: str = HUB
+    source: str = sources.HUB
     # worked examples in the prompt
     shots: int = 10
     # longest prompt in tokens: examples are left out from the front; null: all of them
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_source(self.source)
+        sources.check_source(self.source)
         require(0 <= self.shots <= len(EXEMPLARS), "shots", self.shots, f"must be from 0 to {len(EXEMPLARS)}")
         require(self.tokens is None or self.tokens >= 64, "tokens", self.tokens, "must be at least 64, or null")
 
 
-class Gsm8kCotLong(DataSetTask[Gsm8kCotLongOptions]):
+class Gsm8kCotLong(sources.DataSetTask[Gsm8kCotLongOptions]):
     Options = Gsm8kCotLongOptions
     max_new_tokens = 256
     data_set = TEST
@@ -67,14 +58,14 @@ class Gsm8kCotLong(DataSetTask[Gsm8kCotLongOptions]):
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         return numbered_problem(seed, number)
 
-    def read_all(self, seed: int, limit: int | None) -> tuple[Rows, Rows, Facts]:
+    def read_all(self, seed: int, limit: int | None) -> tuple[sources.Rows, sources.Rows, sources.Facts]:
         """(the ten rows of the examples, the test rows, the facts of their source)"""
         rows, facts = self.read(seed, limit)
-        if self.options.source == CONSTRUCTED:
-            examples: Rows = [problem(Random(f"gsm8k/{seed}/{i}"), n) for i, n in enumerate(STEPS)]
-            return examples, rows, constructed_facts(examples + rows, seed)
+        if self.options.source == sources.CONSTRUCTED:
+            examples: sources.Rows = [problem(Random(f"gsm8k/{seed}/{i}"), n) for i, n in enumerate(STEPS)]
+            return examples, rows, sources.constructed_facts(examples + rows, seed)
         examples = exemplars(self.options.source)
-        facts["sha256"]["examples"] = digest(examples)
+        facts["sha256"]["examples"] = sources.digest(examples)
         return examples, rows, facts
 
     def prepare(self, *, limit: int | None) -> None:
@@ -107,16 +98,16 @@ def worked(row: dict[str, Any]) -> str:
     return f"Question: {row['question']}{CUE}{reasoning}\nThe answer is {answer}"
 
 
-def exemplars(source: str) -> Rows:
+def exemplars(source: str) -> sources.Rows:
     """The ten train rows; of a folder from train.jsonl, or from a train*.jsonl whose rows have a `train_index`."""
     by_index: dict[int, dict[str, Any]] = {}
     folder = Path(source).expanduser()
-    if source == HUB or any((folder / name).is_file() for name in TRAIN.files):
+    if source == sources.HUB or any((folder / name).is_file() for name in TRAIN.files):
         rows, _ = TRAIN.read(source)
         by_index = dict(enumerate(rows))
     else:
         for path in sorted(folder.glob("train*.jsonl")):
-            for row in read_rows(path, fields=FIELDS):
+            for row in sources.read_rows(path, fields=FIELDS):
                 by_index.setdefault(int(row.get("train_index", -1)), row)
     missing = [index for index in EXEMPLARS if index not in by_index]
     require(not missing, "source", source, f"holds no train.jsonl with rows {', '.join(map(str, missing))} of GSM8K")

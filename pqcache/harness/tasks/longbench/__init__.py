@@ -30,26 +30,8 @@ from typing import Any, Literal
 
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, Count, construct
-from pqcache.harness.tasks.longbench.data_sets import (
-    BUCKETS,
-    DATASETS,
-    DATASETS_E,
-    FIELDS,
-    KVCACHE_FACTORY,
-    LONGEST_ANSWER,
-    MAX_LENGTH,
-    OFFICIAL,
-    QUESTION_MARKER,
-    STOP_TOKEN,
-    UNWRAPPED,
-    bucket_of,
-    check_row,
-    fill,
-    max_length,
-    score,
-    template,
-)
 from pqcache.naming import suggestion
 
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
@@ -67,7 +49,7 @@ class LongBenchOptions:
     # the turns of a chat; template: the tokenizer's own also where its turns are [INST]
     wrapper: Literal["official", "template"] = "official"
     # data sets whose prompts are not wrapped
-    unwrapped: list[str] = field(default_factory=lambda: list(UNWRAPPED))
+    unwrapped: list[str] = field(default_factory=lambda: list(data_sets.UNWRAPPED))
     # longest context and input of a constructed row, in tokens
     constructed_tokens: int = 1024
 
@@ -77,7 +59,7 @@ class LongBenchOptions:
             require(self.source == sources.HUB, "revision", self.revision, "only source=hub has revisions")
         if isinstance(self.max_length, int):
             require(self.max_length >= 64, "max_length", self.max_length, "must be at least 64 tokens, or null")
-        _check_names("unwrapped", self.unwrapped, tuple(OFFICIAL))
+        _check_names("unwrapped", self.unwrapped, tuple(data_sets.OFFICIAL))
         enough = self.constructed_tokens >= SHORTEST
         require(enough, "constructed_tokens", self.constructed_tokens, f"must be at least {SHORTEST}")
 
@@ -91,14 +73,14 @@ class LongBenchGroupOptions(LongBenchOptions):
         super().__post_init__()
         if self.datasets is not None:
             require(len(self.datasets) > 0, "datasets", self.datasets, "must name at least one data set")
-            _check_names("datasets", self.datasets, tuple(OFFICIAL))
+            _check_names("datasets", self.datasets, tuple(data_sets.OFFICIAL))
 
 
 @dataclass(kw_only=True)
 class LongBenchEOptions(LongBenchGroupOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_names("datasets", self.datasets or [], DATASETS_E)
+        _check_names("datasets", self.datasets or [], data_sets.DATASETS_E)
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -121,7 +103,7 @@ class LongBench(Task[LongBenchOptions]):
 
     def __init__(self, name: str, options: LongBenchOptions) -> None:
         super().__init__(name, options)
-        self.max_new_tokens = max(OFFICIAL[dataset].new_tokens for dataset in self.all_datasets())
+        self.max_new_tokens = max(data_sets.OFFICIAL[dataset].new_tokens for dataset in self.all_datasets())
 
     def all_datasets(self) -> tuple[str, ...]:
         """The data sets that the task can run."""
@@ -147,8 +129,8 @@ class LongBench(Task[LongBenchOptions]):
         """Tokens to which prompts are cut for a model of these names or paths; 0: to the model's room."""
         if isinstance(self.options.max_length, int):
             return self.options.max_length
-        lengths = KVCACHE_FACTORY if self.options.max_length else MAX_LENGTH
-        return next((tokens for name in names if (tokens := max_length(name, lengths))), 0)
+        lengths = data_sets.KVCACHE_FACTORY if self.options.max_length else data_sets.MAX_LENGTH
+        return next((tokens for name in names if (tokens := data_sets.max_length(name, lengths))), 0)
 
     def prepare(self, *, limit: int | None) -> None:
         if "multifieldqa_zh" in self.datasets() and importlib.util.find_spec("jieba") is None:
@@ -156,7 +138,7 @@ class LongBench(Task[LongBenchOptions]):
         if self.options.source != sources.CONSTRUCTED:
             self.read(limit)
         for dataset in self.datasets():
-            template(dataset)
+            data_sets.template(dataset)
 
     def build(self, request: TaskRequest) -> TaskSpec:
         constructed = self.options.source == sources.CONSTRUCTED
@@ -185,11 +167,14 @@ class LongBench(Task[LongBenchOptions]):
             rows, facts = read_archive(files, self.options.revision, max_rows)
         else:
             paths = {dataset: sources.local_file(self.options.source, name) for dataset, name in files.items()}
-            rows = {dataset: sources.read_rows(path, fields=FIELDS, limit=max_rows) for dataset, path in paths.items()}
+            rows = {
+                dataset: sources.read_rows(path, fields=data_sets.FIELDS, limit=max_rows)
+                for dataset, path in paths.items()
+            }
             facts = sources.facts_of("local folder", {path.name: sources.sha256(path) for path in paths.values()})
         for dataset, name in files.items():
             for number, row in enumerate(rows[dataset], 1):
-                check_row(dataset, row, f"{name}, row {number}")
+                data_sets.check_row(dataset, row, f"{name}, row {number}")
         return rows, facts
 
 
@@ -199,7 +184,7 @@ class LongBenchGroup(LongBench):
     Options = LongBenchGroupOptions
 
     def all_datasets(self) -> tuple[str, ...]:
-        return tuple(DATASETS)
+        return tuple(data_sets.DATASETS)
 
 
 class LongBenchE(LongBench):
@@ -208,16 +193,19 @@ class LongBenchE(LongBench):
     Options, ending, sorts = LongBenchEOptions, "_e", True
 
     def all_datasets(self) -> tuple[str, ...]:
-        return DATASETS_E
+        return data_sets.DATASETS_E
 
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
-        buckets = {name: [row for row in rows if bucket_of(row["length"]) == name][:limit] for name in BUCKETS}
+        buckets = {
+            name: [row for row in rows if data_sets.bucket_of(row["length"]) == name][:limit]
+            for name in data_sets.BUCKETS
+        }
         return {f"longbench_e_{dataset}_{name}": members for name, members in buckets.items() if members}
 
     def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
         """`samples` for each bucket."""
         tokens = self.options.constructed_tokens
-        return construct(dataset, samples * len(BUCKETS), tokens, seed, count, e=True)
+        return construct(dataset, samples * len(data_sets.BUCKETS), tokens, seed, count, e=True)
 
 
 def read_archive(files: dict[str, str], revision: str | None, limit: int | None) -> tuple[RowsByDataset, sources.Facts]:
@@ -229,7 +217,9 @@ def read_archive(files: dict[str, str], revision: str | None, limit: int | None)
             for dataset, name in files.items():
                 with archive.open(f"data/{name}") as file:
                     lines = io.TextIOWrapper(file, encoding="utf-8")
-                    rows[dataset] = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=FIELDS, limit=limit)
+                    rows[dataset] = sources.parse_lines(
+                        lines, f"{ARCHIVE}/{name}", fields=data_sets.FIELDS, limit=limit
+                    )
     except (KeyError, *sources.DAMAGED) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"task.source=hub: {path} is not LongBench's archive ({reason})") from error
@@ -242,9 +232,9 @@ def read_archive(files: dict[str, str], revision: str | None, limit: int | None)
 def document(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
     """A row as lm-eval sees it. The context is in the prompt only."""
     return {
-        **{key: row[key] for key in FIELDS if key not in ("context", "dataset")},
+        **{key: row[key] for key in data_sets.FIELDS if key not in ("context", "dataset")},
         "dataset": dataset,
-        "prompt": fill(dataset, row),
+        "prompt": data_sets.fill(dataset, row),
         "meta": {"_id": row["_id"], "words": row["length"]},
     }
 
@@ -255,22 +245,22 @@ def definition(task: str, dataset: str, docs: list[dict], options: LongBenchOpti
     cut: longest prompt in tokens before wrapping; 0: the room that the model has.
     """
     wrapper = "inst" if options.wrapper == "official" else "template"
-    stop = {"stop_token": STOP_TOKEN[dataset]} if dataset in STOP_TOKEN else {}
+    stop = {"stop_token": data_sets.STOP_TOKEN[dataset]} if dataset in data_sets.STOP_TOKEN else {}
     return generation_task(
         task,
         docs,
         process_results,
         ["score"],
-        max_new_tokens=OFFICIAL[dataset].new_tokens,
+        max_new_tokens=data_sets.OFFICIAL[dataset].new_tokens,
         target="{{answers[0]}}",
         wrapper="none" if dataset in options.unwrapped else wrapper,
         cut_middle=cut,
         # the longest of all data sets, so that all prompts are cut to one length
-        longest_answer=LONGEST_ANSWER,
-        question_markers=[QUESTION_MARKER[dataset]] if dataset in QUESTION_MARKER else [],
+        longest_answer=data_sets.LONGEST_ANSWER,
+        question_markers=[data_sets.QUESTION_MARKER[dataset]] if dataset in data_sets.QUESTION_MARKER else [],
         **stop,
     )
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:
-    return {"score": score(doc["dataset"], results[0], doc["answers"], doc["all_classes"])}
+    return {"score": data_sets.score(doc["dataset"], results[0], doc["answers"], doc["all_classes"])}
