@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import run
 from pqcache.harness.tasks import sandbox
 from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import needs_isolation
-from tests.harness.tasks.hostile import FILES, FORGERIES, KERNEL, PROCESSES
 
 WAYS = ["unshare", pytest.param("bubblewrap", marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap"))]
 FAST = ("pidfd to the parent", "fork", "write outside", "read /etc/shadow", "the network", "shared memory")
 WANTS_A_NUMBER = "def check(candidate):\n    assert candidate(1) == 918273645\n"
-HOSTILE = PROCESSES | FILES | KERNEL
+PROGRAMS = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text(encoding="utf-8"))
+HOSTILE = PROGRAMS["processes"] | PROGRAMS["files"] | PROGRAMS["kernel"]
 
 
 def effect(body: str, outside: Path, how: str | None = None) -> str | None:
@@ -51,14 +52,14 @@ def test_no_hostile_program_has_an_effect(name: str, how: str, tmp_path: Path) -
 
 @needs_isolation
 @pytest.mark.rest
-@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("name", PROGRAMS["forgeries"])
 def test_no_program_is_judged_by_itself(name: str) -> None:
-    assert judged(FORGERIES[name], "f", WANTS_A_NUMBER, "", timeout=2.0) is not None
+    assert judged(PROGRAMS["forgeries"][name], "f", WANTS_A_NUMBER, "", timeout=2.0) is not None
 
 
 @needs_isolation
 @pytest.mark.rest
-@pytest.mark.parametrize("program", [KERNEL["a flood of answers"], "return 'x' * (8 << 20)"])
+@pytest.mark.parametrize("program", [HOSTILE["a flood of answers"], "return 'x' * (8 << 20)"])
 def test_a_flood_does_not_fill_the_harness(program: str) -> None:
     tracemalloc.start()
     try:
@@ -72,7 +73,7 @@ def test_a_flood_does_not_fill_the_harness(program: str) -> None:
 def test_a_right_answer_passes_and_a_wrong_one_does_not() -> None:
     assert judged("def f(x):\n    return 918273644 + x\n", "f", WANTS_A_NUMBER, "") is None
     assert judged("def f(x):\n    return 918273645 + x\n", "f", WANTS_A_NUMBER, "") == "AssertionError:"
-    assert judged(FORGERIES["equal to everything"], "f", WANTS_A_NUMBER, "") is not None
+    assert judged(PROGRAMS["forgeries"]["equal to everything"], "f", WANTS_A_NUMBER, "") is not None
     assert (
         judged("def f(x):\n    while True: pass\n", "f", WANTS_A_NUMBER, "", timeout=0.5)
         == "not done after 0.5 seconds"
