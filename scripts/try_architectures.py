@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import pqcache
@@ -61,84 +62,23 @@ class Family:
 
     kind: str
     models: str  # what people know it by
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
+    small: bool  # false: it is refused, by its configuration at its defaults
 
 
-FAMILIES = (
-    Family("llama", "Llama 1 to 3.3, Vicuna, Yi, TinyLlama, SmolLM 2"),
-    Family("mistral", "Mistral 7B, Mistral Nemo", {"sliding_window": 256}),
-    Family("ministral", "Ministral 8B", HEADS),
-    Family("mixtral", "Mixtral 8x7B, 8x22B", EXPERTS),
-    Family("qwen2", "Qwen 1.5, 2, 2.5"),
-    Family("qwen2_moe", "Qwen 1.5 and 2 MoE", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    Family("qwen3", "Qwen 3", HEADS),
-    Family("qwen3_moe", "Qwen 3 MoE", {**HEADS, **EXPERTS}),
-    Family("phi", "Phi 1, 1.5, 2"),
-    Family("phi3", "Phi 3, 3.5 mini, 4"),
-    Family("phimoe", "Phi 3.5 MoE", EXPERTS),
-    Family("glm", "GLM-4 9B Chat, GLM Edge", HEADS),
-    Family("glm4", "GLM-4 0414", HEADS),
-    Family("glm4_moe", "GLM 4.5", {**HEADS, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
-    Family("gemma", "Gemma 1", HEADS),
-    Family("gemma2", "Gemma 2"),
-    Family("gemma3_text", "Gemma 3", {**HEADS, "sliding_window": 256}),
-    Family("gemma3n_text", "Gemma 3n"),
-    Family("olmo", "OLMo 1"),
-    Family("olmo2", "OLMo 2"),
-    Family("olmo3", "OLMo 3", {"sliding_window": 256}),
-    Family("olmoe", "OLMoE", EXPERTS),
-    Family("cohere", "Command R"),
-    Family("cohere2", "Command R7B, Command A", {"sliding_window": 256}),
-    Family("starcoder2", "StarCoder 2", {"sliding_window": 256}),
-    Family("granite", "Granite 3"),
-    Family("granitemoe", "Granite 3 MoE", EXPERTS),
-    Family("smollm3", "SmolLM 3"),
-    Family("stablelm", "StableLM 2"),
-    Family("nemotron", "Nemotron 4, Minitron"),
-    Family("persimmon", "Persimmon 8B", {"num_key_value_heads": 4}),
-    Family("helium", "Helium 1", HEADS),
-    Family("exaone4", "EXAONE 4", {"sliding_window": 256}),
-    Family("ernie4_5", "ERNIE 4.5", HEADS),
-    Family("hunyuan_v1_dense", "Hunyuan dense", HEADS),
-    Family("seed_oss", "Seed-OSS", HEADS),
-    Family("apertus", "Apertus"),
-    Family("minimax_m2", "MiniMax M2", {**HEADS, **EXPERTS}),
-    Family("deepseek_v2", "DeepSeek V2"),
-    Family("deepseek_v3", "DeepSeek V3, R1"),
-    Family("gpt_oss", "GPT-OSS"),
-    Family("llama4_text", "Llama 4"),
-    Family("diffllama", "DiffLlama"),
-    Family("gpt2", "GPT-2"),
-    Family("gpt_neo", "GPT-Neo"),
-    Family("gptj", "GPT-J"),
-    Family("gpt_neox", "GPT-NeoX, Pythia"),
-    Family("gpt_bigcode", "StarCoder 1"),
-    Family("codegen", "CodeGen"),
-    Family("opt", "OPT"),
-    Family("bloom", "BLOOM"),
-    Family("mpt", "MPT"),
-    Family("falcon", "Falcon 7B to 180B"),
-    Family("mamba", "Mamba"),
-    Family("mamba2", "Mamba 2"),
-    Family("falcon_mamba", "Falcon Mamba"),
-    Family("rwkv", "RWKV 4"),
-    Family("recurrent_gemma", "RecurrentGemma"),
-    Family("jamba", "Jamba"),
-    Family("zamba2", "Zamba 2"),
-    Family("falcon_h1", "Falcon H1"),
-    Family("granitemoehybrid", "Granite 4"),
-    Family("nemotron_h", "Nemotron H"),
-    Family("lfm2", "LFM 2", {"full_attn_idxs": [2, 5, 8]}),
-    Family("qwen3_next", "Qwen 3 Next"),
-    Family("minimax", "MiniMax 01"),
-    Family("t5", "T5, Flan-T5"),
-    Family("bart", "BART"),
-)
-OWN_NAMES = (
-    "gemma2 gemma3n_text deepseek_v2 deepseek_v3 gpt_oss llama4_text diffllama gpt2 gpt_neo gptj gpt_neox gpt_bigcode codegen opt"
-    " bloom mpt falcon mamba mamba2 falcon_mamba rwkv recurrent_gemma jamba zamba2 falcon_h1 granitemoehybrid nemotron_h"
-    " lfm2 qwen3_next minimax t5 bart"
-).split()  # refused: their configuration at its own defaults says enough, and has names of its own for SMALL's
+def families() -> tuple[Family, ...]:
+    """Those of architectures.yaml."""
+    known = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
+    found = []
+    for part, each in known.items():
+        for kind, options in each.items():
+            models = options.pop("models")
+            own = (HEADS if options.pop("heads", False) else {}) | (EXPERTS if options.pop("experts", False) else {})
+            found.append(Family(kind, models, own | options, part == "small"))
+    return tuple(found)
+
+
+FAMILIES = families()
 
 
 @dataclass
@@ -157,8 +97,7 @@ class Trial:
 
 def config_of(family: Family) -> PreTrainedConfig:
     """A small configuration; at its defaults where it is refused by what it says, before a model is built."""
-    small = {} if family.kind in OWN_NAMES else SMALL
-    return AutoConfig.for_model(family.kind, **{**small, **family.options})
+    return AutoConfig.for_model(family.kind, **{**(SMALL if family.small else {}), **family.options})
 
 
 def attempt(family: Family) -> Trial:
@@ -169,7 +108,7 @@ def attempt(family: Family) -> Trial:
     except ValueError as error:
         trial.refused = str(error).removeprefix(f"model {family.kind}: ").removeprefix("not supported: ")
         return trial
-    if family.kind in OWN_NAMES:
+    if not family.small:
         trial.methods["full"] = "is not refused: it needs a small configuration"
         return trial
     torch.manual_seed(0)
@@ -205,15 +144,9 @@ def answer(model: PreTrainedModel) -> torch.Tensor:
     """Logits (n, new tokens, vocabulary) of greedy answers to two prompts, the second one left-padded."""
     ids = torch.randint(3, 128, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     ids[1, :PADDING] = 0
+    greedy = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out = model.generate(
-        ids,
-        attention_mask=(ids != 0).long(),
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
+        ids, attention_mask=(ids != 0).long(), output_logits=True, return_dict_in_generate=True, **greedy
     )
     return torch.stack(out.logits, 1)
 

@@ -8,22 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    PersimmonConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-    T5Config,
-    pipeline,
-)
+import transformers
+from transformers import DynamicCache, PreTrainedModel
 
 import pqcache
 from pqcache.registry import METHODS
@@ -43,17 +29,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def build(config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double().eval()
+    return transformers.AutoModelForCausalLM.from_config(config).double().eval()
 
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    return build(LlamaConfig(**SMALL))
+    return build(transformers.LlamaConfig(**SMALL))
 
 
 @pytest.fixture(scope="module")
 def qwen() -> PreTrainedModel:
-    return build(Qwen3Config(**SMALL, head_dim=32))
+    return build(transformers.Qwen3Config(**SMALL, head_dim=32))
 
 
 def tokens(n: int, seed: int) -> torch.Tensor:
@@ -185,8 +171,8 @@ def test_an_evictor_keeps_its_choice_over_turns(llama: PreTrainedModel) -> None:
 def test_pipeline(llama: PreTrainedModel) -> None:
     from pqcache.embedded import load_tokenizer, model_dir
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir())
-    pipe = pipeline("text-generation", model=model, tokenizer=load_tokenizer())
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir())
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=load_tokenizer())
     text = "The code of the red door is 4711. " * 30
     options = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
     stock = pipe(text, **options)
@@ -372,16 +358,19 @@ print(sorted(heavy & set(sys.modules)))
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lambda: GPT2Config(n_embd=32, n_layer=1, n_head=2), "model gpt2: not supported: absolute position embeddings"),
         (
-            lambda: OPTConfig(hidden_size=32, num_hidden_layers=1),
+            lambda: transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2),
+            "model gpt2: not supported: absolute position embeddings",
+        ),
+        (
+            lambda: transformers.OPTConfig(hidden_size=32, num_hidden_layers=1),
             "model opt: not supported: absolute position embeddings",
         ),
-        (lambda: T5Config(d_model=32, num_layers=1), "model t5: an encoder with a decoder"),
+        (lambda: transformers.T5Config(d_model=32, num_layers=1), "model t5: an encoder with a decoder"),
     ],
 )
 def test_refused_models_are_one_line(config: Callable[[], Any], reason: str) -> None:
-    full = pqcache.use(build(Qwen2Config(**SMALL)), "full").method
+    full = pqcache.use(build(transformers.Qwen2Config(**SMALL)), "full").method
     for check in (check_config, lambda config: SelectiveCache(config, full)):
         with pytest.raises(ValueError) as error:
             check(config())
@@ -390,7 +379,7 @@ def test_refused_models_are_one_line(config: Callable[[], Any], reason: str) -> 
 
 def test_heads_that_the_configuration_does_not_say_are_refused() -> None:
     """Persimmon has a KV head per query head, whatever the configuration says; kernels would read beyond the keys."""
-    model = build(PersimmonConfig(**SMALL))
+    model = build(transformers.PersimmonConfig(**SMALL))
     with (
         pqcache.use(model, "full"),
         pytest.raises(ValueError, match="k 4 x 16.*says 4 query heads and 2 KV heads of 16"),
@@ -400,7 +389,7 @@ def test_heads_that_the_configuration_does_not_say_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("infllm", {}), ("infinigen", {}), ("streaming", {"mode": "rolling"})])
 def test_methods_that_rotate_keys_need_layers_that_do(name: str, options: dict) -> None:
-    model = build(SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}))
+    model = build(transformers.SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}))
     with pytest.raises(pqcache.NotApplicable, match="some layers of smollm3 do not"):
         pqcache.use(model, name, **options)
 
@@ -408,8 +397,8 @@ def test_methods_that_rotate_keys_need_layers_that_do(name: str, options: dict) 
 def test_parts_of_a_model_keep_their_own_attention() -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 16}
-    model = Gemma3ForConditionalGeneration(
-        Gemma3Config(
+    model = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
             text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
         )
     )

@@ -7,49 +7,30 @@ SETTINGS gives other options to those that need them, and a method's further set
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3TextConfig,
-    Glm4Config,
-    GlmConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, PreTrainedConfig
 
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
+from scripts import try_architectures
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL: dict[str, Any] = {**try_architectures.SMALL, "max_position_embeddings": 2048}
 SLIDING = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "llama-mha": lambda: LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
-    "mistral": lambda: MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**SMALL),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=32),
-    "phi3": lambda: Phi3Config(**SMALL),
-    "glm": lambda: GlmConfig(**SMALL, head_dim=16),
-    "glm4": lambda: Glm4Config(**SMALL, head_dim=16),
-    "gemma3": lambda: Gemma3TextConfig(**SMALL, **SLIDING, head_dim=16, query_pre_attn_scalar=16),
+    "llama": partial(AutoConfig.for_model, "llama", **SMALL),
+    "llama-mha": partial(AutoConfig.for_model, "llama", **{**SMALL, "num_key_value_heads": 4}),
+    "mistral": partial(AutoConfig.for_model, "mistral", **SMALL, sliding_window=None),
+    "qwen2": partial(AutoConfig.for_model, "qwen2", **SMALL),
+    "qwen3": partial(AutoConfig.for_model, "qwen3", **SMALL, head_dim=32),
+    "phi3": partial(AutoConfig.for_model, "phi3", **SMALL),
+    "glm": partial(AutoConfig.for_model, "glm", **SMALL, head_dim=16),
+    "glm4": partial(AutoConfig.for_model, "glm4", **SMALL, head_dim=16),
+    "gemma3": partial(AutoConfig.for_model, "gemma3_text", **SMALL, **SLIDING, head_dim=16, query_pre_attn_scalar=16),
 }
 
 # Options for prompts of about a hundred tokens: few sinks, small pages, codes of 4 bits, quantized often. The first entry
