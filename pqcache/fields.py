@@ -5,8 +5,6 @@ The options of a method, of a task, of a model and of the command are fields of 
 or behind it on its line, describes the option; `make configs` writes it into configs/.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """The number of torch's threads, and so of numba's workers, within a block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

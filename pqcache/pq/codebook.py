@@ -4,8 +4,6 @@ A key of d dimensions is cut into m contiguous sub-vectors of d / m; each is sto
 of its own sub-space (PQCache, section 3.2). Scores are inner products with the decoded keys, never computed key by key.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Centroids and codes stored on the host. A copy is sent to the device for each step, while the layer before runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

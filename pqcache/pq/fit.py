@@ -1,7 +1,5 @@
 """Build the index of one layer: K-Means of its keys, and their codes. A function of its inputs alone, so it may run anywhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """PQIndex: centroids and codes of one layer's keys, by which PQCache ranks tokens (arXiv 2407.12820, section 3)."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from typing import Any

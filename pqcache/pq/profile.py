@@ -4,8 +4,6 @@ A decoder layer with random weights prefills prompts of each length, and random 
 time is the fastest of its repetitions, since other jobs only add to it. `scripts/profile_schedule.py` is the command line.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from functools import partial

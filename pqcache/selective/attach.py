@@ -15,8 +15,6 @@ A pass that returns the last token's logits only (`logits_to_keep=1`, as in `gen
 attention, output projection and MLP are computed for that token alone. K and V of all tokens are still stored.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

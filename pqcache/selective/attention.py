@@ -3,8 +3,6 @@
 Shapes: n batch, h query heads, h_kv KV heads, g = h / h_kv, q query tokens, m keys, d head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ A query sees all tokens stored before its block, and in the block those up to it
 - Rows of different lengths are computed one by one, padding left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """SelectiveCache: a transformers Cache whose layers own attention, and the bookkeeping of one request."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from statistics import fmean

@@ -8,8 +8,6 @@ kernels=auto, and its method is PQCache over a resident store, full attention, o
 steps cannot be recorded they run as usual, and one note per process and reason says why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ its attention from the same blocks (`attend_and_sum`), so that its logits are co
 Rows of the batch are computed one by one: their lengths differ, and a row's sums do not depend on the rows beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

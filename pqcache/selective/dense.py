@@ -1,7 +1,5 @@
 """Exact attention over everything: of a prompt's blocks, and DenseLayer, which keeps and attends every token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean

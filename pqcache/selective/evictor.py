@@ -3,8 +3,6 @@
 `eviction.py` frees the memory of what is dropped; compositions apply the same choices to other stores (baselines/combined).
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """From scores per query head to one ranking per KV head (GQA)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

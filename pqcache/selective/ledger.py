@@ -1,7 +1,5 @@
 """The ledger: measured bytes, attended tokens and times of one request, recorded where tensors move."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Scoring of given tokens under a method: their log-probabilities, timed by a synchronised clock."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any

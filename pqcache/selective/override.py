@@ -6,8 +6,6 @@ What a budget gives is what it says, or what the method takes with its default h
 and rounding by a paper's rule override nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from statistics import fmean

@@ -4,8 +4,6 @@ accelerate moves the input of a module to the device where the module computes, 
 for the time of its forward pass. Between passes these are on "meta", and so may be `model.device`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

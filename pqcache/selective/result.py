@@ -1,7 +1,5 @@
 """What a request returns: its answer, what it cost, and the clock that times it."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from statistics import fmean

@@ -4,8 +4,6 @@ The rotation is the model's own function, found in the file that defines its att
 variants (GLM, Phi-3) need no case here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

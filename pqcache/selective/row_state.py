@@ -1,7 +1,5 @@
 """RowState: tensors with one entry per row of the batch, reordered and counted by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

@@ -7,8 +7,6 @@ Step i of a sample uses one number in [0, 1): a hash of the key and i. So an ans
 nor on the batch that it is in, and every method meets the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

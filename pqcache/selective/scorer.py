@@ -1,7 +1,5 @@
 """Scorer: what ranks the tokens of one layer before some are dropped. An eviction method writes one, with head_scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """StagedLayer: base of the layers that treat a prompt as a whole."""
 
-from __future__ import annotations
-
 import torch
 
 from pqcache.selective.dense import dense_prefill, prefill_and_sum

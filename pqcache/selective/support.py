@@ -1,7 +1,5 @@
 """Which models and attention kernels the interface supports; everything else is refused before it starts."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

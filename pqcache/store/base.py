@@ -3,8 +3,6 @@
 An index into a store is a token's position in its own row, padding left out. Letters: n rows, h_kv KV heads, d head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

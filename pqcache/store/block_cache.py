@@ -1,7 +1,5 @@
 """A host store with a cache of whole blocks of tokens on the device (PQCache, arXiv 2407.12820, section 3.4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

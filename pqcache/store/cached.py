@@ -1,7 +1,5 @@
 """A host store with a cache on the device: a cached token is not fetched again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Chosen tokens of packed runs, gathered as codes: nothing is decoded, and a kernel attends to what comes out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

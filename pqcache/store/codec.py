@@ -1,7 +1,5 @@
 """Codecs: tokens of one tensor in fewer bits. A quantization method writes one; most write BufferCodec's encode and decode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Drop one entry per head from several buffers: the last entry takes its place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """K and V in fewer bits: a packed body, and an exact tail of the newest tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

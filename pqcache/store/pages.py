@@ -1,7 +1,5 @@
 """Large memory pages for large tensors: scattered reads of a big cache otherwise miss the page tables each time."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

@@ -5,8 +5,6 @@ take the memory of 262,144. A block here is ordinary memory that is registered w
 registered for the next request of its size, as long as all blocks together stay within the most that was ever used at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import threading

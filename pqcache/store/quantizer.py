@@ -10,8 +10,6 @@ Granularity is which entries of x (n, h_kv, t, d) share one (step, low) pair:
     channel-separable   quantize(x / c, bits, dim=(1, 3)), decoded times c, c = sqrt(max |x|) of a channel over its tokens
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """K and V kept whole on the model's device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A host store that keeps rows it has fetched on the device: the block cache's policy `paying`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Only steps over a ResidentStore can be substituted: everything that they read and write is on the model's device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

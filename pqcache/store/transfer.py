@@ -1,7 +1,5 @@
 """Small tables, from the host to a device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """InfiniGen: the skew, partial columns, speculation one layer ahead, alpha and cap, the calibration file."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """KIVI: groups and tails against a version written out, streaming, rows, turns, extremes, bytes, ratios."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """protocol=release of the quantization methods, against what their released code does, written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

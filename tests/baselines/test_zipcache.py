@@ -1,7 +1,5 @@
 """ZipCache: budgets, probes and saliency against their definitions, and when generated tokens are packed."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

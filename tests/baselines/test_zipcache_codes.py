@@ -1,7 +1,5 @@
 """ZipCache's codes against a naive reference, and attention over them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

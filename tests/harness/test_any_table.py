@@ -1,7 +1,5 @@
 """`tables=<folder>`: a table of any rows, from rows made by hand."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The papers' settings beside the experiments', and the numbers of their texts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

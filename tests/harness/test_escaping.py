@@ -1,7 +1,5 @@
 """What is printed and stored: no control characters, columns or TeX of others, no secrets, no impossible times."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

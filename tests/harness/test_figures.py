@@ -1,7 +1,5 @@
 """Figures of experiments: what is drawn is what was measured, for each kind of `report.figure`."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/findings.md: the rule worked by hand, the page from made rows, and a claims file that names what exists."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Tables laid out as printed, the best in bold, and the same as LaTeX that compiles on a page."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`report=<folder>`: one HTML file; hostile texts in it do nothing; the commands in it repeat the cells."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Measured beside printed: an experiment's entries, tables and figures, from rows made by hand."""
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Means, intervals, paired differences and timings against values worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The table and picture of what a method pays for its score, from the committed rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
