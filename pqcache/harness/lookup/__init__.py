@@ -35,7 +35,6 @@ from pqcache.harness.config.options import (
     show,
 )
 from pqcache.harness.config.overrides import options_of
-from pqcache.harness.lookup import terms
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class
 
@@ -309,7 +308,7 @@ def explained(asked: str) -> str:
         blocks = _option(group, name)
     else:
         blocks = named or [block for g in NODES if not dot for block in _option(g, key)]
-    found = terms.find(asked)
+    found = find_term(asked)
     words = [found] if found is not None else []
     blocks += [f"{title}\n{folded(meaning, width(), '  ')}" for title, meaning in [*words, *_row_fields(asked)]]
     return "\n\n".join(blocks) if blocks else _unknown(asked)
@@ -435,9 +434,39 @@ def _unknown(asked: str) -> NoReturn:
     for group in NODES:
         every += [f"{group}.{key}" for keys in keys_of(group).values() for key in keys]
         every += options_of(group, places.CONFIGS)
-    every += [*terms.every(), *rows.Row.__annotations__, *rows.Diagnostics.__annotations__]
+    every += [*every_term(), *rows.Row.__annotations__, *rows.Diagnostics.__annotations__]
     if (close := closest(asked, every)) is None:
         tails = {name.rpartition(".")[2]: name for name in every}
         close = tails.get(closest(asked.rpartition(".")[2], tails) or "")
     hint = f"did you mean {close}?" if close is not None else f"{places.COMMAND} --help lists the options"
     raise Refused([f"explain={one_line(asked)[:60]}: no option and no name; {hint}"])
+
+
+# -- the words of the field and of the tables, with what they mean here ------------------------------------------------
+
+
+@cache
+def terms() -> dict[str, str]:
+    """Names of one thing, the usual one first, with | between them -> what it is."""
+    return yaml.safe_load(Path(__file__).with_name("terms.yaml").read_text(encoding="utf-8"))
+
+
+def folded_name(text: str) -> str:
+    """A name without case, plural, and what joins its words."""
+    words = re.sub(r"[\s_-]+", " ", text.casefold()).strip()
+    return words.removesuffix("s") if len(words) > 3 and not words.endswith("ss") else words
+
+
+def find_term(asked: str) -> tuple[str, str] | None:
+    """(the usual name, the meaning) of a term; None if it is none."""
+    wanted = folded_name(asked)
+    for key, meaning in terms().items():
+        names = key.split(" | ")
+        if any(folded_name(name) == wanted for name in names):
+            return names[0] if len(names[0]) > 2 else asked, meaning
+    return None
+
+
+def every_term() -> list[str]:
+    """All names, for a suggestion."""
+    return [name for key in terms() for name in key.split(" | ")]
