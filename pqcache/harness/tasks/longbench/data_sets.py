@@ -1,6 +1,6 @@
 """LongBench's data sets as the official code runs them: metric, answer length, prompt, truncation, buckets.
 
-The templates are those of the installed lm-eval; six of them get the official white space back.
+Their numbers are in data_sets.yaml. The templates are those of the installed lm-eval; six get the official white space back.
 """
 
 import hashlib
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from pqcache.harness.tasks import metrics
 
@@ -28,80 +30,24 @@ class Official:
     template: str
 
 
-DATASETS = {
-    "narrativeqa": Official("qa_f1", 128, "aada7ed24b06abac"),
-    "qasper": Official("qa_f1", 128, "0fbdd123fe7f83d6"),
-    "multifieldqa_en": Official("qa_f1", 64, "20b4666a2de8a1f7"),
-    "hotpotqa": Official("qa_f1", 32, "9ec4ae308865bd0c"),
-    "2wikimqa": Official("qa_f1", 32, "9ec4ae308865bd0c"),
-    "musique": Official("qa_f1", 32, "9ec4ae308865bd0c"),
-    "gov_report": Official("rouge_l", 512, "91c25d585b189ced"),
-    "qmsum": Official("rouge_l", 512, "dca23b678fe0183b"),
-    "multi_news": Official("rouge_l", 512, "2af3f28c40b902e6"),
-    "trec": Official("classification", 64, "0eff8bebdba99d91"),
-    "triviaqa": Official("qa_f1", 32, "00a802e6377e72fc"),
-    "samsum": Official("rouge_l", 128, "a68d884234907eef"),
-    "passage_count": Official("count", 32, "986550b6c61009c6"),
-    "passage_retrieval_en": Official("retrieval", 32, "39b96b7fa52bdd2a"),
-    "repobench-p": Official("code_similarity", 64, "ee9ec182ea5ffeb7"),
-    "lcc": Official("code_similarity", 64, "6a1f24cf0bb83cd9"),
-}
-# Alone, or where task.datasets names them: the published means are over the data sets above.
-CHINESE = {
-    "multifieldqa_zh": Official("qa_f1_zh", 64, "344b3a4e557cd547"),
-    "passage_retrieval_zh": Official("retrieval", 32, "c1e2346e245eb365"),
-}
+_KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8")
+)
+DATASETS, CHINESE = ({name: Official(*own) for name, own in _KNOWN[part].items()} for part in ("data_sets", "chinese"))
 OFFICIAL = {**DATASETS, **CHINESE}
 DATASETS_E = tuple(name for name in DATASETS if name not in ("narrativeqa", "musique", "qmsum"))
 FIRST_LINE = ("trec", "triviaqa", "samsum")  # only the first line of these answers counts
 UNWRAPPED = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")  # chat models do better without a chat here
 STOP_TOKEN = {"samsum": "\n"}
-# Where the question of a prompt starts under question_as_decode, as in ClusterKV's code; Quest's has no marker for 2wikimqa,
-# musique and qmsum. Of the data sets that are not named the last characters are the question.
-QUESTION_MARKER = {
-    **dict.fromkeys(("qasper", "hotpotqa", "2wikimqa", "musique"), "Question:"),
-    **dict.fromkeys(("multifieldqa_en", "gov_report", "qmsum"), "Now,"),
-    "triviaqa": "Answer the question",
-    "narrativeqa": "Do not provide",
-    "passage_retrieval_en": "The following is an abstract.",
-}
+QUESTION_MARKER, MAX_LENGTH = _KNOWN["question_marker"], _KNOWN["max_length"]
+KVCACHE_FACTORY, _CORRECTED = _KNOWN["kvcache_factory"], _KNOWN["corrected"]
 BUCKETS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}  # words
 LONGEST_ANSWER = max(official.new_tokens for official in DATASETS.values())
-
-# Longest prompt in tokens, by model; a longer one loses its middle. Other models: the length they have room for.
-MAX_LENGTH = {
-    # LongBench
-    "llama-2-7b-chat": 3500,
-    "longchat-7b-v1.5-32k": 31500,
-    "chatglm3-6b-32k": 31500,
-    "vicuna-7b-v1.5-16k": 15500,
-    # PQCache
-    "mistral-7b-instruct-v0.2": 32000,
-    "llama-3.1-8b-instruct": 130000,
-    # ClusterKV
-    "glm-4-9b-chat": 31500,
-    "glm4-9b-chat": 31500,
-    "llama-3-8b-instruct": 7500,
-}
-
-# As PyramidKV's code (Zefan-Cai/KVCache-Factory, run_longbench.py) cuts them. Its earlier commits cut at 7950 for Llama-3.
-KVCACHE_FACTORY = {"llama-2": 3950, "llama-3": 7500, "mistral": 31500}
-
-# data set -> (end of lm-eval's template, the official end), where white space was lost
-_CORRECTED = {
-    "triviaqa": ("{context}\n{input}", "{context}\n\n{input}"),
-    "samsum": ("{context}\n{input}", "{context}\n\n{input}"),
-    "passage_count": ("answer is:", "answer is: "),
-    "passage_retrieval_en": ("answer is:", "answer is: "),
-    "repobench-p": ("line of code:", "line of code:\n"),
-    "lcc": ("line of code:", "line of code:\n"),
-}
 
 
 @cache
 def template(dataset: str) -> str:
     """The official template, with {context} and {input}; ValueError if the installed lm-eval has another one."""
-    import yaml
     from lm_eval import tasks
 
     class Loader(yaml.SafeLoader):
