@@ -5,11 +5,7 @@ baselines/, configs/ and results/published/ stand beside the package in the repo
 
 from setuptools import find_namespace_packages, find_packages, setup
 
-INSIDE = {
-    "pqcache._baselines": "baselines",
-    "pqcache._configs": "configs",
-    "pqcache._published": "results/published",
-}
+INSIDE = {"pqcache._baselines": "baselines", "pqcache._configs": "configs", "pqcache._published": "results/published"}
 
 packages = find_packages(include=["pqcache", "pqcache.*"])
 for name, folder in INSIDE.items():

@@ -23,14 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import option_fields  # noqa: E402
-from pqcache.harness.config.options import (  # noqa: E402
-    DECODE,
-    LAUNCHES,
-    LM_EVAL,
-    DecodeOptions,
-    ModelOptions,
-    RunOptions,
-)
+from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
 from pqcache.harness.lookup import options, row_fields  # noqa: E402
 from pqcache.harness.report import findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402

@@ -146,10 +146,7 @@ class BlockMemory:
         column = torch.arange(lo, hi, device=device) - pad
         window_mask = ((column >= edge) & (column <= position[..., None]))[:, None]
         column = torch.arange(begin, end, device=device) - pad
-        parts = [
-            (torch.arange(sinks, device=device) < edge)[:, None],
-            ((column >= start) & (column < edge))[:, None],
-        ]
+        parts = [(torch.arange(sinks, device=device) < edge)[:, None], ((column >= start) & (column < edge))[:, None]]
         if ids is not None:
             chosen = (ids >= 0).repeat_interleave(self.sizes.block, -1)[:, :, None].expand(-1, -1, t, -1)
             parts = [x.expand(-1, self.units, -1, -1) for x in parts]
@@ -222,10 +219,7 @@ class BlockMemory:
         """K and V of [sinks | fetched blocks | remainder], K in the form of far keys: (n', h_kv or h, m, d)."""
         out = []
         for i, form in enumerate((self.far, VALUE)):
-            pieces = [
-                self.sinks[i][reach.rows, :, : reach.sinks],
-                self.near.view(form, *reach.remainder, reach.rows),
-            ]
+            pieces = [self.sinks[i][reach.rows, :, : reach.sinks], self.near.view(form, *reach.remainder, reach.rows)]
             if fetched is not None:
                 if self.units > 1:
                     pieces = [piece.repeat_interleave(self.shape.group, 1) for piece in pieces]

@@ -81,14 +81,7 @@ class MixedCodec(Codec):
     """
 
     def __init__(
-        self,
-        bits: tuple[int, int],
-        by: str,
-        widths: Widths,
-        *,
-        owner: bool,
-        segment: bool = False,
-        group: int = 32,
+        self, bits: tuple[int, int], by: str, widths: Widths, *, owner: bool, segment: bool = False, group: int = 32
     ) -> None:
         self.by, self.widths, self.owner, self.segment, self.group = by, widths, owner, segment, group
         self.bits = bits

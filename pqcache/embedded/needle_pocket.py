@@ -55,11 +55,7 @@ def _sample(
 
 
 def make_samples(
-    n: int,
-    length: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    count_tokens: Callable[[str], int] | None = None,
+    n: int, length: int, seed: int, tokenizer: PreTrainedTokenizerBase, count_tokens: Callable[[str], int] | None = None
 ) -> list[dict[str, Any]]:
     """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
 

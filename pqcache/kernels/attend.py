@@ -17,14 +17,7 @@ import numpy as np
 import torch
 
 from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run, team
-from pqcache.kernels.numeric import (
-    FAST,
-    FP32,
-    KINDS,
-    at,
-    fetch,
-    increment,
-)
+from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment
 from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, products, softmax
 
 Array = np.ndarray[Any, Any]

@@ -179,12 +179,7 @@ def _spans(
 
 
 def best_by_products(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    over: Sequence[tuple[int, int]],
-    lo: int,
-    hi: Sequence[int],
-    k: Sequence[int],
+    q: torch.Tensor, keys: torch.Tensor, over: Sequence[tuple[int, int]], lo: int, hi: Sequence[int], k: Sequence[int]
 ) -> torch.Tensor:
     """Per row and KV head the k[r] positions of lo .. hi[r]-1 with the largest group-summed softmax of q . key.
 

@@ -55,12 +55,7 @@ def _joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -
 
 
 def row_by_row(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends: Sequence[int],
-    counts: Sequence[int],
-    attend: Attend,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Sequence[int], counts: Sequence[int], attend: Attend
 ) -> torch.Tensor:
     """`attend` of each row without its padding: (n, t, h, d), 0 for padding.
 

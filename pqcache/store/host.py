@@ -246,7 +246,4 @@ class HostStore(RetrievalStore):
         self.lengths = [self.lengths[i] for i in index.tolist()]
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {
-            "device": [*self.sinks, *(b.data for b in self.local)],
-            "host": [b.data for b in self.host],
-        }
+        return {"device": [*self.sinks, *(b.data for b in self.local)], "host": [b.data for b in self.host]}

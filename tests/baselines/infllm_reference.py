@@ -167,13 +167,7 @@ def make(hyper: dict[str, Any], **extra: Any) -> InfLLM:
 
 
 def run(
-    method: InfLLM,
-    seed: int,
-    lengths: list[int],
-    group: int,
-    dtype: torch.dtype,
-    again: int = 7,
-    steps: int = 9,
+    method: InfLLM, seed: int, lengths: list[int], group: int, dtype: torch.dtype, again: int = 7, steps: int = 9
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """A prompt, `steps` tokens, a turn of `again`, and `steps` more: outputs per row (tokens, h, d), and the reference's."""
     n, h_kv, longest = len(lengths), 2, max(lengths)

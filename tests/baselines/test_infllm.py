@@ -27,13 +27,7 @@ def test_the_whole_algorithm_equals_a_slow_reference(
 
 
 @settings(max_examples=4, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=lengths_,
-    hyper=hypers,
-    ratio=st.floats(0.1, 0.9),
-    again=st.integers(2, 60),
-)
+@given(seed=st.integers(0, 10**6), lengths=lengths_, hyper=hypers, ratio=st.floats(0.1, 0.9), again=st.integers(2, 60))
 def test_a_turn_plans_anew(seed: int, lengths: list[int], hyper: dict[str, Any], ratio: float, again: int) -> None:
     """The window grows with the budget; tokens that have left it stay out. A row of init tokens only begins dense."""
     method = make(hyper, n_local=None, topk=None, budget=Budget(ratio=ratio))

@@ -245,10 +245,7 @@ LINES = [
     if n.dataset == published.AVERAGE and n.metric == "score"
 ]
 # printed averages that are not the mean of their own datasets: (printed, recomputed)
-WRONG = {
-    ("pqcache_table2", "full", None): (39.32, 39.36),
-    ("pqcache_table3", "infllm", 0.2): (24.66, 24.63),
-}
+WRONG = {("pqcache_table2", "full", None): (39.32, 39.36), ("pqcache_table3", "infllm", 0.2): (24.66, 24.63)}
 
 
 @pytest.mark.parametrize(("experiment", "model", "method", "budget"), LINES)

@@ -234,7 +234,4 @@ def test_rules_that_do_not_apply_are_refused() -> None:
     assert [
         PQCache(budget=Budget(tokens=B), **kw).effective_rule
         for kw in ({"protocol": "paper"}, {"budget_rule": "prompt"})
-    ] == [
-        "prompt",
-        "prompt",
-    ]
+    ] == ["prompt", "prompt"]

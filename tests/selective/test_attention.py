@@ -72,12 +72,7 @@ def slow(row: list[float], k: int) -> list[int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    n=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    m=st.integers(1, 9),
-    data=st.data(),
-)
+@given(n=st.integers(1, 3), heads=st.integers(1, 3), m=st.integers(1, 9), data=st.data())
 def test_equals_sorting_with_ties_and_nan(n: int, heads: int, m: int, data: st.DataObject) -> None:
     value = st.sampled_from([0.0, 1.0, 1.0, 2.0, float("inf"), float("nan")])
     rows = data.draw(st.lists(st.lists(value, min_size=m, max_size=m), min_size=n * heads, max_size=n * heads))

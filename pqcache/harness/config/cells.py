@@ -23,13 +23,7 @@ from pqcache.atomic import sweep, write_text
 from pqcache.harness.config.check import Checked, Draft, finish, read
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
-from pqcache.harness.config.options import (
-    NOT_HASHED,
-    Launch,
-    Refused,
-    masked,
-    without_secrets,
-)
+from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, without_secrets
 from pqcache.harness.config.smoke import reduced
 
 CONFIG = "config.yaml"

@@ -141,13 +141,7 @@ class Total:
         """The bar; below: under that of a cell. What is printed meanwhile stands above both."""
         from tqdm import tqdm
 
-        self._bar = tqdm(
-            total=self._missing,
-            file=self.stream,
-            leave=False,
-            position=1 if below else 0,
-            bar_format=BAR,
-        )
+        self._bar = tqdm(total=self._missing, file=self.stream, leave=False, position=1 if below else 0, bar_format=BAR)
         self._stack.callback(self._bar.close)
         if sys.stdout.isatty():
             self._stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout)))

@@ -12,15 +12,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report.any_table import MEASURES
 from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes, budget_remark, budget_text, frame
-from pqcache.harness.report.rows import (
-    NO_FULL,
-    Row,
-    batch_text,
-    content,
-    decode_of,
-    find_full,
-    skipped_text,
-)
+from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, decode_of, find_full, skipped_text
 from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, size, spread
 from pqcache.registry import method_class

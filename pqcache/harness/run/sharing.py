@@ -41,11 +41,7 @@ CHUNKS = "a batch with prompts of several lengths is not recorded in chunks; eac
 
 
 def place_of(
-    config: PreTrainedConfig,
-    tokens: int,
-    dtype: str,
-    device: torch.device,
-    shared: Literal["auto", "all"] | bool,
+    config: PreTrainedConfig, tokens: int, dtype: str, device: torch.device, shared: Literal["auto", "all"] | bool
 ) -> Place:
     """Where the recording of a prompt of `tokens` tokens is kept. shared=true and all always record."""
     if shared is False:

@@ -17,17 +17,7 @@ from typing import Any
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec
 from pqcache.naming import suggestion
 
-__all__ = [
-    "PARTS",
-    "TASKS",
-    "Figure",
-    "Longest",
-    "Task",
-    "TaskRequest",
-    "TaskSpec",
-    "task_class",
-    "task_of",
-]
+__all__ = ["PARTS", "TASKS", "Figure", "Longest", "Task", "TaskRequest", "TaskSpec", "task_class", "task_of"]
 
 PREFIX = "lm_eval:"  # of the names of lm-eval's own tasks
 POCKET = "qa hop decisions labels passages count chain code".split()
