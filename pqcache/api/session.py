@@ -10,11 +10,11 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pqcache.api.call import Call
 from pqcache.api.checks import check_model, make_method, typed_value, unwrapped
@@ -24,9 +24,6 @@ from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.ledger import synchronize
 from pqcache.selective.placement import home
 from pqcache.selective.support import ATTN, KERNELS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 BUDGET = 0.2  # the command's default, too
 CALIBRATION_WORDS = 16_000  # of the text that a tokenizer encodes for methods that calibrate

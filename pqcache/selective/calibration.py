@@ -14,9 +14,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
 from pqcache.atomic import replacing
 from pqcache.selective.attach import attach
@@ -25,9 +26,6 @@ from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home, weights
 from pqcache.selective.support import sliding_window
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
 

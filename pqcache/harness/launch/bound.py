@@ -14,22 +14,18 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.memory import fitting_chunk, free_bytes, kept_bytes, prefill_bytes, swap
 from pqcache.measure.geometries import GEOMETRIES, geometry
-from pqcache.selective import ModelShape
+from pqcache.selective import Method, ModelShape
 from pqcache.store.buffer import round_up
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from pqcache.selective import Method
 
 SPREAD = "several devices"  # of a model with a device map, which accelerate fills when it loads the weights
 WORKER = "a worker's device"  # of a run on a cluster, where the driver does not look at its own GPU

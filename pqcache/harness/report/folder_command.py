@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pqcache.harness.config.environment import keep_fonts_under
 from pqcache.harness.config.options import Refused, RunOptions, one_line
+from pqcache.harness.report.rows import Row
 from pqcache.harness.report.table import printable
 from pqcache.naming import suggestion
-
-if TYPE_CHECKING:
-    from pqcache.harness.report.rows import Row
 
 TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out")}  # command -> what else it takes
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept

@@ -9,17 +9,13 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from lm_eval.api.instance import Instance
 
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.prompts import Prepared, TooLong
 from pqcache.harness.run.samples import DIFFERS
-from pqcache.selective import NonFinite, NotApplicable, Request, generate_batch
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
-    from pqcache.selective import Prefill
+from pqcache.selective import NonFinite, NotApplicable, Prefill, Request, generate_batch
 
 APART = "batch > 1: {} takes prompts of one length in chunks; prompts of other lengths are answered apart"
 

@@ -16,27 +16,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lm_eval.api.instance import Instance
 from tqdm import tqdm
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, make_plan, open_folder
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
+from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.one_cell import make_adapter
 from pqcache.harness.run.prompts import TooLong
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.session import Session
+from pqcache.harness.run.sharing import Sharing
 from pqcache.harness.run.units import Failure, Job, Progress, Report, Unit, UnitResult
 from pqcache.places import CONFIGS
 from pqcache.selective import attach
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
-    from pqcache.harness.run.adapter import HarnessLM
-    from pqcache.harness.run.sharing import Sharing
 
 BAR_AFTER_S = 0.5  # a cell whose samples are all on disk has no bar
 

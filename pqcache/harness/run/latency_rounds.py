@@ -14,27 +14,24 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from pqcache.harness.config.cells import Cell
 from pqcache.harness.report import rows
 from pqcache.harness.run.memory import Chunks
+from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.row_builder import DROPPED_STEPS, build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
+from pqcache.harness.run.session import Session
 from pqcache.measure.machine import Ceilings, ceilings
 from pqcache.measure.peak import peak_memory
 from pqcache.measure.roofline import bound, prompt
 from pqcache.pq.profile import offload_seconds
-from pqcache.selective import generate, time_batch
+from pqcache.selective import GenerationResult, generate, time_batch
 from pqcache.selective.support import attention_kernel
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
-
-if TYPE_CHECKING:
-    from pqcache.harness.config.cells import Cell
-    from pqcache.harness.run.models import LoadedModel
-    from pqcache.harness.run.session import Session
-    from pqcache.selective import GenerationResult
 
 measured: dict[tuple[str, str], Ceilings] = {}  # (device, dtype) -> bandwidths, once per process
 

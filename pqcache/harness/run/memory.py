@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.selective import ModelShape
 from pqcache.selective.placement import devices
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 STEP = 512  # `auto` is a multiple of this
 SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take

@@ -8,12 +8,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 from pqcache.atomic import write_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

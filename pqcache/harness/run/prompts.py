@@ -22,19 +22,17 @@ import json
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lm_eval.api.instance import Instance
 
 from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.run.models import MARKERS, LoadedModel, opening_tokens, question_start
 from pqcache.harness.run.samples import PROMPT_END, drawn_mark, fingerprint
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.selective import Sampling
+from pqcache.selective.fidelity import Reference
 from pqcache.selective.support import sliding_window
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
-    from pqcache.selective.fidelity import Reference
 
 DEFAULT_NEW_TOKENS = 256
 KEPT_TOKENS = 1 << 24  # token ids that a session keeps: 64 MiB

@@ -12,8 +12,9 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from safetensors.torch import save as save_tensors
 
 from pqcache.atomic import write_bytes
@@ -22,11 +23,7 @@ from pqcache.diagnostics.summary import PROMPT_SUFFIX, read_arrays
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
 from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run.samples import Sample
-
-if TYPE_CHECKING:
-    import torch
-
-    from pqcache.selective import Watcher
+from pqcache.selective import Watcher
 
 
 class Recorder:

@@ -23,17 +23,14 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self, TypedDict, cast, get_type_hints
+from typing import IO, Any, Self, TypedDict, cast, get_type_hints
 
 from filelock import FileLock, Timeout
 
 from pqcache.atomic import write_text
+from pqcache.harness.config.environment import Facts
 from pqcache.harness.config.options import fits, say_once
-
-if TYPE_CHECKING:
-    from pqcache.harness.config.environment import Facts
-    from pqcache.selective import GenerationResult
-
+from pqcache.selective import GenerationResult
 
 Key = tuple[str, int, str]  # task, document, fingerprint
 PROMPT_END = 300  # characters of a prompt that its line keeps

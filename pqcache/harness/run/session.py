@@ -7,21 +7,18 @@ import gc
 import io
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.tasks.manager import TaskDict
 
 from pqcache.harness.config import environment
-from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prompts
 from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
-
-if TYPE_CHECKING:
-    import torch
-    from lm_eval.api.instance import Instance
-    from lm_eval.tasks.manager import TaskDict
-
-    from pqcache.harness.config.cells import RunPlan
 
 
 def model_key(cell: Cell) -> str:

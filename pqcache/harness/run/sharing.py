@@ -12,22 +12,18 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
+from lm_eval.api.instance import Instance
+from transformers import PreTrainedConfig
 
 from pqcache.harness.config.options import one_line
 from pqcache.harness.run import batches
+from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.memory import free_bytes, kept_bytes
-from pqcache.selective import ModelShape, NotApplicable, OwnPrefill, Prefill, record, record_batch
+from pqcache.selective import ModelShape, NotApplicable, OwnPrefill, Prefill, Request, record, record_batch
 from pqcache.selective.placement import home
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-    from transformers import PreTrainedConfig
-
-    from pqcache.harness.run.adapter import HarnessLM
-    from pqcache.selective import Request
 
 Place = Literal["device", "host", "off"]
 STRIKES = 3  # a cell that fails at so many shared prompts in a row is left to its own unit

@@ -10,13 +10,12 @@ import zlib
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 from pqcache.embedded import WEIGHTS
 from pqcache.harness.run import models
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 16
