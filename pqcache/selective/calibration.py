@@ -7,8 +7,6 @@
 to see queries, keys, values, output and context of every layer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ temporaries are counted from the shapes of one layer. A retrieval method's index
 Full's in the model's dtype: they hold less.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

@@ -4,8 +4,6 @@ python run.py report=<folder> [out=<folder>]                                    
 python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [out=<folder>]  Markdown, LaTeX, CSV, PNG
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

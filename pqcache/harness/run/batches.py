@@ -6,8 +6,6 @@ an answer may change: the batch is part of a cell's identity. Times and bytes of
 none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from lm_eval.api.instance import Instance

@@ -6,8 +6,6 @@ Cells of a unit answer a prompt in turn, from one prefill where they can share i
 traceback; the other cells go on. A prompt that cannot be shared is named once, and the others are shared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -25,6 +23,7 @@ from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, make_plan, open_folder
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
+from pqcache.harness.run import batches, latency_rounds
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.one_cell import make_adapter
 from pqcache.harness.run.prompts import TooLong
@@ -73,14 +72,10 @@ class _Run:
         self.before = {member.cell.name: member.log.appended for member in members}
         self.sharing: Sharing | None = None
         if unit.shared != "no":
-            from pqcache.harness.run.sharing import Sharing
-
             self.sharing = Sharing(members[0].cell.run.shared_prefill)
 
     def run(self) -> None:
         if self.unit.whole:
-            from pqcache.harness.run import latency_rounds
-
             for member in self.members:
                 self._guard(member, partial(latency_rounds.write_row, self.session, member.cell, member.log))
             return
@@ -132,8 +127,6 @@ class _Run:
 
     def _batches(self, requests: Sequence[Instance], bar: Any) -> None:
         """Answer all requests by every cell, several at a time."""
-        from pqcache.harness.run import batches
-
         first = self._able()[0].lm
         if self.sharing is not None and first is not None:
             asks = [(request, 0) for request in requests]

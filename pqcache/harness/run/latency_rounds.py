@@ -10,8 +10,6 @@ how many tokens all rows get per second of decoding.
 Prompts are random tokens for random weights, else plain sentences. Finished rounds are not run again. `limit` does not apply.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ of one chunk. But then every layer holds the prompt's K and V until its last chu
 the other evict or pack them.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

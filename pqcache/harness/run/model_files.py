@@ -1,7 +1,5 @@
 """A model's files: what identifies them, their format, and numbers that no model can have."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

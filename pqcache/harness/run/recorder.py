@@ -7,8 +7,6 @@
 A sample's files are on disk before its line in samples.jsonl. All numbers are measured on the run's own queries.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from pathlib import Path

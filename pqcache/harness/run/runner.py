@@ -53,8 +53,6 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
     out = Path(plan.cells[0].run.out).expanduser()
     mode = plan.cells[0].run.wandb
     if mode == "sync":
-        from pqcache.harness.run import tracking
-
         return tracking.sync(plan)
     try:
         outcomes = run_cells(plan, Session(watch, weights=isinstance(plan.launch, LocalLaunch)))
@@ -63,8 +61,6 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
         print(f"\ninterrupted{where}; the same command goes on where it stopped", file=sys.stderr)
         return 130
     if mode != "disabled":
-        from pqcache.harness.run import tracking
-
         tracking.track_rows(plan, mode)
     print_result(plan, outcomes, out)
     if not plan.sweep and all(outcome.status == "not applicable" for outcome in outcomes.values()):

@@ -7,8 +7,6 @@ A recording holds q, k, v, the output and the input of every layer. With shared_
 device, else to host memory, else nowhere. `units.may_share` says which cells share.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A named model becomes a small random one with the embedded tokenizer. It has the
 heads per KV head and the same sliding window. The embedded model stays itself; model=random takes the tiny geometry.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 from functools import lru_cache
