@@ -14,6 +14,7 @@ An architecture that is refused ends in one line, which is its row in the table.
 import argparse
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pqcache.registry import method_class
 from pqcache.selective.attach import check_config
 from pqcache.selective.support import sliding_window
 
+TEMPLATE = Path(__file__).with_name("architectures.txt")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -151,49 +153,25 @@ def answer(model: PreTrainedModel) -> torch.Tensor:
     return torch.stack(out.logits, 1)
 
 
+def table(columns: list[str], trials: list[Trial], cells: Callable[[Trial], list[str]]) -> str:
+    """Markdown with a line per family."""
+    of = sorted(trials, key=lambda trial: trial.family.kind)
+    lines = [[f"`{trial.family.kind}`", trial.family.models, *cells(trial)] for trial in of]
+    head = ["model_type", "for example", *columns]
+    return "\n".join(
+        [f"| {' | '.join(head).rstrip()} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)]
+    )
+
+
 def page(trials: list[Trial]) -> str:
     """docs/architectures.md."""
     runs = [trial for trial in trials if trial.runs]
     refused = [trial for trial in trials if trial.refused]
-    head = f"| model_type | for example | {' | '.join(METHODS)} | |"
-    lines = [
-        "# Which models run",
-        "",
-        "A model runs if its decoder layers have `self_attn` with rotary positions behind transformers' attention interface.",
-        "Its weights may come from the hub or a folder. The name is the `model_type` in `config.json`.",
-        "",
-        "Both tables are made by trying: `python scripts/try_architectures.py` builds a small random model of each kind, here",
-        f"with transformers {transformers.__version__}. It answers a padded batch under four methods. Under each method's no-op",
-        "its logits are those of a plain `model.generate`.",
-        "",
-        "## Models that run",
-        "",
-        head,
-        "|---" * (len(METHODS) + 3) + "|",
-        *(
-            f"| `{t.family.kind}` | {t.family.models} | {' | '.join(t.methods.values())} | {t.note} |"
-            for t in sorted(runs, key=lambda t: t.family.kind)
-        ),
-        "",
-        "A model with sliding-window layers runs while prompt and answer fit into the window. A longer sample is refused",
-        "before it starts. Some layers of SmolLM 3, Command R7B and EXAONE 4 do not rotate their keys. Methods that rotate keys",
-        "or queries themselves (`infllm`, `infinigen`, `streaming` with `mode=rolling`) do not apply there, and say so.",
-        "",
-        "## Models that are refused",
-        "",
-        "The command ends with one line and exit code 2 before any weights are loaded; in a sweep the model's cells fail with",
-        "that line. `pqcache.use` raises it as a ValueError.",
-        "",
-        "| model_type | for example | why |",
-        "|---|---|---|",
-        *(
-            f"| `{t.family.kind}` | {t.family.models} | {t.refused} |"
-            for t in sorted(refused, key=lambda t: t.family.kind)
-        ),
-        "",
-        "Other kinds are refused by the same checks where they cannot be served.",
-    ]
-    return "\n".join(lines) + "\n"
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        version=transformers.__version__,
+        runs=table([*METHODS, ""], runs, lambda trial: [*trial.methods.values(), trial.note]),
+        refused=table(["why"], refused, lambda trial: [trial.refused]),
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
