@@ -14,6 +14,7 @@ figures hold, as `<method>_32k`, a method's own time over the fastest of these.
 """
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
@@ -31,7 +32,6 @@ from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.shape import NotApplicable
 from scripts.bench import dense
-from scripts.bench.allocator import keep_freed_memory
 from scripts.bench.arguments import add_machine_options, prepare, refuse_below
 from scripts.bench.layer import GEOMETRIES, AttentionLayer
 from scripts.bench.rounds import interleaved, ratios, spread
@@ -43,6 +43,19 @@ Rounds = dict[str, list[dict[str, Any]]]
 MEASURED = [name for name in METHODS if name != "replay"]
 # InfiniGen's time does not depend on the text it is calibrated with.
 OPTIONS: dict[str, dict[str, Any]] = {"infinigen": {"calibration_tokens": 128}}
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
+
+
+def keep_freed_memory() -> bool:
+    """Let freed memory stay in this process; whether the C library (glibc) can.
+
+    Else every large tensor is mapped anew at its first write, in a virtual machine at 50 to 100 ms per 32 MiB. That is noise
+    which would be put down to methods that store more.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and all(mallopt(*pair) for pair in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1)))
 
 
 def makers(names: list[str], stores: list[str], budget: str) -> Makers:

@@ -59,30 +59,6 @@ def test_explanations(asked: str, parts: list[str], capsys: Capture) -> None:
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize(
-    ("line", "parts"),
-    [
-        ("explain=metod.m", ["did you mean method.m?"]),
-        ("explain=task.lenth", ["did you mean task.length?"]),
-        ("explain=buget", ["did you mean budget?"]),
-        ("explain=method=quset", ["did you mean quest?"]),
-        ("explain=recal", ["did you mean recall?"]),
-        ("explain=attendet_tokens", ["did you mean attended_tokens?"]),
-        ("explain=", ["must name"]),
-        ("list=method", ["did you mean methods?"]),
-        ("list", ["must name"]),
-        ("list=methods budget=0.2", ["budget=0.2", "no other options"]),
-        ("list=methods explain=budget", ["no other options"]),
-    ],
-)
-def test_what_is_unknown_is_one_line(line: str, parts: list[str], capsys: Capture) -> None:
-    assert run.main(line.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert all(part in shown.err for part in parts), shown.err
-
-
 @pytest.mark.rest
 def test_every_option_can_be_explained() -> None:
     """Each key of each group, and each name: its meaning as the code has it is in the text."""

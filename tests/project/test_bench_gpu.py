@@ -85,19 +85,3 @@ def test_a_lost_device_ends_its_process(tmp_path: Path) -> None:
     assert bench_gpu.work(both, file, until, lambda: True) == bench_gpu.LOST
     assert bench_gpu.work(both, file, until, lambda: True) == 0
     assert [row["measurement"] for row in bench_gpu.read(file)] == ["first", "second"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--device", "cpu"], "--device=cpu"),
-        ([*TINY, "--budget", "2"], "budget=2"),
-        ([*TINY, "--steps", "1"], "--steps=1"),
-        ([*TINY, "--methods", "pqcach"], "pqcach"),
-    ],
-)
-def test_bad_options_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        bench_gpu.arguments(argv)
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pqcache.registry import METHODS
-from scripts import bench_methods
+from scripts import bench_gpu, bench_methods
 
 TINY = ["--model", "tiny", "--rounds", "1", "--prefill-rounds", "1", "--steps", "1"]
 # One of each way in which a layer is filled: dense, an index, tokens dropped, codes, blocks.
@@ -72,17 +72,24 @@ def test_every_method_but_replay_is_measured(tmp_path: Path) -> None:
     assert set(figures["decode"]["400"]) == set(figures["prefill"]) == set(METHODS) - {"replay"}
 
 
+GPU = "--tiny --device cpu"
+
+
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("main", "argv", "message"),
     [
-        (["--budget", "2"], "budget=2"),
-        (["--steps", "0"], "--steps=0"),
-        (["--lengths", "100", "0"], "--lengths=0"),
-        (["--methods", "qest"], "qest"),
+        (bench_methods.main, "--budget 2", "budget=2"),
+        (bench_methods.main, "--steps 0", "--steps=0"),
+        (bench_methods.main, "--lengths 100 0", "--lengths=0"),
+        (bench_methods.main, "--methods qest", "qest"),
+        (bench_gpu.arguments, "--device cpu", "--device=cpu"),
+        (bench_gpu.arguments, f"{GPU} --budget 2", "budget=2"),
+        (bench_gpu.arguments, f"{GPU} --steps 1", "--steps=1"),
+        (bench_gpu.arguments, f"{GPU} --methods pqcach", "pqcach"),
     ],
 )
-def test_bad_options_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_one_line(main: Any, argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        bench_methods.main(argv)
+        main(argv.split())
     assert refused.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
