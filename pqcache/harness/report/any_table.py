@@ -12,12 +12,12 @@ put two configurations into one place become columns of their own.
 Writes <folder>/tables/table.md, .tex, .csv, and .png and .pdf where there are several points to draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.harness.config.options import Refused, show
 from pqcache.harness.report import plots
@@ -50,9 +50,6 @@ from pqcache.harness.report.table import (
     spread,
 )
 from pqcache.naming import suggestion
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FOLDER = "tables"  # under the folder of rows
 STEM = "table"
@@ -321,8 +318,6 @@ def report(layout: Layout, name: str = "") -> Report:
 
 def numbers(layout: Layout) -> pd.DataFrame:
     """A line per number."""
-    import pandas as pd
-
     keys = dict.fromkeys([*OWN_TABLE, *layout.rows, *layout.columns])
     lines = []
     for record in (record for records in layout.tables.values() for record in records):
@@ -350,7 +345,7 @@ def _draw(layout: Layout, path: Path) -> Path | None:
     over = BUDGET if layout.columns == ("budget",) else ", ".join(layout.columns)
     for title, records in layout.tables.items():
         lines, across = _placed(records, layout)
-        numeric = len(across) > 1 and all(_is_positive(" ".join(column)) for column in across)
+        numeric = len(across) > 1 and all(pd.to_numeric(list(map(" ".join, across)), errors="coerce") > 0)
         for one in layout.measures:
             points: list[dict[str, Any]] = []
             for line, cells in lines.items():
@@ -369,10 +364,3 @@ def _draw(layout: Layout, path: Path) -> Path | None:
                 most = max(most, 0 if numeric else len(points))
     height = 3.4 if any(panel.kind == "lines" for panel in panels) else max(2.2, 1.0 + 0.24 * most)
     return plots.draw(panels, path, _caption(layout), size=(4.2, height))
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False

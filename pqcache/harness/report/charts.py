@@ -1,13 +1,13 @@
 """The charts of a page: panels like those of every figure, painted as plotly's dictionaries. One point alone makes no chart."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.harness.report import plots
 from pqcache.harness.report.any_table import BUDGET, MEASURES, labels
@@ -15,9 +15,6 @@ from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel, styles_of
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import needle_grid
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SYMBOLS = {
     "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross", "X": "x",
@@ -66,8 +63,6 @@ def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[Chart]:
 
 def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
     """The panels of one model and task."""
-    import pandas as pd
-
     title = f"{records[0]['model']}, {records[0]['task']}"
     whole = [record for record in records if record["dataset"] == AVERAGE]
     names = labels(whole, [key for key in keys if key not in ("budget", "seed", "device", "dataset")])

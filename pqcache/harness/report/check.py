@@ -7,8 +7,6 @@ difference that no line of the experiment's `report.notes` names is an error: ex
 by the option's name, by the paper's value, or by one of the setting's `words`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

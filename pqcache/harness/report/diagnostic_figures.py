@@ -10,12 +10,13 @@ python -m pqcache.harness.report.diagnostic_figures <out>      writes there
 python -m pqcache.harness.report.diagnostic_figures <out> --only drift --layers 1 --window 25 --budget 512
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import torch
 
 from pqcache.diagnostics.summary import arrays_of
 from pqcache.harness.report import plots
@@ -25,10 +26,6 @@ from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, rows_by_folder
 from pqcache.harness.report.special_figures import rank_panels
 from pqcache.harness.report.table import several
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import torch
 
 TOP = 1.02  # of an axis of shares
 WINDOW = 33  # steps of the moving average
@@ -127,8 +124,6 @@ def draw_ranks(folders: Folders, out: Path, method: str | None) -> Path | None:
 
 def by_step(samples: Sequence[torch.Tensor]) -> torch.Tensor:
     """Means of each decode step, (steps,), over samples (layers, heads, steps) that may end at different steps; NaN for none."""
-    import torch
-
     steps = max(x.shape[-1] for x in samples)
     widened = [torch.nn.functional.pad(x.flatten(0, 1), (0, steps - x.shape[-1]), value=torch.nan) for x in samples]
     return torch.cat(widened).nanmean(0)
@@ -139,8 +134,6 @@ def smoothed(values: torch.Tensor, window: int) -> torch.Tensor:
 
     window: odd. At both ends the steps that exist are averaged. NaN where the step itself has no value.
     """
-    import torch
-
     known = values.isfinite()
     kernel = torch.ones(1, 1, window, dtype=torch.float64)
 

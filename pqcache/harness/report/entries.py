@@ -16,8 +16,6 @@ The other line is the cell of that name, or the method where cells have no names
 same budget if it has one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

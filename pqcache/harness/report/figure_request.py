@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import derive
 from pqcache.harness.report.plots import Limits
 from pqcache.harness.report.rows import Row, batch_text
 from pqcache.harness.report.table import several
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MIN_TOP = 0.1  # an axis of scores shows at least this part of the scale, so that small scores look small
 

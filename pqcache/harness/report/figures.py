@@ -25,13 +25,13 @@ begin at 0. y is a column of `report.columns` or what one may be, such as row:tt
     show                         bars: value | change (to Full) | deficit (to Full) | normalised (divided by the cell `to`)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import plots, special_figures
@@ -40,9 +40,6 @@ from pqcache.harness.report.figure_request import FigureRequest, cell_title, key
 from pqcache.harness.report.plots import NO_BUDGET, Panel
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import CURVES, draw_curves, needle_maps
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SHOWN = {"value": "{}", "change": "{}: change to Full", "deficit": "{}: deficit to Full", "normalised": "{}, {} = 1"}
 SIZES = {"machine": "Machine size", "paper": "The paper's size"}
@@ -54,8 +51,6 @@ def draw(plan: RunPlan, entries: Sequence[Entry], rows: Mapping[str, Row], path:
 
     Raises ValueError for an unknown kind.
     """
-    import pandas as pd
-
     options = dict(plan.report.get("figure") or {})
     kind = options.pop("kind", None)
     if not rows or kind is None:

@@ -6,8 +6,6 @@ A claim names pairs of methods. A pair has a line for each experiment, model and
 measured of the same prompts. `decided` is the rule of a line, `joined` that of a claim; the page states both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pqcache.harness.config.environment import keep_fonts_under
 from pqcache.harness.config.options import Refused, RunOptions, one_line
-from pqcache.harness.report.rows import Row
+from pqcache.harness.report.rows import Row, rows_or_refused
 from pqcache.harness.report.table import printable
 from pqcache.naming import suggestion
 
@@ -19,8 +19,6 @@ FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
 
 def answer(argv: Sequence[str]) -> int:
     """Do what such a command line asks for. Raises Refused."""
-    from pqcache.harness.report.rows import rows_or_refused  # imports numpy, and every command asks `asked`
-
     command, options = _read(argv)
     folder = Path(options[command]).expanduser()
     rows: list[Row] = []

@@ -4,8 +4,6 @@ A method says in a list below `Deviations:`, in the docstring of its module or c
 The list is read from there, so that it is under every table that shows the method.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

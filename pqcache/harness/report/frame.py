@@ -22,21 +22,18 @@ What a row does not have is NaN, or None in columns of texts. Numbers of a confi
 row as a whole are given for `average` alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, rows_under
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 AVERAGE = "average"
 GROUPS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # group -> field of the row
@@ -49,8 +46,6 @@ ENDS = ("low", "high")
 
 def frame(rows: Iterable[Row], *, datasets: bool = False, pool: bool = False) -> pd.DataFrame:
     """The rows as a frame. See the module's docstring for its columns."""
-    import pandas as pd
-
     rows = list(rows)
     full = [row for row in rows if row["method"] == "full"]
     groups = pooled_groups(rows)[0] if pool else [[row] for row in rows]

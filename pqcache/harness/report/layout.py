@@ -12,8 +12,6 @@ a table of their own, laid out alike.
     lower: [latency]                                 further columns in which the lowest number is the best
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -24,8 +24,6 @@ results/published, table by experiment, model, method (or the cell's name) and b
 samples of the same run, with a 95 % bootstrap interval and a sign-flip p-value.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shlex
@@ -35,6 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
+
+import pandas as pd
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
@@ -99,8 +99,6 @@ def report(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> Re
 
 def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
     """Write <out>/tables/<experiment>.md, .tex and .csv, and .png if there is a figure to draw. Returns (Markdown, files)."""
-    import pandas as pd
-
     rows = rows_of(plan)
     table = table_entries(plan, rows)
     stem = (folder or Path(plan.cells[0].run.out).expanduser() / FOLDER) / (plan.experiment or "table")

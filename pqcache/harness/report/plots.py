@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from pqcache.harness.config.environment import keep_files_under
 from pqcache.harness.config.options import RunOptions
 from pqcache.registry import METHODS
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -78,29 +79,21 @@ class Panel:
 
 def frame(points: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """A frame of points from dictionaries."""
-    import pandas as pd
-
     return pd.DataFrame(list(points), columns=None if points else ["panel", "line", "x", "y"])
 
 
 def series(line: str, x: Iterable[Any], y: Iterable[float], **columns: Any) -> pd.DataFrame:
     """The points of one line."""
-    import pandas as pd
-
     return pd.DataFrame({"x": list(x), "y": list(y)}).assign(line=line, **columns)
 
 
 def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Several frames as one."""
-    import pandas as pd
-
     return pd.concat(parts, ignore_index=True) if parts else frame([])
 
 
 def wide(values: Any, down: Sequence[Any] | None = None, across: Sequence[Any] | None = None) -> pd.DataFrame:
     """The frame of a map, from a tensor (down, across)."""
-    import pandas as pd
-
     return pd.DataFrame(values.numpy(), index=down, columns=across)
 
 

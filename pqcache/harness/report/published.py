@@ -6,8 +6,6 @@ file names its paper and item under `report:`. "Figure 11" stands for figures 11
 index("pqcache_table2")["mistral-7b-instruct-v0.2", "pqcache", 0.2, "average", "score"]     39.32
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import re

@@ -1,7 +1,5 @@
 """row.json: what one cell measured. `Row` documents every field; null means not measured, never zero."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

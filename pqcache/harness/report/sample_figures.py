@@ -3,8 +3,6 @@
 python -m pqcache.harness.report.sample_figures <out>      heatmaps.png, heatmaps_words.png (task=needle), perplexity.png (pg19)
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -12,16 +10,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.atomic import write_text
 from pqcache.harness.report import plots
 from pqcache.harness.report.plots import Panel
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from pqcache.harness.tasks import Figure
+from pqcache.harness.tasks import Figure
 
 MAX_POINTS = 400  # of a stored curve
 # what a run leaves -> the picture of all runs
@@ -55,8 +51,6 @@ def needle_grid(samples: Samples) -> pd.DataFrame:
 
     samples: with "score" (0..100) and "meta" (length, depth).
     """
-    import pandas as pd
-
     table = pd.DataFrame([{**sample["meta"], "score": sample["score"] / 100} for sample in samples])
     return table.pivot_table(index="depth", columns="length", values="score", aggfunc="mean")
 

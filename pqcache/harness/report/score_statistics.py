@@ -6,8 +6,6 @@ A score is the unweighted mean over tasks of each task's mean, so the bootstrap 
 keyed task -> sample -> score (0..100).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
 

@@ -18,12 +18,13 @@ Each is of the first sample that has the file. A model with fewer layers or head
     figure: {kind: rounds}                       one layer's prefill beside the clustering of its keys by rounds
 """
 
-from __future__ import annotations
-
 from math import inf
 from pathlib import Path
 from statistics import median_high
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import torch
 
 from pqcache.diagnostics.summary import PROMPT_SUFFIX, arrays_of
 from pqcache.harness.report import plots
@@ -34,10 +35,6 @@ from pqcache.harness.report.rows import Row
 from pqcache.measure.geometries import geometry
 from pqcache.selective.budget import floor_share
 from pqcache.selective.shape import ModelShape
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import torch
 
 Arrays = dict[str, "torch.Tensor"]
 FAINTEST = 1e-3  # attention weight, relative to the heaviest of a head, that still has a colour of its own
@@ -60,8 +57,6 @@ def _first(request: FigureRequest, name: str, method: str = "", suffix: str = ".
 
 def rank_panels(arrays: Arrays, steps: int | None = None) -> list[Panel]:
     """Ranks of evenly spaced prompt tokens in the head of median change, and how long heavy tokens stay heavy in each layer."""
-    import torch
-
     ranks, stay = arrays["ranks"][:, :, :steps], arrays["top_stay"][:, :, :steps]  # (layers, heads, steps[, tracked])
     mean = stay[:, :, 1:].mean(-1)
     # the head in which heavy tokens stay as long as in the median head
@@ -192,8 +187,6 @@ def _prompt_saliency(request: FigureRequest) -> Path | None:
 
 def salient_share(scores: torch.Tensor, share: float) -> torch.Tensor:
     """Of layers and heads, the share in which each token is salient: scores (layers, heads, s) -> (s,)."""
-    import torch
-
     s = scores.shape[2]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : s - floor_share(s, 1 - share)]
     return torch.zeros_like(scores).scatter_(-1, best, 1.0).mean((0, 1))

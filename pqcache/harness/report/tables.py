@@ -1,7 +1,5 @@
 """What a run prints: a cell's row in words, and at the end of a sweep a table with a line per cell."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -8,23 +8,20 @@ same methods with `method.store=host`: where it has one, memory is taken from it
 attended. All times are taken from `--times`, if it is given: a run of fewer samples, with nothing else on the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from pqcache.harness.report import plots
 from pqcache.harness.report.frame import frame, group_rows
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row, content, rows_under
 from pqcache.harness.report.table import Table, number, printable, several, signed, spread
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MIB = 2**20
 NUMBERS = ("score", "score.low", "score.high", "to_full", "to_full.low", "to_full.high", "attended_tokens")
@@ -36,8 +33,6 @@ def points(rows: Sequence[Row], with_host: Sequence[Row] = (), timed: Sequence[R
     with_host: rows whose bytes replace those of the same method and budget. timed: rows with all times, if there are any; a
     method and budget that they lack has no time, since those of two runs do not compare. A budget that is ignored is 1.
     """
-    import pandas as pd
-
     stored = {(row["method"], row["budget_ratio"]): _held(row) for row in with_host}
     times = {(row["method"], row["budget_ratio"]): row["tpot_p50_ms"] for row in timed or rows}
     made: list[dict[str, Any]] = []
