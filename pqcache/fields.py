@@ -151,6 +151,16 @@ class Documented(NamedTuple):
     behind: str  # the comment at the end of its last line
     heads: bool  # an empty line is above the comment: it is of the names below, too
 
+    @property
+    def heading(self) -> str:
+        """The heading of this name and those below it."""
+        return self.above if self.heads else ""
+
+    @property
+    def meaning(self) -> str:
+        """The comments that are of this name alone."""
+        return "; ".join(filter(None, ["" if self.heads else self.above, self.behind]))
+
 
 def comments(cls: type) -> dict[str, str]:
     """Option -> its comment, behind the field or above it.

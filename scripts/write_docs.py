@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pqcache.atomic import write_text  # noqa: E402
-from pqcache.fields import option_fields  # noqa: E402
+from pqcache.fields import documented, option_fields  # noqa: E402
 from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
-from pqcache.harness.lookup import options, row_fields  # noqa: E402
+from pqcache.harness.lookup import options  # noqa: E402
 from pqcache.harness.report import findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report.frame import group_rows  # noqa: E402
@@ -205,12 +205,12 @@ def options_page() -> str:
 def fields_tables(cls: type) -> list[str]:
     """Markdown of a TypedDict: a table per part."""
     parts: list[str] = []
-    for heading, name, kind, text in row_fields(cls):
-        if heading is not None:
-            parts.append(f"**{heading[:1].upper()}{heading[1:]}**")
-        if heading is not None or not parts:
+    for field in documented(cls):
+        if field.heading:
+            parts.append(f"**{field.heading[:1].upper()}{field.heading[1:]}**")
+        if field.heading or not parts:
             parts.append("| field | type | meaning |\n|---|---|---|")
-        parts[-1] += f"\n| `{name}` | `{written(kind)}` | {written(text)} |"
+        parts[-1] += f"\n| `{field.name}` | `{written(field.kind)}` | {written(field.meaning)} |"
     return parts
 
 

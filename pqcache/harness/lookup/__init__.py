@@ -45,40 +45,14 @@ PAPER = re.compile(r"\(([^()]*arXiv [\d.]+[^()]*)\)")
 WIDEST, NARROWEST, FILED = 110, 60, 100  # characters of a line: of a terminal, and of the help where there is none
 NAMES = 26  # columns of the widest name beside which a meaning begins
 TITLE = "PQCache Lab: causal LMs under a KV-cache method at one stated budget; score, times, bytes."
-EXAMPLES = {
-    "method=pqcache budget=0.2": "one cell: prints its row and the path of row.json",
-    "-m method=full,oracle,pqcache,streaming budget=0.1,0.2": "a sweep: ends with one table",
-    "experiment=demo": "a table kept as a file",
-    "experiment=demo plan=true": "what it would do, need and take; runs nothing",
-    "method=pqcache --cfg job": "every option of a cell, with its value",
-}
-MORE = {
-    "list=methods": "what there is; also tasks, models, experiments",
-    "explain=method.m": "what an option or a name means",
-    "--help": "every key with its meaning",
-}
 FLAGS = {
     "-m, --multirun": "sweep: several values with commas are run one after the other; ends with one table",
     "--cfg job": "print the whole configuration and run nothing",
     "--help": "this text",
     "-sc install=bash": f'complete words with TAB in bash: eval "$({places.COMMAND} -sc install=bash)"; also zsh and fish',
 }
-# What is no field of a dataclass.
-GROUP_MEANINGS = {
-    "model": "which weights, and how they run; its options are model.<key>",
-    "method": "which KV-cache method; its hyper-parameters are method.<key>",
-    "task": "what is asked and how it is scored; its options are task.<key>",
-    "experiment": "a whole table or figure kept as a file: methods, budgets, tasks and seeds; what is typed beside it wins",
-    "launch": "where the cells run; its options are launch.<key>",
-}
-OTHER_KEYS = {
-    "decode": "how the next token is chosen, decode.temperature=0.6 decode.samples=8; its options are decode.<key>",
-    "cell": "one cell of an experiment that lists them by name",
-    "report": "of a folder of rows: write one HTML file; runs nothing",
-    "tables": "of a folder of rows: write its tables; rows=, columns= and values= choose what is in them; runs nothing",
-    "list": "methods, tasks, models or experiments: a name and one line each",
-    "explain": "an option, a name, a field of row.json or a word of the tables: what it means",
-}
+HELP = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text(encoding="utf-8"))
+EXAMPLES, MORE, GROUP_MEANINGS, OTHER_KEYS = (HELP[part] for part in ("examples", "more", "groups", "other"))
 
 
 def answer(argv: Sequence[str]) -> int:
@@ -398,19 +372,6 @@ def _about(group: str, name: str) -> str:
     return "\n".join(lines)
 
 
-def row_fields(cls: type) -> list[tuple[str | None, str, str, str]]:
-    """(heading or None, field, type, comment) of a TypedDict. A comment after an empty line is the heading of what follows."""
-    return [
-        (
-            one.above if one.heads and one.above else None,
-            one.name,
-            one.kind,
-            "; ".join(filter(None, ["" if one.heads else one.above, one.behind])),
-        )
-        for one in documented(cls)
-    ]
-
-
 def _row_fields(asked: str) -> list[tuple[str, str]]:
     """(the field with its part of row.json, its meaning) of each that is called so; `diagnostics.mass` names its part."""
     from pqcache.harness.report import rows
@@ -418,11 +379,11 @@ def _row_fields(asked: str) -> list[tuple[str, str]]:
     parts = {"": rows.Row, "diagnostics": rows.Diagnostics, "prompt_protocol": rows.PromptProtocol}
     part, _, name = asked.casefold().rpartition(".")
     return [
-        (f"row.json: {f'{where}.' if where else ''}{field}", text or field.replace("_", " "))
+        (f"row.json: {f'{where}.' if where else ''}{field.name}", field.meaning or field.name.replace("_", " "))
         for where, cls in parts.items()
         if part in ("", where)
-        for _, field, _, text in row_fields(cls)
-        if field == name
+        for field in documented(cls)
+        if field.name == name
     ]
 
 
