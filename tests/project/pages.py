@@ -8,6 +8,7 @@ PAGES = [REPO / "README.md", REPO / "SECURITY.md", *sorted((REPO / "docs").glob(
 # what a reader fills in
 FILLED_IN = {
     "<hub id or folder>": "someone/model",
+    "<hub id, folder or GGUF file>": "someone/model",
     "<name>": "demo",
     "<a command>": "method=pqcache",
     "...": "method=pqcache",
