@@ -3,39 +3,14 @@
 Everything is drawn from a `random.Random`, so a seed gives the same text on every machine.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
-ATTRIBUTES = (
-    "code motto recipe route song garden symbol password legend menu address formula anthem badge charter crest dance diary "
-    "emblem flag game greeting habit hobby joke label lesson letter message name note order oath poem prize promise "
-    "report riddle rule secret signal slogan story title toast treasure verse wish"
-).split()
-
-ADJECTIVES = (
-    "old quiet small bright heavy slow clever patient narrow green early late warm cold gentle curious plain busy honest "
-    "tired young grey tall careful distant common rough simple strange steady"
-).split()
-PEOPLE = (
-    "miller teacher farmer sailor baker doctor painter child neighbour clerk guard writer singer driver tailor cook "
-    "traveller merchant captain gardener student judge nurse carpenter weaver"
-).split()
-THINGS = (
-    "lamp basket letter boat fence clock table coat bridge kettle ladder window book bell cart bucket map stone chair rope "
-    "mirror blanket hammer bottle drum"
-).split()
-PLACES = (
-    "river market village harbour forest station kitchen field valley church road hill mill orchard tower square shore "
-    "garden library barn meadow"
-).split()
-VERBS = (
-    "carried found repaired watched sold painted moved counted borrowed cleaned forgot opened bought hid measured "
-    "described kept lost returned noticed"
-).split()
-TIMES = (
-    "before the storm|after supper|in the morning|during the winter|at noon|for many years|on the way home|without a word|"
-    "as usual|late in the evening|when the bells rang|while it rained|once a week|that same day|to everyone's surprise"
-).split("|")
+_WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+ATTRIBUTES, ADJECTIVES, PEOPLE = (_WORDS[kind] for kind in ("attributes", "adjectives", "people"))
+THINGS, PLACES, VERBS, TIMES = (_WORDS[kind] for kind in ("things", "places", "verbs", "times"))
 
 
 def filler_sentence(rng: Random) -> str:

@@ -56,39 +56,25 @@ def stepped(
     return one, q
 
 
-LENGTHS = st.lists(st.integers(20, 90), min_size=1, max_size=3)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+LAYERS = {
+    "seed": st.integers(0, 10**6),
+    "lengths": st.lists(st.integers(20, 90), min_size=1, max_size=3),
+    "group": st.sampled_from([1, 3]),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+}
+PAIRS = {"first": st.sampled_from(FIRST), "second": st.sampled_from(SECOND)}
+REDUCE = st.sampled_from(["sum_softmax", "none", "max_logit"])
+STORES = st.sampled_from(["resident", "host", "block_cache"])
 
 
 @settings(max_examples=24, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=LENGTHS,
-    first=st.sampled_from(FIRST),
-    second=st.sampled_from(SECOND),
-    group=st.sampled_from([1, 3]),
-    reduce=st.sampled_from(["sum_softmax", "none", "max_logit"]),
-    shortlist=st.floats(1, 4),
-    store=st.sampled_from(["resident", "host", "block_cache"]),
-    dtype=DTYPES,
-    steps=st.integers(1, 9),
-)
+@given(**LAYERS, **PAIRS, reduce=REDUCE, shortlist=st.floats(1, 4), store=STORES, steps=st.integers(1, 9))
 def test_the_choice_is_the_second_stages_best_of_the_shortlist(
-    seed: int,
-    lengths: list[int],
-    first: str,
-    second: str,
-    group: int,
-    reduce: str,
-    shortlist: float,
-    store: str,
-    dtype: torch.dtype,
-    steps: int,
+    first: str, second: str, reduce: str, shortlist: float, store: str, **layer: Any
 ) -> None:
     """Every selected token is a candidate on its shortlist, and no token left on it scores higher; k of them, if it has k."""
-    one, q = stepped(
-        two(first, second, reduce=reduce, shortlist=shortlist, store=store), seed, lengths, group, dtype, steps
-    )
+    one, q = stepped(two(first, second, reduce=reduce, shortlist=shortlist, store=store), **layer)
+    group = layer["group"]
     index, cand, h_kv = one.layer.index, one.layer.selected.candidates, 2
     assert isinstance(index, TwoStageIndex)
     chosen = one.selected
@@ -122,28 +108,18 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
 
 
 @settings(max_examples=16, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=LENGTHS,
-    first=st.sampled_from(FIRST),
-    second=st.sampled_from(SECOND),
-    group=st.sampled_from([1, 3]),
-    reduce=st.sampled_from(["sum_softmax", "none", "max_logit"]),
-    dtype=DTYPES,
-)
-def test_everything_shortlisted_is_the_second_stage_alone(
-    seed: int, lengths: list[int], first: str, second: str, group: int, reduce: str, dtype: torch.dtype
-) -> None:
+@given(**LAYERS, **PAIRS, reduce=REDUCE)
+def test_everything_shortlisted_is_the_second_stage_alone(first: str, second: str, reduce: str, **layer: Any) -> None:
     """By the short cut, and by ranking a list of all candidates."""
-    one, q = stepped(two(first, second, reduce=reduce, shortlist=1e6), seed, lengths, group, dtype)
-    other, _ = stepped(alone(second, reduce=reduce), seed, lengths, group, dtype)
+    one, q = stepped(two(first, second, reduce=reduce, shortlist=1e6), **layer)
+    other, _ = stepped(alone(second, reduce=reduce), **layer)
     if one.layer.selected.indices is None:  # rows that attend everything
         assert other.layer.selected.indices is None
         return
     assert torch.equal(one.selected, other.selected)
     index, cand = one.layer.index, one.layer.selected.candidates
     everything = torch.tensor([[[i if i < hi else -1 for i in range(cand.sinks, max(cand.ends))]] for hi in cand.ends])
-    listed = everything.expand(-1, 2 * group if reduce == "none" else 2, -1)
+    listed = everything.expand(-1, 2 * layer["group"] if reduce == "none" else 2, -1)
     ranked = index.rank(q, listed, cand, 2, one.context(decode=True)).indices
     width = max(ranked.shape[2], other.selected.shape[2])
     same = torch.nn.functional.pad(ranked, (0, width - ranked.shape[2]), value=-1) == other.selected

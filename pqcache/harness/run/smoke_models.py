@@ -4,6 +4,7 @@ A named model becomes a small random one with the embedded tokenizer. It has the
 heads per KV head and the same sliding window. The embedded model stays itself; model=random takes the tiny geometry.
 """
 
+import json
 import zlib
 from dataclasses import replace
 from functools import lru_cache
@@ -19,22 +20,9 @@ PROMPT_TOKENS = 1024
 NEW_TOKENS = 16
 
 # model -> (model_type, query heads per KV head, other config values of its attention)
-ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "mistral-7b-instruct-v0.2": ("mistral", 4, {"sliding_window": None}),
-    "mistral-7b-v0.1": ("mistral", 4, {"sliding_window": 4096}),
-    "llama-2-7b": ("llama", 1, {}),
-    "llama-2-7b-chat": ("llama", 1, {}),
-    "llama-2-13b": ("llama", 1, {}),
-    "llama-3-8b": ("llama", 4, {}),
-    "llama-3-8b-instruct": ("llama", 4, {}),
-    "llama-3.1-8b-instruct": ("llama", 4, {}),
-    "phi-3-mini-4k-instruct": ("phi3", 1, {"sliding_window": 2047}),
-    "glm4-9b-chat": ("glm", 16, {"attention_bias": True}),
-    "qwen2.5-7b-instruct": ("qwen2", 7, {}),
-    "qwen2.5-coder-0.5b-instruct": ("qwen2", 7, {}),
-    "qwen3-8b": ("qwen3", 4, {}),
-    "smollm2-135m-instruct": ("llama", 3, {}),
-}
+ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)
 HEAD_DIM = 64
 LAYERS = 3
 AS_THEY_ARE = (*WEIGHTS, "random")  # loaded as they are; config/smoke.py makes the random geometry tiny
