@@ -14,8 +14,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from typing import Any
 
+import datasets
 import torch
-from transformers import PreTrainedConfig
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
@@ -81,8 +83,6 @@ def parameter_count(config: PreTrainedConfig) -> int:
     """Parameters of the model of a configuration; weights that two layers share count once."""
     text = config.to_json_string()
     if text not in _counts:
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         _counts[text] = sum(parameter.numel() for parameter in model.parameters())
@@ -130,9 +130,6 @@ def cache_bytes(
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """Nothing is downloaded inside: what is not in the caches is not at hand."""
-    import datasets
-    from huggingface_hub import constants
-
     settings: Any = datasets.config
     old = constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE = True

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from tqdm import tqdm
+
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.launch import plan as planning
@@ -89,8 +91,6 @@ class Total:
             self._bar.set_postfix_str(self._rest(), refresh=False)
             self._bar.update()
         elif now - self._last >= EVERY_S:
-            from tqdm import tqdm
-
             self._last = now
             tqdm.write(self.line(), file=self.stream)  # above the bar of a cell, if there is one
             self.stream.flush()
@@ -139,8 +139,6 @@ class Total:
 
     def _open_bar(self, below: bool) -> None:
         """The bar; below: under that of a cell. What is printed meanwhile stands above both."""
-        from tqdm import tqdm
-
         self._bar = tqdm(total=self._missing, file=self.stream, leave=False, position=1 if below else 0, bar_format=BAR)
         self._stack.callback(self._bar.close)
         if sys.stdout.isatty():
@@ -155,8 +153,6 @@ class _Above(io.TextIOBase):
         self._line = ""
 
     def write(self, text: str) -> int:
-        from tqdm import tqdm
-
         whole, end, rest = (self._line + text).rpartition("\n")
         self._line = rest
         if end:

@@ -18,6 +18,7 @@ from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report.rows import Row, full_rows, match_full, pair_with_full, read_row, write_row
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.prompts import TooLong
+from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.session import Session, set_seed, task_of_cell
@@ -58,8 +59,6 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
 
     recorder = None
     if level := cell.run.diagnostics:
-        from pqcache.harness.run.recorder import Recorder
-
         recorder = Recorder(cell.folder, level, without_secrets(cell.identity), cell.identity["dense_layers"] or 0)
     lm = HarnessLM(
         loaded,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save as save_tensors
 
@@ -56,8 +57,6 @@ class Recorder:
         return path.exists() and path.with_suffix(suffix).exists()
 
     def save(self, task: str, doc_id: int, mark: str) -> None:
-        import numpy
-
         arrays: dict[str, Any] = {name: x.numpy() for name, x in _one_row(self._measures.arrays()).items()}
         if self.scores:
             arrays |= {name: x.numpy() for name, x in self._scores.arrays().items()}

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks.manager import TaskDict
 
 from pqcache.harness.config import environment
@@ -101,8 +102,6 @@ class Session:
 
     def _outline(self, cell: Cell) -> LoadedModel:
         """The cell's tokenizer and configuration, as a loaded model has them."""
-        import torch
-
         options = {**cell.identity["model"], "device": cell.device}
         name = options.pop("name")
         config = (smoke_models.model_config if cell.run.smoke else models.load_config)(name, options)
@@ -203,8 +202,6 @@ def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Instance]
 
 def set_seed(tasks: TaskDict, seed: int) -> None:
     """Seed the choice of few-shot examples."""
-    from lm_eval.defaults import DEFAULT_OTHER_SEED
-
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
 

@@ -11,9 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from pqcache.embedded import WEIGHTS
+from pqcache.embedded import WEIGHTS, load_tokenizer
 from pqcache.harness.run import models
 
 PROMPT_TOKENS = 1024
@@ -30,8 +31,6 @@ AS_THEY_ARE = (*WEIGHTS, "random")  # loaded as they are; config/smoke.py makes 
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
-    from pqcache.embedded import load_tokenizer
-
     return load_tokenizer()
 
 
@@ -39,8 +38,6 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of the small model that replaces a named one."""
     if name in AS_THEY_ARE:
         return models.load_config(name, options)
-    from transformers import CONFIG_MAPPING
-
     kind, group, extra = ARCHITECTURES.get(name) or _architecture_of(options)
     heads_kv = 1 if group > 8 else 2
     values = {
@@ -73,9 +70,6 @@ def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]
 
 def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
     """The small model with the embedded tokenizer, like models.load. The weights are the same every time."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     if name in AS_THEY_ARE:
         return models.load(name, options)
     config = model_config(name, options)

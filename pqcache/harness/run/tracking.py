@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pandas as pd
+
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import one_line, say_once, without_secrets
@@ -111,7 +113,6 @@ def track_report(plan: RunPlan, files: Sequence[Path]) -> None:
 
 
 def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
-    import pandas as pd
     import wandb
 
     run = _start(plan.cells[0], f"table-{plan.experiment}", str(plan.experiment), {"experiment": plan.experiment}, mode)
